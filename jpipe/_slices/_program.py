@@ -7,7 +7,7 @@ are divided among the stages.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from .._functions._objective import as_weight
+from .._functions._weights import is_inexact
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers._stage import shapes
@@ -242,6 +243,34 @@ def traced(
 def _is_array(constant: Any) -> bool:
     is_array = isinstance(constant, jax.Array | np.ndarray)
     return is_array and not jnp.issubdtype(constant.dtype, jax.dtypes.extended)
+
+
+def close_over_equal_arrays(programs: Sequence[Traced]) -> bool:
+    """Whether programs close over equal arrays, in the same order."""
+    first, *others = (one.constants for one in programs)
+    return all(len(own) == len(first) for own in others) and all(
+        a is b or np.array_equal(a, b, equal_nan=is_inexact(a))
+        for own in others
+        for a, b in zip(first, own, strict=True)
+    )
+
+
+def with_numpy_inside(program: Traced) -> Traced:
+    """The same, with the arrays of NumPy in the programs that read them."""
+    jaxpr, first = program.closed.jaxpr, program.num_params - len(program.constants)
+    hoisted = jaxpr.invars[first : program.num_params]
+    pairs = [*zip(hoisted, program.constants, strict=True)]
+    inner = {var: array for var, array in pairs if isinstance(array, np.ndarray)}
+    jaxpr = jaxpr.replace(
+        constvars=[*jaxpr.constvars, *inner],
+        invars=[var for var in jaxpr.invars if var not in inner],
+    )
+    return replace(
+        program,
+        closed=core.ClosedJaxpr(jaxpr, [*program.closed.consts, *inner.values()]),
+        num_params=program.num_params - len(inner),
+        constants=[array for var, array in pairs if var not in inner],
+    )
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJaxpr:

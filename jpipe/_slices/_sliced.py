@@ -171,11 +171,19 @@ class Sliced:
         Args:
           params: the parameters, or specs of them.
           args: a mini-batch, or specs; it may have few examples.
+
+        Raises:
+          ValueError: if there are not as many parameters as there were.
         """
-        division = self._division
+        division, count = self._division, len(jax.tree.leaves(params))
         if division.owners(params) is None:
             self.last = self.last or self.divided(params, args)
         owners = division.owners(params) or []
+        if len(owners) != count:
+            raise ValueError(
+                f"the variables have {count} arrays, those of the model {len(owners)}; "
+                f"give a tree such as init makes"
+            )
         pipe = division.pipe(division.count or 1)
         return [*zip(owners, self._work.shardings(pipe, params, owners), strict=True)]
 
@@ -310,4 +318,7 @@ class Sliced:
                 else:
                     traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
+        if not _program.close_over_equal_arrays([*programs.values()]):
+            inside = _program.with_numpy_inside
+            programs = {n: inside(one) for n, one in programs.items()}
         return _order.late(programs, self._division.moves)

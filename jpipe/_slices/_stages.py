@@ -4,25 +4,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from .._functions import _remat
-from .._functions._weights import is_inexact
 from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
 from ._kept import Kept
-from ._program import Traced
+from ._program import Traced, close_over_equal_arrays
 from ._slice import Slice, once, slices, specs, with_gradient
 from ._state import State
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
 Weight = int
 _DIFFERS = (
-    "the function reads other parameters, or NumPy arrays of other values, for "
-    "micro-batches of another size; make such arrays with jax.numpy, or give a batch "
-    "that num_microbatches divides"
+    "the function reads other parameters, or other arrays from outside, for "
+    "micro-batches of another size; give a batch that num_microbatches divides"
 )
 
 
@@ -58,7 +55,7 @@ class Stages:
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
-        if not all(_same_arrays(one, self.first) for one in programs.values()):
+        if not close_over_equal_arrays([*programs.values()]):
             raise ValueError(_DIFFERS)
         fixed = self.first.num_params - len(trained)
         self.trained = [*trained, *[False] * fixed]
@@ -265,13 +262,6 @@ def _reads(closed: core.ClosedJaxpr) -> list[Any]:
     """Of each result what it is like, and which parameters it follows from."""
     results = closed.jaxpr.outvars
     return [(v.aval, _jaxpr.live_inputs(_jaxpr.prune(closed, [v]))) for v in results]
-
-
-def _same_arrays(one: Traced, other: Traced) -> bool:
-    """Whether two programs close over equal arrays, in the same order."""
-    pairs = zip(one.constants, other.constants, strict=False)
-    same = (a is b or np.array_equal(a, b, equal_nan=is_inexact(a)) for a, b in pairs)
-    return len(one.constants) == len(other.constants) and all(same)
 
 
 def _is_in(atom: Any, variables: set[core.Var]) -> bool:

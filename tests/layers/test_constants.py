@@ -1,7 +1,8 @@
-"""What is trained in one place may not be a constant in another."""
+"""Arrays that layers close over; what is trained is none of them."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -60,3 +61,27 @@ def test_module_that_is_listed_nowhere_is_a_constant_as_under_jit():
     _, grads = gradient([student, lambda y: y - jax.lax.stop_gradient(teacher(y))])
     assert set(grads[0]) == {"kernel", "bias"}
     assert grads[1] == {}
+
+
+def test_arrays_of_numpy_may_depend_on_the_size_of_a_micro_batch(double):
+    x, targets = ref.regression(10, jnp.float64)
+    table = jnp.arange(1.0, 5.0)
+
+    def turned(y):  # there and back
+        order = np.arange(len(y))[::-1]
+        return (y * table * np.full((len(y), 1), 3.0))[order][order]
+
+    layers = [ref.dense(6, jnp.float64), ref.dense(4, jnp.float64), turned]
+    pipe = jpipe.pipeline(layers, 4, balance=[1, 2])
+    variables = pipe.init(KEY, x)
+    params = ref.params_of(variables)
+    expected = ref.gradient(layers, ref.mse)(params, x, targets)
+    found = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    ref.assert_close(found, expected, ref.FLOAT64)
+
+    def loss(params, x, targets):
+        return ref.mse(ref.compose(layers, params, x), targets)
+
+    grad_fn = jpipe.value_and_grad(loss, 4, num_stages=2)
+    placed = grad_fn.place(params, x, targets)
+    ref.assert_close(grad_fn(placed, x, targets), expected, ref.FLOAT64)

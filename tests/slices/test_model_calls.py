@@ -149,6 +149,15 @@ def test_a_model_that_was_changed_is_called_the_model():
         pipe.apply(variables, X)
 
 
+def test_variables_of_another_number_are_not_placed(double):
+    pipe = small()
+    variables = pipe.init(KEY, X)
+    with pytest.raises(ValueError, match=r"have 0 arrays, those of the model \d"):
+        pipe.place({"params": {}})
+    with pytest.raises(ValueError, match="such as init makes"):
+        pipe.place({**variables, "more": jnp.ones(3)})
+
+
 def test_an_input_that_does_not_fit_is_named(double):
     variables = small().init(KEY, X)
     for call in (
