@@ -188,7 +188,7 @@ class Subject(ABC):
             ]
         )
         pairs = zip(taken, self.function.entries(variables), strict=True)
-        entries = [own if entry is None else entry for entry, own in pairs]
+        entries = [new if own is None else own for own, new in pairs]
         return self.place(self.function.of_entries(entries)) if given else variables
 
     @abstractmethod
@@ -213,6 +213,8 @@ class Subject(ABC):
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Variables in place."""
+        function = self.function
+        variables = function.of_entries(function.entries(variables))
         locations = self.locations(variables, x)
         return _transfer.put_each(variables, self.pipe.devices, locations)
 
@@ -234,4 +236,5 @@ class Subject(ABC):
         check_unchanged(self.function.layers, self.function.called)
         entries = self.function.entries(variables)
         _variables.check_alive(jax.tree.leaves(variables))
-        return self.function.of_entries(self.function.parent.modules(entries))
+        found = self.function.parent.modules(entries)
+        return found if self.by_layer else found[0]

@@ -31,7 +31,7 @@ def check(
     tolerance: float | None,
 ) -> CheckReport:
     """See `FunctionGradient.check`."""
-    count = sliced.num_examples(params, args)
+    count = sliced.num_examples(args)
     if parts is None:
         first = max(1, count // 3)
         parts = (first, count - first)

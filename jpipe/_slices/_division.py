@@ -144,7 +144,9 @@ class ByLayer:
       pipe: the stages, and where they run.
     """
 
-    moves, about, cuts = False, 1, None
+    moves, cuts = False, None
+    # A `jax.checkpoint` in a layer stays as it is.
+    about = 1
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self.devices, self.places = pipe, pipe.devices, pipe.places

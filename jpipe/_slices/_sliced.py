@@ -202,9 +202,8 @@ class Sliced:
         """What the loss is."""
         return self._work.reduction
 
-    def num_examples(self, params: PyTree, args: Sequence[PyTree]) -> int:
+    def num_examples(self, args: Sequence[PyTree]) -> int:
         """How many there are in a mini-batch."""
-        del params
         batch = self._batch(args, True)
         return sum(batch.sizes) * batch.num_shards
 
