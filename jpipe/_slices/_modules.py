@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -125,14 +125,18 @@ class Modules(ABC):
     ) -> tuple[PyTree, dict[int, Any]]:
         """The output, and by the number of a leaf of the variables what it becomes."""
         if train:
-            _check_collections(variables)
+            _check_collections(self.entries(variables))
         # A raw key is folded where it is wrapped, which is here and not in a loop.
         rngs = jax.tree.map(_rng.wrapped_once, rngs)
         with _batchnorm.recording():
             y, changed = self.applied(variables, x, rngs, train)
-        number = {path: i for i, (path, _) in enumerate(_flat(variables))}
+        number = {
+            path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
+        }
         return y, {
-            number[path]: leaf for path, leaf in _flat(changed) if path in number
+            number[path]: leaf
+            for path, leaf in tree_leaves_with_path(changed)
+            if path in number
         }
 
     def forward(self, train: bool) -> Work:
@@ -196,22 +200,17 @@ class Modules(ABC):
     def _writes(self, traced: Traced, variables: PyTree) -> tuple[int, list[Written]]:
         """What a call writes, by what it returns besides its output or the loss."""
         aux, changed = traced.aux
-        paths = [path for path, _ in _flat(variables)]
+        paths = [path for path, _ in tree_leaves_with_path(variables)]
         written = [Written(i, paths[i], self.text(paths[i])) for i in sorted(changed)]
         return len(jax.tree.leaves(aux)), written
 
 
-def _check_collections(variables: PyTree) -> None:
+def _check_collections(entries: Sequence[PyTree]) -> None:
     """Refuses what Flax changes in a way that a pipeline does not know."""
-    is_model = isinstance(variables, Mapping)
-    if any(_BY_GRADIENT in own for own in ([variables] if is_model else variables)):
+    if any(_BY_GRADIENT in entry for entry in entries):
         raise ValueError(
             f"the variables hold the collection {_BY_GRADIENT}, as the fp8 operations "
             f"of flax.linen do, whose values a step replaces by their gradients; a "
             f"pipeline does not, and would leave them as they are: train without "
             f"dot_general_cls; evaluation works"
         )
-
-
-def _flat(tree: PyTree) -> list[tuple[Any, Any]]:
-    return tree_leaves_with_path(tree)

@@ -62,7 +62,6 @@ class Subject(ABC):
     def cuts(self, balance: Sequence[int]) -> Cuts | None:
         """Where a model is divided; nothing of a list of layers."""
 
-    @abstractmethod
     def lowered(
         self,
         request: Request,
@@ -72,6 +71,18 @@ class Subject(ABC):
         data: int,
     ) -> Built:
         """The loss and its gradients of a mini-batch, on devices that are not there."""
+        return self._built(request, balance, remat, schedule, data)[0]
+
+    @abstractmethod
+    def _built(
+        self,
+        request: Request,
+        balance: Sequence[int],
+        remat: str | Sequence[str],
+        schedule: Schedule,
+        data: int = 1,
+    ) -> tuple[Built, PyTree, Mapping[Any, str]]:
+        """The pieces, divided; specs of their variables; the names of skips."""
 
 
 class Layers(Subject):
@@ -90,20 +101,9 @@ class Layers(Subject):
         """The layers as stages: see `Subject`."""
         sizes = [1] * len(as_layers(self._given)) if balance is None else balance
         own, schedule = request.resized(request.batch().sizes[0]), gpipe(len(sizes), 1)
-        listed, built, variables = self._built(own, sizes, mode, schedule, 1)
+        built, *rest = self._built(own, sizes, mode, schedule)
         names = [abbreviate([x.name for x in s.layers]) for s in built.pipe.stages]
-        return _as_traced(names, built, variables, listed.skips(built.stages))
-
-    def lowered(
-        self,
-        request: Request,
-        balance: Sequence[int],
-        remat: Sequence[str],
-        schedule: Schedule,
-        data: int,
-    ) -> Built:
-        """The loss and its gradients: see `Subject`."""
-        return self._built(request, balance, remat, schedule, data)[1]
+        return _as_traced(names, built, *rest)
 
     def cuts(self, balance: Sequence[int]) -> None:
         """Nothing."""
@@ -115,14 +115,15 @@ class Layers(Subject):
         balance: Sequence[int],
         remat: str | Sequence[str],
         schedule: Schedule,
-        data: int,
-    ) -> tuple[Listed, Built, PyTree]:
-        """The layers, divided; and specs of their variables."""
+        data: int = 1,
+    ) -> tuple[Built, PyTree, Mapping[Any, str]]:
+        """The layers, divided: see `Subject`."""
         own, ranks = as_layers(self._given), _ranks(schedule, data)
         remat = _remat.per_stage(remat, len(balance))
         pipe = Pipe(fuse(own, tuple(balance)), ranks, schedule, remat)
         listed = Listed(pipe, request.axes)
-        return listed, *_built(request, listed, ByLayer(pipe))
+        built, variables = _built(request, listed, ByLayer(pipe))
+        return built, variables, listed.skips(built.stages)
 
 
 class OneModel(Subject):
@@ -146,29 +147,18 @@ class OneModel(Subject):
         own = request.resized(request.batch().sizes[0])
         if self._pieces is None:
             none = Cuts.none(_PIECES)
-            whole, variables = self._built(own, none, gpipe(1, 1), mode)
+            whole, variables = self._cut(own, none, gpipe(1, 1), mode)
             program, count = whole.stages.first, len(jax.tree.leaves(variables))
             places = _cut.pieces(program, _PIECES)
             self._pieces = Cuts.of(program, places, count, _PIECES)
         cuts = self._pieces if balance is None else self.cuts(balance)
         stages = len(cuts.positions) + 1
-        built, variables = self._built(own, cuts, gpipe(stages, 1), mode)
+        built, variables = self._cut(own, cuts, gpipe(stages, 1), mode)
         names = [
             abbreviate(names) or f"piece {i}"
             for i, names in enumerate(modules(built.stages))
         ]
         return _as_traced(names, built, variables, {})
-
-    def lowered(
-        self,
-        request: Request,
-        balance: Sequence[int],
-        remat: Sequence[str],
-        schedule: Schedule,
-        data: int,
-    ) -> Built:
-        """The loss and its gradients: see `Subject`."""
-        return self._built(request, self.cuts(balance), schedule, remat, data)[0]
 
     def cuts(self, balance: Sequence[int]) -> Cuts:
         """Where the model is divided."""
@@ -177,6 +167,17 @@ class OneModel(Subject):
         return self._pieces.some([end - 1 for end in ends])
 
     def _built(
+        self,
+        request: Request,
+        balance: Sequence[int],
+        remat: str | Sequence[str],
+        schedule: Schedule,
+        data: int = 1,
+    ) -> tuple[Built, PyTree, Mapping[Any, str]]:
+        """The model, divided: see `Subject`."""
+        return *self._cut(request, self.cuts(balance), schedule, remat, data), {}
+
+    def _cut(
         self,
         request: Request,
         cuts: Cuts,
