@@ -131,10 +131,12 @@ def test_the_mean_of_equal_values_is_that_value():
     assert written(lambda x, held: held + 1, 0.0, 7, 9) == 9
 
 
-def test_a_collection_that_flax_overwrites_with_gradients_is_refused():
+@pytest.mark.parametrize("is_list", [True, False])
+def test_a_collection_that_flax_overwrites_with_gradients_is_refused(is_list):
     x, targets = ref.regression(8)
     layer = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    pipe = jpipe.pipeline([layer], 2)
+    options = {} if is_list else {"num_stages": 1}
+    pipe = jpipe.pipeline([layer] if is_list else layer, 2, **options)
     state = pipe.init_train_state(jax.random.key(0), x, SGD)
     with pytest.raises(ValueError, match="hold the collection _overwrite_with"):
         pipe.train_step(ref.mse, SGD)(state, x, targets)
