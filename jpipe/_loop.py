@@ -45,8 +45,6 @@ class OwnLoop:
         start = time.monotonic()
         if getattr(function, "__func__", None) is getattr(type(self), "apply", self):
             programs = [function.__self__._inference(*args, **kwargs).program]
-        elif hasattr(function, "programs"):
-            programs = function.programs(*args, **kwargs)
         elif hasattr(function, "program"):
             programs = [function.program(*args, **kwargs)]
         else:

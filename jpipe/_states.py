@@ -17,7 +17,7 @@ from ._run import _variables
 from ._run._pipe import Pipe
 from ._subject import Subject
 from ._train._optimizer import Optimizer, place_state
-from ._train._state import TrainState, note
+from ._train._state import TrainState
 
 PyTree = Any
 Locations = list[tuple[int, Sharding]]
@@ -29,15 +29,13 @@ def place_train_state(owner: Subject, state: TrainState, x: PyTree) -> TrainStat
     locations, (of_params, of_rest) = _parts(owner, variables, x)
     step, rng = _everywhere(pipe, *_first(pipe, state.step, state.rng))
     at, rest = [locations[i] for i in of_params], [locations[i] for i in of_rest]
-    placed = TrainState(
+    return TrainState(
         step=step,
         params=_transfer.put_each(state.params, pipe.devices, at),
         opt_state=place_state(state.opt_state, state.params, pipe, at),
         model_state=_transfer.put_each(state.model_state, pipe.devices, rest),
         rng=rng,
     )
-    note(placed, chosen=state.chosen)
-    return placed
 
 
 def train_state(
@@ -63,10 +61,7 @@ def train_state(
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
     rest = _variables.model_state(variables)
-    state = TrainState(step, params, opt_state, rest, rng)
-    if not trainable.selects_all:
-        note(state, chosen=trained)
-    return state
+    return TrainState(step, params, opt_state, rest, rng)
 
 
 def _parts(

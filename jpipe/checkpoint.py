@@ -20,7 +20,6 @@ from ._processes._gather import agree_on, at_first
 from ._processes._group import group
 from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
-from ._train._state import TrainState, note
 
 __all__ = ["restore", "save"]
 PyTree = Any
@@ -147,17 +146,7 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     """
     folder, arrays = pathlib.Path(path).expanduser().absolute(), _as_arrays(like)
     found = _together("restored", lambda: _read(folder, arrays))
-    restored = jax.tree.map(_as_like, found, like)
-    jax.tree.map(
-        _keep_chosen, restored, like, is_leaf=lambda x: isinstance(x, TrainState)
-    )
-    return restored
-
-
-def _keep_chosen(restored: Any, like: Any) -> None:
-    """Notes of a state that it trains what the one trains as which it goes on."""
-    if isinstance(restored, TrainState):
-        note(restored, chosen=like.chosen)
+    return jax.tree.map(_as_like, found, like)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:

@@ -61,25 +61,17 @@ class TrainState:
     model_state: Any
     rng: jax.Array
     made: ClassVar[Made | None] = None
-    # Of one that `init_train_state` made, whether each parameter is to be trained.
-    chosen: ClassVar[Sequence[bool] | None] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: no more than the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def replace(self, **changes: Any) -> "TrainState":
-        """The same state with other values of some attributes; a list is a tuple.
-
-        With another ``opt_state`` it may train other parameters than before.
-        """
+        """The same state with other values of some attributes; a list is a tuple."""
         for name in ("params", "model_state"):
             if isinstance(changes.get(name), list):
                 changes[name] = tuple(changes[name])
-        new = replace(self, **changes)
-        if "opt_state" not in changes:
-            note(new, chosen=self.chosen)
-        return new
+        return replace(self, **changes)
 
     @property
     def variables(self) -> Any:
@@ -87,9 +79,9 @@ class TrainState:
         return _variables.merge(self.params, self.model_state)
 
 
-def note(state: TrainState, **known: Any) -> None:
-    """Notes what is known of a state and no part of it: ``made``, ``chosen``."""
-    vars(state).update(known)
+def note(state: TrainState, made: Made) -> None:
+    """Notes what a step knows of a state, which is no part of it."""
+    vars(state)["made"] = made
 
 
 def become(state: TrainState, other: TrainState) -> None:
@@ -111,9 +103,7 @@ def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
             f"are {', '.join(saved) or 'none'}"
         )
     restored: dict[str, Any] = serialization.from_state_dict(own, dict(saved))
-    state = jax.tree.map(as_key, TrainState(**restored), like)
-    note(state, chosen=like.chosen)
-    return state
+    return jax.tree.map(as_key, TrainState(**restored), like)
 
 
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
@@ -140,36 +130,6 @@ def check_apart(state: TrainState, program: Program) -> None:
         "jax.tree.map(jnp.copy, tree), or build the step with "
         "pipe.train_step(..., donate=False)",
         _variables.twice(flat, [i in donated for i in range(len(flat))]),
-    )
-
-
-def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
-    """Checks that a step trains nothing that its state was made to leave as it is.
-
-    An optimizer without a state of its own, as plain gradient descent, would not tell.
-
-    Args:
-      state: the state.
-      trained: whether the step trains each parameter.
-
-    Raises:
-      ValueError: with what it would train.
-    """
-    flat = jax.tree_util.tree_leaves_with_path(state.params)
-    if state.chosen is None or len(state.chosen) != len(flat):
-        return
-    more = [
-        f"state.params{jax.tree_util.keystr(path)}"
-        for (path, _), chosen, yes in zip(flat, state.chosen, trained, strict=True)
-        if yes and not chosen
-    ]
-    refuse(
-        "the state was made to train other parameters, and this step would train some "
-        "more; give the same trainable= to Pipeline.init_train_state and "
-        "Pipeline.train_step, or, to train them from here on, go on with a state made "
-        "for that: pipe.init_train_state(key, x, tx, variables=state.variables)"
-        ".replace(step=state.step, rng=state.rng)",
-        more,
     )
 
 

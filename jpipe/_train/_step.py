@@ -25,7 +25,6 @@ from ._state import (
     TrainState,
     become,
     check_apart,
-    check_chosen,
     check_state,
     note,
 )
@@ -111,13 +110,12 @@ class TrainStep:
             own = [leaves[i] for i in compiled.order]
             compiled.gradient.layout.check(own, "state")
             compiled.optimizer.check_places(state.opt_state)
-            check_chosen(state, compiled.gradient.layout.trained)
             check_apart(state, compiled.program)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
         with Interrupts() as interrupts:
             outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-            new, metrics = compiled.result(outputs, self, state.chosen)
+            new, metrics = compiled.result(outputs, self)
             taken.append(new)
         return new, metrics
 
@@ -228,7 +226,7 @@ class _Compiled:
         return Program(graph, [*new.values(), *metrics])
 
     def result(
-        self, leaves: Sequence[Any], by: "TrainStep", chosen: Sequence[bool] | None
+        self, leaves: Sequence[Any], by: "TrainStep"
     ) -> tuple[TrainState, dict[str, Any]]:
         """What a step returns, of the outputs of its program."""
         count = self._tree.num_leaves
@@ -236,7 +234,7 @@ class _Compiled:
         state = jax.tree.unflatten(self._tree, held)
         if self._form is None:  # that of what was given, but for weak types
             self._form = by.form(self._tree, held)
-        note(state, made=Made(weakref.ref(by), self._form, held), chosen=chosen)
+        note(state, Made(weakref.ref(by), self._form, held))
         metrics = {"loss": leaves[count]}
         if self._has_aux:
             aux = leaves[count + 1 :]

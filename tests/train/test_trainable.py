@@ -179,20 +179,3 @@ class TestAStateMadeToTrainOtherParameters:
         ):
             assert says in str(error.value)
         ref.assert_equal(state, before)
-
-    def test_is_refused_where_the_optimizer_has_no_state(self, pipe, tmp_path):
-        """However the state came here."""
-        state = state_of(pipe, SGD, "2/bias")
-        with pytest.raises(ValueError, match="would train some more; give") as error:
-            pipe.train_step(ref.mse, SGD)(state, X, X)
-        assert str(error.value).count("\n  * state.params[") == 13
-        after, _ = pipe.train_step(ref.mse, SGD, trainable="2/bias")(state, X, X)
-        jpipe.checkpoint.save(tmp_path / "state", {"state": after})
-        plain = serialization.to_state_dict(after)
-        for same in (
-            after,
-            jpipe.checkpoint.restore(tmp_path / "state", {"state": after})["state"],
-            pipe.place(serialization.from_state_dict(after, plain)),
-        ):
-            with pytest.raises(ValueError, match="made to train other parameters, and"):
-                pipe.train_step(ref.mse, SGD)(same, X, X)
