@@ -8,7 +8,7 @@ from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
 from ._instructions._sharding import SubMesh
 from ._run._pipe import Pipe
-from ._slices._built import AnyLayout, Built, Divided
+from ._slices._built import Built, Layout
 from ._slices._cuts import Cuts
 from ._slices._names import modules
 from ._slices._slice import specs
@@ -34,7 +34,7 @@ class Known(NamedTuple):
 
     pipe: Pipe
     names: Sequence[Sequence[str]]
-    layout: AnyLayout | None = None
+    layout: Layout | None = None
     reads: Sequence[Sequence[int]] = ()
     stages: Stages | None = None
     built: Built | None = None
@@ -43,13 +43,13 @@ class Known(NamedTuple):
     cuts: Cuts | None = None
 
 
-def of_function(divided: Divided) -> Known:
+def of_function(last: Built) -> Known:
     """What is known of a model or a loss function that is divided."""
-    pipe, stages, layout, cuts, built = divided
-    built = built if stages.first.has_loss else None
+    stages, layout = last.stages, last.layout
+    built = last if last.runs and stages.first.has_loss else None
     reads = [stages.held_by(s) for s in range(stages.num_stages)]
     names = modules(stages)
-    return Known(pipe, names, layout, reads, stages, built, cuts=cuts)
+    return Known(last.pipe, names, layout, reads, stages, built, cuts=last.cuts)
 
 
 def describe(known: Known) -> Plan:

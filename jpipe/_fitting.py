@@ -13,7 +13,7 @@ from ._layers import _nnx_values
 from ._layers._stage import shapes
 from ._run import _signature, _variables
 from ._run._pipe import Pipe
-from ._slices._built import Divided, TreeLayout
+from ._slices._built import Built, Layout
 from ._slices._division import ByLayer
 from ._slices._initial import Initial
 from ._slices._listed import Listed
@@ -56,7 +56,7 @@ class Fitting(Checks):
 
     def __init__(self, pipe: Pipe, listed: Listed, division: ByLayer) -> None:
         self._pipe, self.listed, self._division = pipe, listed, division
-        self.layout: TreeLayout | None = None
+        self.layout: Layout | None = None
         # By the shapes of variables, an input that they fit, in words.
         self._inputs: dict[Any, str] = {}
 
@@ -71,18 +71,18 @@ class Fitting(Checks):
             self._fitting(params, args[0])
         self.note(params, args[0])
 
-    def after(self, params: PyTree, divided: Divided) -> None:
+    def after(self, params: PyTree, built: Built) -> None:
         """Checks that what is trained is not closed over by a layer or the loss too.
 
         Raises:
           TypeError: with the variables that are.
         """
-        first = divided.stages.first
+        first = built.stages.first
         constants = set(map(id, first.constants)) if first.has_loss else set()
         paths = jax.tree_util.tree_leaves_with_path(tuple(params))
         found = [
             f"variables{jax.tree_util.keystr(path)}"
-            for (path, leaf), trained in zip(paths, divided.layout.marks, strict=True)
+            for (path, leaf), trained in zip(paths, built.layout.marks, strict=True)
             if trained and id(leaf) in constants
         ]
         for number, layer in enumerate(self._pipe.layers):
@@ -162,7 +162,7 @@ class Fitting(Checks):
         shardings = self.listed.shardings(self._pipe, specs, stages)
         marks = jax.tree.leaves(Trainable().marks(self._pipe.layers, specs))
         known = stages, shardings, marks, True, self.listed.advice
-        self.layout = TreeLayout(self._pipe, specs, *known)
+        self.layout = Layout(self._pipe, specs, *known)
 
     def by_owner(self, variables: Any, x: PyTree) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""

@@ -13,7 +13,7 @@ from ._functions._batch import Axes
 from ._layers._skip import label
 from ._run._feed import Feed
 from ._run._pipe import Pipe
-from ._slices._built import Divided
+from ._slices._built import Built
 from ._slices._division import ByLayer
 from ._slices._listed import Listed
 from ._subject import Subject
@@ -45,16 +45,16 @@ class LayerList(Subject):
         """Gives what this process has to know of mini-batches."""
         return Feed(self._pipe)
 
-    def known(self, divided: Divided | None) -> Known:
+    def known(self, last: Built | None) -> Known:
         """What is known of the pipeline.
 
         Args:
-          divided: the last mini-batch with a loss.
+          last: the last mini-batch with a loss.
         """
         names = [[layer.name for layer in stage.layers] for stage in self.pipe.stages]
         skips = [(label(r.key), r.source, r.target) for r in self._listed.routes]
-        if divided is not None:
-            return of_function(divided)._replace(names=names, skips=skips)
+        if last is not None:
+            return of_function(last)._replace(names=names, skips=skips)
         layout = self._fits.layout
         owners = layout.owner_stages if layout else []
         reads = [

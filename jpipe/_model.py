@@ -15,7 +15,7 @@ from ._layers._layer import Layer
 from ._layers._stage import shapes
 from ._run import _variables
 from ._run._feed import Feed
-from ._slices._built import Divided
+from ._slices._built import Built
 from ._slices._division import Division
 from ._slices._model import Model
 from ._subject import Subject
@@ -63,14 +63,14 @@ class OneModel(Subject):
 
         return feed
 
-    def known(self, divided: Divided | None) -> Known | None:
+    def known(self, last: Built | None) -> Known | None:
         """What is known of the pipeline; ``None`` before it is divided.
 
         Args:
-          divided: the last mini-batch with a loss.
+          last: the last mini-batch with a loss.
         """
-        last = (programs.last for programs in self._forwards.values())
-        found = divided or next(filter(None, last), None)
+        forwards = (programs.last for programs in self._forwards.values())
+        found = last or next(filter(None, forwards), None)
         return of_function(found) if found else None
 
     def locations(

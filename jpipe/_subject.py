@@ -20,7 +20,7 @@ from ._processes._elsewhere import is_here
 from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._pipe import Pipe
-from ._slices._built import Built, Divided
+from ._slices._built import Built
 from ._slices._division import ByLayer, Division
 from ._slices._initial import strong
 from ._slices._modules import Modules
@@ -86,11 +86,11 @@ class Subject(ABC):
         """Gives what this process has to know of mini-batches."""
 
     @abstractmethod
-    def known(self, divided: Divided | None) -> Known | None:
+    def known(self, last: Built | None) -> Known | None:
         """What is known of the pipeline; ``None`` before it is divided.
 
         Args:
-          divided: the last mini-batch with a loss.
+          last: the last mini-batch with a loss.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from .._faults import refuse
 from .._functions._batch import Batch
 from .._instructions import _transfer
 from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE, Graph, Place, Value
+from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
@@ -45,36 +45,8 @@ class Outcome(NamedTuple):
     changed: dict[int, Value]
 
 
-class AnyLayout(Protocol):
-    """Where the parameters of a function are between steps.
-
-    Attributes:
-      specs: of each leaf what it is like, and its place.
-      owner_stages: its stage.
-      shardings: how it lies there.
-      params: the numbers of those that are in ``"params"``.
-      trained: of these whether each is trained.
-      marks: the same of all leaves.
-      facts: what processes compare of them, in words.
-    """
-
-    specs: list[tuple[Any, Place]]
-    owner_stages: list[int]
-    shardings: list[Sharding]
-    params: list[int]
-    trained: list[bool]
-    marks: list[bool]
-
-    @property
-    def facts(self) -> dict[str, str]: ...
-
-    def check(self, leaves: Sequence[Any], tree: str = ...) -> None:
-        """Raises if a leaf is not there."""
-        ...
-
-
-class TreeLayout:
-    """Where the leaves of a tree of parameters are.
+class Layout:
+    """Where the leaves of a tree of parameters are between steps.
 
     Args:
       pipe: the schedule and the devices.
@@ -85,6 +57,11 @@ class TreeLayout:
       has_collections: whether it has parameters in ``"params"`` and others, of a model
         or of each layer of a list.
       advice: what to type where one is not in place.
+
+    Attributes:
+      specs: of each leaf what it is like, and its place.
+      params: the numbers of those that are in ``"params"``.
+      trained: of these whether each is trained.
     """
 
     def __init__(
@@ -146,47 +123,32 @@ def _place(leaf: Any, device: Device, sharding: Sharding) -> str:
     return f"on {leaf.device}"
 
 
-class Divided(NamedTuple):
-    """A function that is divided.
-
-    Attributes:
-      pipe: the schedule and the devices.
-      stages: the slices.
-      layout: where the parameters are.
-      cuts: where it is divided; ``None`` of a list of layers.
-      built: the function on a mini-batch, if one was given.
-    """
-
-    pipe: Pipe
-    stages: Stages
-    layout: AnyLayout
-    cuts: Cuts | None = None
-    built: "Built | None" = None
-
-
 class Built:
-    """A function on a mini-batch.
+    """A function on a mini-batch, divided.
 
     Args:
       pipe: the schedule and the devices.
       stages: the slices.
-      batch: the mini-batch, all that is given of it as one tree.
       layout: where the parameters are.
-      joins: how what is returned beside the loss is joined.
-      aux: specs of that, without what is written.
+      cuts: where it is divided; ``None`` of a list of layers.
+      batch: the mini-batch, all that is given of it as one tree.
+      aux: specs of what is returned beside the loss, without what is written.
+      joins: how that is joined; ``None`` where the batch may have too few examples,
+        so that nothing of this runs.
     """
 
     def __init__(
         self,
         pipe: Pipe,
         stages: Stages,
+        layout: Layout,
+        cuts: Cuts | None,
         batch: Batch,
-        layout: AnyLayout,
-        joins: Sequence[Join],
         aux: PyTree,
+        joins: Sequence[Join] | None,
     ) -> None:
-        self.pipe, self.stages, self.batch = pipe, stages, batch
-        self.layout, self._joins = layout, joins
+        self.pipe, self.stages, self.layout, self.cuts = pipe, stages, layout, cuts
+        self.batch, self.runs, self._joins = batch, joins is not None, joins or ()
         self.aux_tree = jax.tree.structure(aux)
         # Of what is written, by its number, which leaf of what is returned it is.
         leaves = (zip(own.at, own.leaves, strict=True) for own in stages.states)

@@ -15,7 +15,7 @@ from .._layers import _batchnorm, _rng
 from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _meshes, _order, _program, _summands
-from ._built import Built, Divided, TreeLayout
+from ._built import Built, Layout
 from ._division import ByLayer, Division
 from ._join import Join
 from ._program import Traced
@@ -101,8 +101,8 @@ class Checks:
     def explain(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Raises a better error than one that was raised on such arguments."""
 
-    def after(self, params: PyTree, divided: Divided) -> None:
-        """Checks what was divided."""
+    def after(self, params: PyTree, built: Built) -> None:
+        """Checks what was built."""
 
 
 class _Call(NamedTuple):
@@ -138,9 +138,9 @@ class Sliced:
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
         self._checks = checks or Checks()
-        self._known: dict[Any, Divided] = {}
-        # What was divided last, without a whole mini-batch if there was none yet.
-        self.last: Divided | None = None
+        self._known: dict[Any, Built] = {}
+        # What was built last, without a whole mini-batch if there was none yet.
+        self.last: Built | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Built:
         """What runs for such arguments; made once for each kind of these."""
@@ -150,8 +150,7 @@ class Sliced:
             if len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
         self.last = found = self._known[key]
-        assert found.built
-        return found.built
+        return found
 
     def clear(self) -> None:
         """Forgets what was made."""
@@ -187,10 +186,10 @@ class Sliced:
         pipe = division.pipe(division.count or 1)
         return [*zip(owners, self._work.shardings(pipe, params, owners), strict=True)]
 
-    def divided(self, params: PyTree, args: Sequence[PyTree]) -> Divided:
+    def divided(self, params: PyTree, args: Sequence[PyTree]) -> Built:
         """What such arguments are for, of which there may be few examples."""
         call = self._called(params, self._batch(args, True))
-        return self._divided(call, is_called=False)
+        return self._built(call, runs=False)
 
     @property
     def devices(self) -> Sequence[Any]:
@@ -242,11 +241,11 @@ class Sliced:
         flat = [axis for own in axes for axis in own]
         return Batch(given, flat, sizes, shards)
 
-    def _divided(self, call: _Call, is_called: bool = True) -> Divided:
+    def _built(self, call: _Call, runs: bool = True) -> Built:
         with explained(call.batch), _batchnorm.merging(call.batch.num_parts > 1):
-            return self._in_stages(call, is_called)
+            return self._in_stages(call, runs)
 
-    def _in_stages(self, call: _Call, is_called: bool) -> Divided:
+    def _in_stages(self, call: _Call, runs: bool) -> Built:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
         state = State()
@@ -254,7 +253,7 @@ class Sliced:
             first, specs = programs[sizes[0]], call.specs
             if self._work.discards is None:
                 state = written_by(first, *writes(first, specs))
-            elif is_called:
+            elif runs:
                 self._work.discards(first, specs)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, specs), state)
@@ -267,28 +266,26 @@ class Sliced:
         division.note(owner_stages)
         shardings = work.shardings(pipe, call.specs, owner_stages)
         known = call.trained, work.modules is not None, work.advice
-        layout = TreeLayout(pipe, call.specs, owner_stages, shardings, *known)
-        return Divided(pipe, stages, layout, cuts)
+        layout = Layout(pipe, call.specs, owner_stages, shardings, *known)
+        aux, last = map(work.aux_of, (stages.first, stages.program(-1)))
+        each = [size for size in sizes for _ in range(call.batch.num_shards)]
+        joins = work.joins(aux, last, each) if runs else None
+        return Built(pipe, stages, layout, cuts, call.batch, aux, joins)
 
     @paused()
-    def _made(self, params: PyTree, *args: PyTree) -> Divided:
+    def _made(self, params: PyTree, *args: PyTree) -> Built:
         checks = self._checks
         _variables.check_concrete(jax.tree.leaves((params, args)))
         checks.order(params)
         batch = self._batch(args)
         checks.before(params, args)
         try:
-            divided = self._divided(self._called(params, batch))
+            built = self._built(self._called(params, batch))
         except Exception:
             checks.explain(params, args)
             raise
-        checks.after(params, divided)
-        pipe, stages, layout, *_ = divided
-        sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
-        aux, last = map(self._work.aux_of, (stages.first, stages.program(-1)))
-        joins = self._work.joins(aux, last, sizes)
-        built = Built(pipe, stages, batch, layout, joins, aux)
-        return divided._replace(built=built)
+        checks.after(params, built)
+        return built
 
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""

@@ -11,7 +11,7 @@ from .._functions._batch import Batch
 from .._functions._objective import Objective
 from .._functions._trainable import Trainable
 from .._layers._rng import Rngs
-from .._slices._built import Built, Divided
+from .._slices._built import Built
 from .._slices._sliced import Sliced
 
 PyTree = Any
@@ -42,8 +42,8 @@ class Gradients:
     _unrun: dict[Built, PyTree] = field(default_factory=dict, init=False)
 
     @property
-    def last(self) -> Divided | None:
-        """What was divided last."""
+    def last(self) -> Built | None:
+        """What was built last."""
         return self.programs[True].last or self.programs[False].last
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:
