@@ -162,6 +162,11 @@ def nbytes(var: Any) -> int:
     return max(math.prod(var.aval.shape) * var.aval.dtype.itemsize, 1)
 
 
+def total_bytes(variables: Iterable[Any]) -> int:
+    """The bytes of variables, each counted once."""
+    return sum(map(nbytes, dict.fromkeys(variables)))
+
+
 def _capacities(sizes: Sequence[int | None]) -> list[int]:
     """Sizes in a unit in which their sum has a place; beyond it what may not be."""
     known = [size for size in sizes if size]

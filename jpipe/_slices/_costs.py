@@ -7,7 +7,7 @@ from .._functions._batch import Batch
 from .._functions._weights import sum_spec
 from .._instructions._bytes import nbytes, residuals
 from .._instructions._program import Program
-from .._jaxprs import _cheapest
+from .._jaxprs._cheapest import total_bytes
 from ..schedules import Action, Costs
 from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ..schedules._costs import Skip
@@ -73,12 +73,12 @@ class _Bytes:
         return [var for var in arrives if self._made[m][var] == source]
 
     def _wanted(self, variables: Sequence[Any], m: int) -> int:
-        return total([v for v in variables if self._stages.has_gradient(v, m)])
+        return total_bytes([v for v in variables if self._stages.has_gradient(v, m)])
 
     def boundary(self, s: int, m: int) -> int:
         """What it reads of the stage before it, or of the input."""
         inputs = self._stages.part(0, m).inputs
-        return total(self._arriving(s - 1, s, m) if s else inputs)
+        return total_bytes(self._arriving(s - 1, s, m) if s else inputs)
 
     def cotangent(self, s: int, m: int) -> int:
         """What it sends back of that."""
@@ -91,14 +91,14 @@ class _Bytes:
                 found = [self._arriving(source, s, m) for m in self._count]
                 if any(found):
                     cotangents = [self._wanted(own, m) for m, own in enumerate(found)]
-                    yield Skip(source, s, list(map(total, found)), cotangents)
+                    yield Skip(source, s, list(map(total_bytes, found)), cotangents)
 
     def _given(self, s: int, m: int, of_examples: bool) -> int:
         """What it is given besides the input, of examples or the same for all."""
         axes = dict(zip(self._stages.program(m).given, self._axes, strict=False))
         own = [v for v in self._stages.part(s, m).given if v in axes]
         rest = own if s else [v for v in own if v not in self._stages.part(0, m).inputs]
-        return total([v for v in rest if (axes[v] is not None) == of_examples])
+        return total_bytes([v for v in rest if (axes[v] is not None) == of_examples])
 
     def extra(self, s: int, m: int) -> int:
         """What a micro-batch brings to it besides the input."""
@@ -114,7 +114,7 @@ class _Bytes:
             # What came with the batch counts as extra until the backward.
             return max(self._between.get((s, m), 0) - self.extra(s, m), 0)
         part = self._stages.part(s, m)  # it waits for the backward, which does all
-        return total([*part.arrives, *part.inputs])
+        return total_bytes([*part.arrives, *part.inputs])
 
     def pending(self, s: int, m: int) -> int:
         """What it stores between the two halves of its backward."""
@@ -130,7 +130,8 @@ class _Bytes:
         program, states = self._stages.program(m), self._stages.states
         written = {i for state in states for i in state.leaves}
         leaves = [v for i, v in enumerate(program.aux_vars) if i not in written]
-        return total([v for v in leaves if v not in program.params]) * (s == self._last)
+        made = [v for v in leaves if v not in program.params]
+        return total_bytes(made) * (s == self._last)
 
     def parameters(self, s: int) -> int:
         """What it reads in each micro-batch, and what stays there; no constants."""
@@ -180,11 +181,6 @@ def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:
         counted.update((placement[stage], slot) for slot in new)
         most[stage] = max(most.get(stage, 0), sum(new.values()))
     return most
-
-
-def total(variables: Sequence[Any]) -> int:
-    """The bytes of variables."""
-    return sum(map(_cheapest.nbytes, dict.fromkeys(variables)))
 
 
 def _pending(program: Program, s: int, m: int) -> int:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jax.extend import core
 
 from .._jaxprs import _cheapest, _flops, _jaxpr
+from .._jaxprs._cheapest import total_bytes
 
 
 class Kept(NamedTuple):
@@ -38,13 +39,10 @@ def kept(
     jaxpr = reads.jaxpr
     x = jaxpr.invars[sizes[0] : sizes[0] + sizes[1]]
 
-    def total(variables: set[core.Var]) -> int:
-        return sum(map(_cheapest.nbytes, variables))
-
     def with_inputs(some: list[core.Var]) -> int:
         live = _jaxpr.live_inputs(_jaxpr.rest(reads, jaxpr.outvars, some))
         pairs = zip(jaxpr.invars, live, strict=False)
-        return total({*some, *(var for var, yes in pairs if yes and var in x)})
+        return total_bytes({*some, *(var for var, yes in pairs if yes and var in x)})
 
     own = with_inputs(residuals)
     if mode not in ("none", "min_cut"):
@@ -55,10 +53,10 @@ def kept(
     outvars = _jaxpr.variables(jaxpr.outvars)
     extra = jaxpr.invars[sizes[0] + sizes[1] :]
     nbytes = {
-        "full": total({*x}),
+        "full": total_bytes(x),
         **({mode: own} if mode == "min_cut" else {}),
-        "dots": total(products.difference(extra)),
-        "none": total((outvars & data).difference(extra)),
+        "dots": total_bytes(products.difference(extra)),
+        "none": total_bytes((outvars & data).difference(extra)),
     }
     again = _jaxpr.rest(reads, jaxpr.outvars, residuals)
     return Kept(nbytes, _flops.flops(again))

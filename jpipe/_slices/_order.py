@@ -6,7 +6,8 @@ from typing import Any
 
 from jax.extend import core
 
-from .._jaxprs import _cheapest, _jaxpr
+from .._jaxprs import _jaxpr
+from .._jaxprs._cheapest import total_bytes
 from ._program import Traced
 
 
@@ -100,12 +101,8 @@ def _order(program: Traced) -> list[int]:
         if after and not eqn.effects and returned.isdisjoint(eqn.outvars):
             first = min(after)
             held = {v for v in read & of_stages if max(readers.get(v, [0])) < first}
-            if _bytes(held) <= _bytes(set(eqn.outvars)):
+            if total_bytes(held) <= total_bytes(eqn.outvars):
                 place[i] = first
         for var in read:
             readers.setdefault(var, []).append(place[i])
     return sorted(range(len(place)), key=lambda i: (place[i], i))
-
-
-def _bytes(variables: set[core.Var]) -> int:
-    return sum(map(_cheapest.nbytes, variables))

@@ -6,7 +6,7 @@ are divided among the stages.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,10 @@ PyTree = Any
 # What makes so few bytes of so few, as a key that is folded, is cheap whatever it is.
 _FEW = 1024
 _user_context = jax.make_user_context()
+OTHER_READS = (
+    "the function reads other parameters, or other arrays from outside, for "
+    "micro-batches of another size; give a batch that num_microbatches divides"
+)
 
 
 @dataclass(frozen=True)
@@ -245,8 +249,21 @@ def _is_array(constant: Any) -> bool:
     return is_array and not jnp.issubdtype(constant.dtype, jax.dtypes.extended)
 
 
-def close_over_equal_arrays(programs: Sequence[Traced]) -> bool:
-    """Whether programs close over equal arrays, in the same order."""
+def with_equal_arrays(programs: Mapping[int, Traced]) -> Mapping[int, Traced]:
+    """Programs of several sizes, which close over equal arrays, in the same order.
+
+    Raises:
+      ValueError: if they do not, but for arrays of NumPy, which are put inside.
+    """
+    if _have_equal_arrays([*programs.values()]):
+        return programs
+    found = {size: _with_numpy_inside(one) for size, one in programs.items()}
+    if not _have_equal_arrays([*found.values()]):
+        raise ValueError(OTHER_READS)
+    return found
+
+
+def _have_equal_arrays(programs: Sequence[Traced]) -> bool:
     first, *others = (one.constants for one in programs)
     return all(len(own) == len(first) for own in others) and all(
         a is b or np.array_equal(a, b, equal_nan=is_inexact(a))
@@ -255,7 +272,7 @@ def close_over_equal_arrays(programs: Sequence[Traced]) -> bool:
     )
 
 
-def with_numpy_inside(program: Traced) -> Traced:
+def _with_numpy_inside(program: Traced) -> Traced:
     """The same, with the arrays of NumPy in the programs that read them."""
     jaxpr, first = program.closed.jaxpr, program.num_params - len(program.constants)
     hoisted = jaxpr.invars[first : program.num_params]

@@ -314,7 +314,5 @@ class Sliced:
                 else:
                     traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
-        if not _program.close_over_equal_arrays([*programs.values()]):
-            inside = _program.with_numpy_inside
-            programs = {n: inside(one) for n, one in programs.items()}
+        programs = _program.with_equal_arrays(programs)
         return _order.late(programs, self._division.moves)

@@ -11,16 +11,12 @@ from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
 from ._kept import Kept
-from ._program import Traced, close_over_equal_arrays
+from ._program import OTHER_READS, Traced
 from ._slice import Slice, once, slices, specs, with_gradient
 from ._state import State
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
 Weight = int
-_DIFFERS = (
-    "the function reads other parameters, or other arrays from outside, for "
-    "micro-batches of another size; give a batch that num_microbatches divides"
-)
 
 
 class Stages:
@@ -55,8 +51,6 @@ class Stages:
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
-        if not close_over_equal_arrays([*programs.values()]):
-            raise ValueError(_DIFFERS)
         fixed = self.first.num_params - len(trained)
         self.trained = [*trained, *[False] * fixed]
         self._gradient = {
@@ -82,7 +76,7 @@ class Stages:
             ]
             same = _reads(made) == _reads(self.once)
             if not same or self._all_reads(size) != self._all_reads(sizes[0]):
-                raise ValueError(_DIFFERS)
+                raise ValueError(OTHER_READS)
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
         self.owner_stages = [*owner_stages, *self._owners()[len(owner_stages) :]]
@@ -160,12 +154,17 @@ class Stages:
 
     def kind(self, stage: int, microbatch: int = 0) -> Hashable:
         """What is equal for stages whose operations are the same."""
-        weights = self.weights(stage, microbatch)
-        trained = [self.trained[i] for i in weights]
-        arrives = self.part(stage, microbatch).arrives
-        wanted = [self.has_gradient(var, microbatch) for var in arrives]
         form = self._form(stage, self._sizes[microbatch])
-        return form, stage == self.num_stages - 1, tuple(trained), tuple(wanted)
+        wanted = map(tuple, self._differentiated(stage, microbatch))
+        return form, stage == self.num_stages - 1, *wanted
+
+    def _differentiated(
+        self, stage: int, microbatch: int
+    ) -> tuple[list[bool], list[bool]]:
+        """Which of the weights that a stage reads have a gradient; what arrives."""
+        arrives = self.part(stage, microbatch).arrives
+        trained = [self.trained[i] for i in self.weights(stage, microbatch)]
+        return trained, [self.has_gradient(var, microbatch) for var in arrives]
 
     def _form(self, stage: int, size: int) -> Hashable:
         """What is equal for stages that are one program."""
@@ -192,17 +191,14 @@ class Stages:
 
     def _made(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
         """Those of a stage, or of one that is equal."""
-        part = self.part(stage, microbatch)
-        has_loss = self.first.has_loss and stage == self.num_stages - 1
-        trained = [self.trained[i] for i in self.weights(stage, microbatch)]
-        arrives = [self.has_gradient(var, microbatch) for var in part.arrives]
-        form = self._form(stage, self._sizes[microbatch])
-        key = form, mode, has_loss, tuple(trained), tuple(arrives)
+        key = self.kind(stage, microbatch), mode
         if key not in self._distinct:
-            divisors = specs(self.first.weight if self.divides else [])
-            self._distinct[key] = StageFunctions(
-                part, mode, divisors if has_loss else None, trained, arrives
-            )
+            divisors = None
+            if self.first.has_loss and stage == self.num_stages - 1:
+                divisors = specs(self.first.weight if self.divides else [])
+            wanted = self._differentiated(stage, microbatch)
+            part = self.part(stage, microbatch)
+            self._distinct[key] = StageFunctions(part, mode, divisors, *wanted)
         return self._distinct[key]
 
     def forward(self, stage: int, microbatch: int) -> Function:

@@ -11,7 +11,6 @@ import numpy as np
 from .._functions._batch import Batch
 from .._functions._weights import accumulate
 from .._instructions._graph import Place, Value
-from .._instructions._sharding import Sharding
 from .._jaxprs._function import Function
 from .._run._sums import apart
 from ._once import Once
@@ -126,7 +125,6 @@ class Totals:
         stage: int,
         each: Sequence[Values],
         merge: Callable[[Sequence[Any]], Any],
-        shardings: Sequence[Sharding] | None = None,
     ) -> Values:
         """The sums of the shards of a stage, and of its places, made one."""
         if not each[0] or not (self._is_mapped or len(each) > 1):
@@ -135,9 +133,7 @@ class Totals:
         specs = [self._graph.specs[value] for value in each[0]]
         function = Function(name, lambda *leaves: merge(parts(leaves)), specs)
         reads = [value for part in each for value in part]
-        return self._graph.call(
-            function, self._pipe.place(stage), reads, shardings=shardings
-        )
+        return self._graph.call(function, self._pipe.place(stage), reads)
 
     def _reduced(self, stage: int, each: Sequence[Values]) -> Sequence[Values]:
         """The sums of gradients of a stage; those of its shards and places as one."""

@@ -7,10 +7,10 @@ from .._functions._weights import is_inexact
 from .._instructions._bytes import nbytes
 from .._instructions._progress import counted
 from .._instructions._transfer import Device
+from .._jaxprs._cheapest import total_bytes
 from .._jaxprs._flops import flops
 from .._layers import _rng
 from .._run._context import outside_of_meshes
-from .._slices._costs import total
 from .._slices._functions import StageFunctions
 from ..schedules._costs import FIELDS
 from ._estimate import Rates, seconds, workspace_bytes
@@ -128,7 +128,7 @@ def answer(request: Request) -> Profile:
         times, action = measured(model, request, where)
     return Profile(
         layers=tuple(_layers(model, times)),
-        input_bytes=total(model.entering(0)),
+        input_bytes=total_bytes(model.entering(0)),
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
@@ -174,7 +174,7 @@ def _given(model: Traced, layer: int) -> tuple[int, int]:
     following = layer + 1
     if following < len(model.names):
         found = model.entering(following)
-        return total(found), total(model.wanted(found))
+        return total_bytes(found), total_bytes(model.wanted(found))
     has_loss = model.stages.first.has_loss
     wanted = not has_loss and model.functions(layer).has_backward
     output = sum(map(nbytes, model.outputs))
@@ -197,6 +197,6 @@ def _stored(model: Traced, number: int) -> dict[str, int]:
 def _skips(model: Traced) -> Iterator[SkipProfile]:
     for layer in range(len(model.names)):
         for (source, name), own in model.skipping(layer).items():
-            sizes = total(own), total(model.wanted(own))
+            sizes = total_bytes(own), total_bytes(model.wanted(own))
             is_output = model.is_output(source, own)
             yield SkipProfile(name, source, layer, *sizes, is_output=is_output)
