@@ -9,7 +9,6 @@ from ._instructions._bytes import most_residuals, nbytes
 from ._instructions._sharding import SubMesh
 from ._run._pipe import Pipe
 from ._slices._built import Built, Layout
-from ._slices._cuts import Cuts
 from ._slices._names import modules
 from ._slices._slice import specs
 from ._slices._stages import Stages
@@ -25,35 +24,38 @@ class Known(NamedTuple):
       names: of each stage its layers, or the modules in it.
       layout: where its variables are, once they were seen.
       reads: of each stage the numbers of the leaves that it reads, likewise.
-      stages: what each computes, once it was traced.
-      built: the last mini-batch with a loss.
+      last: what was divided last, which may be evaluation, or have no mini-batch.
       skips: the name, source and target of each long skip connection.
-      forecast: of the plan that it was built by, if any.
-      cuts: where one model is divided.
     """
 
     pipe: Pipe
     names: Sequence[Sequence[str]]
     layout: Layout | None = None
     reads: Sequence[Sequence[int]] = ()
-    stages: Stages | None = None
-    built: Built | None = None
+    last: Built | None = None
     skips: Sequence[tuple[str, int, int]] = ()
-    forecast: Forecast | None = None
-    cuts: Cuts | None = None
+
+    @property
+    def built(self) -> Built | None:
+        """A mini-batch with a loss, if that was the last."""
+        last = self.last
+        return last if last and last.runs and last.stages.first.has_loss else None
 
 
 def of_function(last: Built) -> Known:
     """What is known of a model or a loss function that is divided."""
     stages, layout = last.stages, last.layout
-    built = last if last.runs and stages.first.has_loss else None
     reads = [stages.held_by(s) for s in range(stages.num_stages)]
-    names = modules(stages)
-    return Known(last.pipe, names, layout, reads, stages, built, cuts=last.cuts)
+    return Known(last.pipe, modules(stages), layout, reads, last)
 
 
-def describe(known: Known) -> Plan:
-    """Says who runs what, and more the more is known."""
+def describe(known: Known, forecast: Forecast | None = None) -> Plan:
+    """Says who runs what, and more the more is known.
+
+    Args:
+      known: what is known.
+      forecast: of the plan that it was built by, if any.
+    """
     pipe, built = known.pipe, known.built
     held: Sequence[int | None] = [None] * len(pipe.stages)
     peaks: tuple[tuple[str, int], ...] = ()
@@ -69,9 +71,9 @@ def describe(known: Known) -> Plan:
         ran,
         peaks,
         tuple(known.skips),
-        known.forecast,
+        forecast,
         pipe.num_shards,
-        known.cuts,
+        known.last.cuts if known.last else None,
     )
 
 
@@ -111,7 +113,7 @@ def _stage(known: Known, s: int, held_bytes: int | None) -> StagePlan:
         kept=kept.nbytes if kept else {},
         again=kept.again if kept else None,
         cut=cut,
-        sent_bytes=_sent(known.stages, s) if known.stages else None,
+        sent_bytes=_sent(known.last.stages, s) if known.last else None,
     )
 
 

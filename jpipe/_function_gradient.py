@@ -1,6 +1,5 @@
 """`jpipe.value_and_grad`: any loss function through a pipeline."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,20 +10,19 @@ from ._describe import describe, of_function
 from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
-from ._placed import _jit
-from ._report import Report, report
+from ._loop import OwnLoop
+from ._report import Report, compiled
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._sliced import Sliced, Work
-from ._train import _transformation
 from .planning._plan import Plan
 
 PyTree = Any
 
 
-class FunctionGradient:
+class FunctionGradient(OwnLoop):
     """``grad_fn(params, *args) -> (loss, grads)``: see `jpipe.value_and_grad`.
 
     Args:
@@ -50,9 +48,10 @@ class FunctionGradient:
     ) -> None:
         self._function, self._division, self._reduction = function, division, reduction
         self._has_aux, self._trainable = has_aux, trainable
+        self._places = division.places
 
         def joins(aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
-            return _join.by_axes(aux_axes, aux, last, sizes)
+            return _join.of_aux(aux_axes, aux, last, sizes)
 
         work = Work(
             function,
@@ -86,12 +85,10 @@ class FunctionGradient:
         if self._feed is None:
             self._feed = Feed(built.pipe)
         self._feed(args)
-        loss, *rest = built.program(given)
-        found, tree = iter(rest), jax.tree.structure(params)
-        aux = [next(found) for _ in range(built.aux_tree.num_leaves)]
+        loss, aux, found = built.returned(built.program(given))
         grads = [next(found) if yes else None for yes in built.layout.trained]
-        value = (loss, built.aux_tree.unflatten(aux)) if self._has_aux else loss
-        return value, tree.unflatten(grads)
+        value = (loss, aux) if self._has_aux else loss
+        return value, jax.tree.structure(params).unflatten(grads)
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the first stage that reads it.
@@ -118,10 +115,7 @@ class FunctionGradient:
           params: the parameters, or `jax.ShapeDtypeStruct` leaves like them.
           *args: the rest of a mini-batch, likewise.
         """
-        begin = time.perf_counter()
-        program = self.program(params, *args)
-        program.compile()
-        return report([program], time.perf_counter() - begin)
+        return compiled(lambda: self.program(params, *args))
 
     @outside_of_meshes
     def check(
@@ -153,19 +147,6 @@ class FunctionGradient:
           ValueError: if the batch or ``parts`` do not fit.
         """
         return _checked.check(self._sliced, params, args, parts, tolerance)
-
-    def jit(
-        self,
-        function: Callable[..., Any],
-        donate_argnums: int | Sequence[int] = (),
-        static_argnums: int | Sequence[int] = (),
-    ) -> Callable[..., Any]:
-        """A function of trees that are spread over the devices: see `Pipeline.jit`."""
-        return _jit.jit(function, self._division.places, donate_argnums, static_argnums)
-
-    def optimizer(self, tx: Any) -> Any:
-        """The optax transformation that works in place: see `Pipeline.optimizer`."""
-        return _transformation.optimizer(tx, self._division.places)
 
     @property
     def plan(self) -> Plan:

@@ -73,7 +73,7 @@ class Inspectable:
         known = self._known
         if known is None:
             raise ValueError(UNKNOWN)
-        return describe(known._replace(forecast=self._forecast))
+        return describe(known, self._forecast)
 
     @property
     def _last(self) -> Gradients | None:

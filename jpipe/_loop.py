@@ -1,13 +1,12 @@
 """What a custom training loop is made of, besides gradients."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 
 from ._placed import _jit
-from ._report import Report, report
+from ._report import Report, compiled
 from ._train import _transformation
 
 
@@ -42,19 +41,16 @@ class OwnLoop:
           >>> sum(program.calls for program in report.programs)
           4
         """
-        start = time.monotonic()
         if getattr(function, "__func__", None) is getattr(type(self), "apply", self):
-            programs = [function.__self__._inference(*args, **kwargs).program]
+            lower = function.__self__._inference
         elif hasattr(function, "program"):
-            programs = [function.program(*args, **kwargs)]
+            lower = function.program
         else:
             raise TypeError(
                 f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
                 f"returned, or pipe.apply, and its arguments; not {function!r}"
             )
-        for program in programs:
-            program.compile()
-        return report(programs, time.monotonic() - start)
+        return compiled(lambda: lower(*args, **kwargs))
 
     def jit(
         self,

@@ -99,7 +99,7 @@ class OneModel(Subject):
             return variables
         message = (
             f"the variables are not those of this model for micro-batches of "
-            f"{shapes(batch.first)}; one of the two is wrong"
+            f"{shapes(batch.first[0])}; one of the two is wrong"
         )
         _variables.check({"variables": specs}, {"variables": given}, message)
         return variables

@@ -11,11 +11,11 @@ from . import _states
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._inspectable import Inspectable
+from ._instructions._program import Program
 from ._layers import _rng
 from ._loop import OwnLoop
 from ._run import _variables
 from ._run._context import outside_of_meshes
-from ._slices._built import Built
 from ._subject import Subject
 from ._train._gradients import Gradients
 from ._train._state import TrainState
@@ -121,8 +121,8 @@ class Pipeline(Inspectable, OwnLoop):
     @outside_of_meshes
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
-    ) -> Built:
-        return self._subject.forward(variables, x, rngs, train)
+    ) -> Program:
+        return self._subject.forward(variables, x, rngs, train).program
 
     def value_and_grad(
         self,

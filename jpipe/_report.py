@@ -1,7 +1,8 @@
 """What is known of programs once they are compiled."""
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._instructions._bytes import peaks
@@ -70,22 +71,22 @@ class Report:
         )
 
 
-def report(programs: Sequence[Program], seconds: float) -> Report:
-    """What is known of programs that are compiled, and run one after the other."""
-    found, held = list[CompiledProgram](), dict[str, int]()
-    for program in programs:
-        calls = Counter(id(each.compiled) for each in program.instructions)
-        found += [
-            CompiledProgram(
-                compiled.name,
-                str(compiled.device),
-                calls[id(compiled)],
-                compiled.flops,
-                compiled.workspace_bytes,
-                compiled.seconds,
-            )
-            for compiled in program.programs
-        ]
-        for device, peak in zip(program.devices, peaks(program), strict=True):
-            held[str(device)] = max(held.get(str(device), 0), peak)
-    return Report(tuple(found), tuple(held.items()), seconds)
+def compiled(lower: Callable[[], Program]) -> Report:
+    """What is known of a list of instructions, which is lowered and compiled."""
+    begin = time.perf_counter()
+    program = lower()
+    program.compile()
+    calls = Counter(id(each.compiled) for each in program.instructions)
+    found = [
+        CompiledProgram(
+            each.name,
+            str(each.device),
+            calls[id(each)],
+            each.flops,
+            each.workspace_bytes,
+            each.seconds,
+        )
+        for each in program.programs
+    ]
+    held = zip(map(str, program.devices), peaks(program), strict=True)
+    return Report(tuple(found), tuple(held), time.perf_counter() - begin)

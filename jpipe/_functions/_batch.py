@@ -53,32 +53,6 @@ class Batch:
         return jax.tree.unflatten(structure, parts)
 
 
-def of_input(
-    x: PyTree, axes: list[int | None], num_microbatches: int, num_shards: int
-) -> Batch:
-    """The input from which variables are made, as a mini-batch.
-
-    Args:
-      x: specs of the input.
-      axes: the batch axis of each of its leaves.
-      num_microbatches: M.
-      num_shards: over how many shards examples are spread.
-
-    Returns:
-      The mini-batch; in one part if it cannot be cut, as a single example cannot.
-    """
-    pairs = list(zip(jax.tree.leaves(x), axes, strict=True))
-    has_axis = all(a is None or -leaf.ndim <= a < leaf.ndim for leaf, a in pairs)
-    found = {leaf.shape[a] for leaf, a in pairs if a is not None} if has_axis else ()
-    if len(found) > 1:  # says which
-        _microbatch.batch_size([("x", x, axes)], 1)
-    number = num_microbatches * num_shards
-    if len(found) != 1 or min(found) < number:
-        return Batch(x, [None] * len(axes), (1,))
-    sizes = _microbatch.sizes(min(found), number)
-    return Batch(x, axes, sizes[::num_shards], num_shards)
-
-
 @contextmanager
 def explained(batch: Batch) -> Iterator[None]:
     """Adds to errors of micro-batches how many examples these have."""

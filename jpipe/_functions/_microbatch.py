@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._faults import refuse
 from .._jaxprs import _jaxpr
@@ -233,21 +232,6 @@ def splitter(
         return [part(leaf, axis, at) for at in starts for leaf, axis in pairs]
 
     return split
-
-
-def joiner(
-    axes: Sequence[int | None], without_axis: Callable[..., Any] = jnp.stack
-) -> Callable[..., list[jax.Array]]:
-    """The inverse of `splitter`; leaves without an axis are stacked on a new one."""
-
-    def join(*leaves: jax.Array) -> list[jax.Array]:
-        columns = [leaves[i :: len(axes)] for i in range(len(axes))]
-        return [
-            without_axis(column) if axis is None else jnp.concatenate(column, axis)
-            for column, axis in zip(columns, axes, strict=True)
-        ]
-
-    return join
 
 
 def check_joinable(

@@ -28,7 +28,6 @@ class Graph:
 
     Attributes:
       devices: the device of each place.
-      ranks: those of each place, in words, where they are known.
       facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
@@ -40,7 +39,6 @@ class Graph:
     """
 
     devices: Sequence[Device]
-    ranks: Sequence[str] = ()
     facts: dict[str, str] = field(default_factory=dict)
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)

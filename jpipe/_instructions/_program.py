@@ -253,7 +253,6 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
         own = tuple(graph.shardings[v] for v in move.reads)
         has_keys = any(map(is_key, specs))
         return sender(source, target, has_keys, tuple(shardings), own)
-    of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
     pairs = list(zip(specs, shardings, strict=True))
     return Crossing(
         source=source,
@@ -261,7 +260,7 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
         specs=[_transfer.located(spec, target, each) for spec, each in pairs],
         source_shardings=[_transfer.on(source, each) for each in shardings],
         index=move.writes[0],
-        label=called(move.label) + of,
+        label=called(move.label),
     )
 
 

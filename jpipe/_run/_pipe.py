@@ -102,14 +102,9 @@ class Pipe:
         several = self.copies is not None
         return f"{device} of process {device.process_index}" if several else str(device)
 
-    def _ranks_in_words(self, device: Device) -> str:
-        found = [str(rank) for rank, own in enumerate(self.ranks) if own == device]
-        return f"rank{'s' * (len(found) > 1)} {', '.join(found) or 'none'}"
-
     def graph(self) -> Graph:
         """A graph over its places; with what processes compare of it, in words."""
-        ranks = [*map(self._ranks_in_words, self.places)]
-        graph = Graph(self.places, ranks)
+        graph = Graph(self.places)
         if self.copies is not None:
             layers = [layer.name for stage in self.stages for layer in stage.layers]
             text = self.schedule.to_text()

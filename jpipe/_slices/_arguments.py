@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from .._functions import _microbatch
+from .._functions._batch import Batch
 from . import _program
 
 PyTree = Any
@@ -54,3 +55,33 @@ def batch_size(
             "number, a table or running statistics"
         )
         raise
+
+
+def batch(
+    args: Sequence[PyTree],
+    in_axes: Any,
+    names: Sequence[str],
+    num_microbatches: int,
+    num_shards: int,
+    few: bool = False,
+) -> Batch:
+    """A mini-batch, checked.
+
+    Args:
+      args: all that is given of it, in arrays or specs.
+      in_axes: where the examples are in each.
+      names: what errors call them.
+      num_microbatches: M.
+      num_shards: over how many shards examples are spread.
+      few: whether it is one micro-batch where it cannot be split, as a single example.
+    """
+    given = tuple(map(_microbatch.specs, args, names))
+    axes = axes_of(in_axes, given, names)
+    flat = [axis for own in axes for axis in own]
+    if few and all(axis is None for axis in flat):
+        return Batch(given, flat, (1,))
+    size = batch_size(given, axes, 1 if few else num_microbatches, names)
+    if few and (size < num_microbatches * num_shards or size % num_shards):
+        return Batch(given, flat, (size,))
+    shard = _microbatch.shard(size, num_microbatches, num_shards)
+    return Batch(given, flat, _microbatch.sizes(shard, num_microbatches), num_shards)

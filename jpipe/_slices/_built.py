@@ -1,6 +1,6 @@
 """A function on mini-batches of one kind: divided, and written into a graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -196,6 +196,12 @@ class Built:
         _variables.check_concrete([*leaves, *batch])
         self.layout.check(leaves, tree)
         return [*leaves, *batch]
+
+    def returned(self, outputs: Sequence[Any]) -> tuple[Any, PyTree, Iterator[Any]]:
+        """Of the outputs of a program the loss, aux, and what comes after these."""
+        loss, *rest = outputs
+        count = self.aux_tree.num_leaves
+        return loss, self.aux_tree.unflatten(rest[:count]), iter(rest[count:])
 
     def arguments(self, graph: Graph) -> tuple[list[Value], list[Value]]:
         """The parameters and the mini-batch as arguments of a graph."""

@@ -42,37 +42,33 @@ class Join:
     run: Callable[[Sequence[Any]], Any]
 
 
-def by_axes(
-    axes: Any, aux: PyTree, last: PyTree, sizes: Sequence[int], name: str = "aux"
-) -> list[Join]:
-    """Each leaf on its own, by ``aux_axes`` or ``out_axes``.
+def of_aux(axes: Any, aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[Join]:
+    """Each leaf of aux on its own, by ``aux_axes``.
 
     Args:
-      axes: a prefix of ``aux``: an axis, `MEAN`, or ``None``: of aux for a new axis, of
-        outputs for what is the same for all.
+      axes: a prefix of ``aux``: an axis, `MEAN`, or ``None`` for a new axis.
       aux: specs of what the first micro-batch returns.
       last: specs of what the last one does.
       sizes: of the micro-batches.
-      name: ``"aux"`` or ``"out"``.
 
     Raises:
       ValueError: if aux of micro-batches cannot be joined.
     """
     shares = [size / sum(sizes) for size in sizes]
-    means = jax.tree.map(
-        lambda axis: axis is MEAN, axes, is_leaf=lambda node: node is None
+    means = jax.tree.map(lambda axis: axis is MEAN, axes, is_leaf=_is_none)
+    plain = jax.tree.map(
+        lambda axis: None if axis is MEAN else axis, axes, is_leaf=_is_none
     )
-    flat = flat_axes(axes, aux, name)
+    flat = _microbatch.flat_axes(plain, aux, "aux", "aux_axes")
     is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
     leaves = jax.tree_util.tree_leaves_with_path(aux)
-    if name == "aux":
-        if jax.tree.structure(aux) != jax.tree.structure(last):
-            raise ValueError(
-                f"the sizes {tuple(sizes)} of micro-batches differ and so does what is "
-                f"in aux: {shapes(aux)} and {shapes(last)}; return the same for each, "
-                f"or give a batch that num_microbatches divides"
-            )
-        _check_aux(leaves, jax.tree.leaves(last), flat, sizes)
+    if jax.tree.structure(aux) != jax.tree.structure(last):
+        raise ValueError(
+            f"the sizes {tuple(sizes)} of micro-batches differ and so does what is in "
+            f"aux: {shapes(aux)} and {shapes(last)}; return the same for each, or give "
+            f"a batch that num_microbatches divides"
+        )
+    _check_aux(leaves, jax.tree.leaves(last), flat, sizes)
     refuse(
         "jpipe.MEAN is for floating dtypes; type x.astype(float)",
         [
@@ -82,8 +78,23 @@ def by_axes(
         ],
     )
     return [
-        Join(i, _mean(shares) if mean else _on(axis, name == "aux"))
+        Join(i, _mean(shares) if mean else _along(axis))
         for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))
+    ]
+
+
+def of_outputs(axes: Any, outputs: PyTree, sizes: Sequence[int]) -> list[Join]:
+    """Each leaf of outputs on its own, by ``out_axes``: ``None`` is the same for all.
+
+    Raises:
+      ValueError: if outputs of micro-batches cannot be joined.
+    """
+    flat = _microbatch.flat_axes(axes, outputs, "outputs", "out_axes")
+    if len(sizes) > 1:
+        _microbatch.check_joinable(outputs, flat, sizes[0], axes)
+    return [
+        Join(i, _first if axis is None or len(sizes) == 1 else _along(axis))
+        for i, axis in enumerate(flat)
     ]
 
 
@@ -121,25 +132,19 @@ def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     return shape if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
-def flat_axes(axes: Any, aux: PyTree, name: str = "aux") -> list[int | None]:
-    """The axis of each leaf; of a mean ``None``."""
-    plain = jax.tree.map(
-        lambda axis: None if axis is MEAN else axis,
-        axes,
-        is_leaf=lambda node: node is None,
-    )
-    return _microbatch.flat_axes(plain, aux, name, f"{name}_axes")
+def _along(axis: int | None) -> Any:
+    """What joins values on an axis; ``None``: on a new one."""
+    if axis is None:
+        return jnp.stack
+    return lambda values: jnp.concatenate(values, axis)
 
 
-def _on(axis: int | None, stacks: bool) -> Any:
-    if axis is None and not stacks:
-        return lambda values: values[0]
-    join = _microbatch.joiner([axis])
+def _first(values: Sequence[Any]) -> Any:
+    return values[0]
 
-    def run(values: Sequence[Any]) -> Any:
-        return join(*values)[0] if stacks or len(values) > 1 else values[0]
 
-    return run
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _mean(shares: Sequence[float]) -> Any:

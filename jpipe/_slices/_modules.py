@@ -9,8 +9,7 @@ import chex
 import jax
 from jax.tree_util import tree_leaves_with_path
 
-from .._functions import _microbatch
-from .._functions._batch import Axes, Batch, explained, of_input
+from .._functions._batch import Axes, Batch, explained
 from .._functions._objective import Objective
 from .._instructions._sharding import Sharding
 from .._jaxprs import _jaxpr
@@ -20,7 +19,7 @@ from .._layers._parent import Parent
 from .._layers._sequence import Made
 from .._run import _signature
 from .._run._pipe import Pipe
-from . import _discarded, _join
+from . import _arguments, _discarded, _join
 from ._division import ByLayer, Division
 from ._initial import Initial
 from ._program import Traced
@@ -91,10 +90,9 @@ class Modules(ABC):
         self._initial.clear()
 
     def sample(self, x: PyTree, division: Division | ByLayer) -> Batch:
-        """An input from which variables are made: see `_batch.of_input`."""
-        specs = _microbatch.specs(x, "x")
-        axes = _microbatch.flat_axes(self.axes.in_axes, specs, "x", "in_axes")
-        return of_input(specs, axes, division.num_microbatches, division.num_shards)
+        """An input from which variables are made, as a mini-batch."""
+        number = division.num_microbatches, division.num_shards
+        return _arguments.batch([x], (self.axes.in_axes,), ["x"], *number, few=True)
 
     def initial(
         self,
@@ -113,10 +111,11 @@ class Modules(ABC):
           ValueError: if skip connections do not fit.
         """
         like: Any = _rng.key_spec() if key is None else key
-        signature = _signature.settings(), _signature.of(like, batch.first, given)
+        (x,) = batch.first
+        signature = _signature.settings(), _signature.of(like, x, given)
         if signature not in self._initial:
             with explained(batch):
-                made = Initial(self, like, batch.first, given)
+                made = Initial(self, like, x, given)
             self._initial[signature] = made
         return self._initial[signature]
 
@@ -146,11 +145,8 @@ class Modules(ABC):
             return self._changed(variables, x, rngs, train)
 
         def joins(y: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
-            axes = self.axes.out_axes
-            if len(sizes) > 1:
-                flat = _microbatch.flat_axes(axes, y, "outputs", "out_axes")
-                _microbatch.check_joinable(y, flat, sizes[0], axes)
-            return _join.by_axes(axes, y, last, sizes, "out")
+            del last
+            return _join.of_outputs(self.axes.out_axes, y, sizes)
 
         return Work(
             call,
@@ -179,7 +175,7 @@ class Modules(ABC):
             return value, (aux, changed)
 
         def joins(aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
-            return _join.by_axes(objective.aux_axes, aux, last, sizes)
+            return _join.of_aux(objective.aux_axes, aux, last, sizes)
 
         return Work(
             loss,

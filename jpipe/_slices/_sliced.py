@@ -229,17 +229,10 @@ class Sliced:
         """Checks the arguments after the parameters."""
         if self._work.modules and args[-1] is not None:
             _rng.check_rngs(args[-1])
-        names = self._work.names or [f"argument {i + 1}" for i in range(len(args))]
-        given = tuple(map(_microbatch.specs, args, names))
-        axes = _arguments.axes_of(self._work.in_axes, given, names)
-        count = self._division.num_microbatches
-        size, shards = _arguments.batch_size(given, axes, 1 if few else count, names), 1
-        if not few or size >= count * self._division.num_shards:
-            shards = self._division.num_shards
-            size = _microbatch.shard(size, count, shards)
-        sizes = _microbatch.sizes(size, min(size, count))
-        flat = [axis for own in axes for axis in own]
-        return Batch(given, flat, sizes, shards)
+        work, division = self._work, self._division
+        names = work.names or [f"argument {i + 1}" for i in range(len(args))]
+        number = division.num_microbatches, division.num_shards
+        return _arguments.batch(args, work.in_axes, names, *number, few)
 
     def _built(self, call: _Call, runs: bool = True) -> Built:
         with explained(call.batch), _batchnorm.merging(call.batch.num_parts > 1):

@@ -235,11 +235,8 @@ class _Compiled:
         if self._form is None:  # that of what was given, but for weak types
             self._form = by.form(self._tree, held)
         note(state, Made(weakref.ref(by), self._form, held))
-        metrics = {"loss": leaves[count]}
-        if self._has_aux:
-            aux = leaves[count + 1 :]
-            metrics["aux"] = jax.tree.unflatten(self.gradient.aux_tree, aux)
-        return state, metrics
+        loss, aux, _ = self.gradient.returned(leaves[count:])
+        return state, {"loss": loss, "aux": aux} if self._has_aux else {"loss": loss}
 
 
 def _optimizer(

@@ -66,16 +66,15 @@ class ValueAndGrad:
         x, targets = self.feed(x, targets, rngs)
         built = self.gradients(variables, x, targets, rngs, train)
         program = built.program_with_state if self.has_state else built.program
-        loss, *rest = program(built.given(variables, (x, targets, rngs)))
-        found = iter(rest)
-        aux = [next(found) for _ in range(built.aux_tree.num_leaves)]
+        outputs = program(built.given(variables, (x, targets, rngs)))
+        loss, aux, found = built.returned(outputs)
         leaves, tree = jax.tree.flatten(variables)
         layout = built.layout
         grads = [
             next(found) if trained else self._without(leaves[at])
             for at, trained in zip(layout.params, layout.trained, strict=True)
         ]
-        extra = [built.aux_tree.unflatten(aux)] if self.has_aux else []
+        extra = [aux] if self.has_aux else []
         if self.has_state:
             for at in built.state:
                 leaves[at] = next(found)

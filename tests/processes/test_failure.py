@@ -62,7 +62,7 @@ def test_what_was_awaited_of_one_that_ends_is_named(how, why):
     ended(outcome)
     text = outcome.of(0)
     assert re.search(
-        r"jpipe: process 0 awaited action 1B\d of rank 1 for .*cpu:0, which process 1 "
+        r"jpipe: process 0 awaited action 1B\d for .*cpu:0, which process 1 "
         rf"sends from .*cpu:\d+.*{why}",
         text,
     ), text
