@@ -61,8 +61,7 @@ class FunctionGradient(OwnLoop):
             reduction=reduction,
         )
         self._sliced = Sliced(work, division, self._trained)
-        # Compares what several processes are given.
-        self._feed: Feed | None = None
+        self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
 
     @outside_of_meshes
     def __call__(self, params: PyTree, *args: PyTree) -> Any:
@@ -82,8 +81,6 @@ class FunctionGradient(OwnLoop):
         """
         built = self._sliced(params, *args)
         given = built.given(params, args, "params")
-        if self._feed is None:
-            self._feed = Feed(built.pipe)
         self._feed(args)
         loss, aux, found = built.returned(built.program(given))
         grads = [next(found) if yes else None for yes in built.layout.trained]

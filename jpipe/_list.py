@@ -1,6 +1,6 @@
 """A list of layers: its user decided the stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -11,7 +11,6 @@ from ._describe import Known, of_function
 from ._fitting import Fitting
 from ._functions._batch import Axes
 from ._layers._skip import label
-from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices._built import Built
 from ._slices._division import ByLayer
@@ -40,10 +39,6 @@ class LayerList(Subject):
 
     def __str__(self) -> str:
         return f"{len(self._listed.layers)} layers"
-
-    def feed(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Gives what this process has to know of mini-batches."""
-        return Feed(self._pipe)
 
     def known(self, last: Built | None) -> Known:
         """What is known of the pipeline.

@@ -14,7 +14,6 @@ from ._instructions._sharding import Sharding
 from ._layers._layer import Layer
 from ._layers._stage import shapes
 from ._run import _variables
-from ._run._feed import Feed
 from ._slices._built import Built
 from ._slices._division import Division
 from ._slices._model import Model
@@ -47,21 +46,6 @@ class OneModel(Subject):
 
     def __str__(self) -> str:
         return self._layer.name
-
-    def feed(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Compares mini-batches, which all processes are given whole."""
-        compared: list[Feed] = []
-
-        def feed(
-            x: PyTree, targets: PyTree = (), rngs: PyTree = ()
-        ) -> tuple[PyTree, PyTree]:
-            if not compared and self.division.cuts:
-                compared.append(Feed(self.pipe))
-            for own in compared:
-                own((x, targets), rngs=rngs)
-            return x, targets
-
-        return feed
 
     def known(self, last: Built | None) -> Known | None:
         """What is known of the pipeline; ``None`` before it is divided.

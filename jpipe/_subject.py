@@ -19,6 +19,7 @@ from ._layers._layer import check_unchanged
 from ._processes._elsewhere import is_here
 from ._processes._group import agree_on_key
 from ._run import _variables
+from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices._built import Built
 from ._slices._division import ByLayer, Division
@@ -81,9 +82,12 @@ class Subject(ABC):
             raise ValueError(UNKNOWN)
         return self.division.pipe(self.num_stages)
 
-    @abstractmethod
-    def feed(self) -> Callable[..., tuple[PyTree, PyTree]]:
+    def _known_pipe(self) -> Pipe | None:
+        return self.pipe if self.num_stages else None
+
+    def feed(self) -> Feed:
         """Gives what this process has to know of mini-batches."""
+        return Feed(self._known_pipe, self.function.is_local)
 
     @abstractmethod
     def known(self, last: Built | None) -> Known | None:

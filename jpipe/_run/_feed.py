@@ -5,9 +5,8 @@ neither has to know shapes and dtypes all the same, since all write the same lis
 instructions: who reads them sends them, in each call.
 """
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,13 +29,16 @@ class Feed:
     """What a function of mini-batches is given, in this process and in others.
 
     Args:
-      pipe: the stages, and where they run.
+      pipe: gives the stages, and where they run; ``None`` before that is known.
+      is_local: whether the first stage alone reads the input and the last the targets;
+        else each process is given all, which is compared.
     """
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        # The stage that reads each.
-        self._at = {"x": 0, "targets": len(pipe.stages) - 1}
+    def __init__(self, pipe: Callable[[], Pipe | None], is_local: bool) -> None:
+        self._pipe, self._is_local = pipe, is_local
+        # The stage that reads each, and its process.
+        self._at: dict[str, int] = {}
+        self._readers: dict[str, int] = {}
         # Of each name the processes that are not given it; known after the first call.
         self._lacking: dict[str, list[int]] | None = None
         self._name = ""
@@ -56,23 +58,23 @@ class Feed:
           ValueError: if a process lacks what it reads.
           TimeoutError: if a process does not come.
         """
-        if self._pipe.copies is None:
+        pipe = self._pipe()
+        if pipe is None or pipe.copies is None:
             return x, targets
-        given = {"x": x, "targets": targets}
+        given = {"x": x, "targets": targets} if self._is_local else {"x": (x, targets)}
         if self._lacking is None:
+            last = len(pipe.stages) - 1
+            self._at = dict(zip(given, (0, last), strict=False))
+            self._readers = {
+                name: pipe.processes[pipe.place(at)] for name, at in self._at.items()
+            }
             self._lacking = self._first(given, rngs)
         call = next(self._calls)
         # Now and then, for what it costs: a shuffle may part ways in a later epoch.
         if call and call & (call - 1) == 0:
             self._compare(given, rngs, call)
         found = [self._known(name, given[name], call) for name in given]
-        return found[0], found[1]
-
-    @functools.cached_property
-    def _readers(self) -> dict[str, int]:
-        """The process that reads each."""
-        pipe = self._pipe
-        return {name: pipe.processes[pipe.place(at)] for name, at in self._at.items()}
+        return (found[0], found[1]) if self._is_local else found[0]
 
     def _first(self, given: dict[str, PyTree], rngs: PyTree) -> dict[str, list[int]]:
         """Who is not given what; each reports this in its first call."""
