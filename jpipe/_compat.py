@@ -134,12 +134,23 @@ def _devices_of(sharding: Any) -> tuple[Any, ...]:
     return tuple(sharding.device_set)
 
 
-@functools.cache
 def _can_copy(source: Any, target: Any) -> bool:
     """Whether `copier` makes the arrays that `jax.device_put` makes."""
-    mine, sharding = jax.process_index(), SingleDeviceSharding(target)
+    mine = jax.process_index()
     if source.process_index != mine or target.process_index != mine:
         return False
+    kind = source.device_kind, target.device_kind, source == target
+    if kind not in _copies:
+        _copies[kind] = _copies_as_put(source, target)
+    return _copies[kind]
+
+
+# Of the kinds of two devices whether it does, as found of the first such pair.
+_copies: dict[Any, bool] = {}
+
+
+def _copies_as_put(source: Any, target: Any) -> bool:
+    sharding = SingleDeviceSharding(target)
     try:
         jaxlib: Any = importlib.import_module("jaxlib._jax")
         # Whatever guard or trace the first step may be in is no business of this.

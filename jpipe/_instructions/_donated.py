@@ -41,10 +41,12 @@ def compiled(
         key = each.function, each.place
         if isinstance(graph.devices[each.place], SubMesh):
             key += tuple(graph.shardings[v] for v in (*each.reads, *each.writes))
-        once = (v for v, count in Counter(each.reads).items() if count == 1)
-        ended = {v for v in once if last[v] == number}
-        calls.setdefault(key, []).append((each, ended & owned))
+        ended = {v for v in each.reads if last[v] == number and v in owned}
+        if len(set(each.reads)) < len(each.reads):
+            ended = {v for v in ended if each.reads.count(v) == 1}
+        calls.setdefault(key, []).append((each, ended))
         labels.setdefault(each.function, []).append(each.label)
+    names = {function: named(function.name, own) for function, own in labels.items()}
     programs = []
     for (function, *_), own in calls.items():
         first, kept = own[0][0], _kept(function, own, last)
@@ -55,7 +57,7 @@ def compiled(
             _donated(graph, own, kept),
             graph.devices[first.place],
             [graph.places[v] for v in first.reads],
-            named(function.name, labels[function]),
+            names[function],
             first.mapped,
             [graph.shardings[v] for v in first.reads],
             [graph.shardings[v] for v in first.writes],

@@ -6,7 +6,7 @@ nobody.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -256,10 +256,9 @@ class Graph:
         parts: Any = first.function, second.function, len(first.reads), wires
         if parts not in self._composed:
             self._composed[parts] = composed(*parts)
-        function, writes = self._composed[parts], [*first.writes, *second.writes]
-        self.calls.append(
-            replace(second, function=function, reads=reads, writes=writes)
-        )
+        second.function, second.reads = self._composed[parts], reads
+        second.writes = [*first.writes, *second.writes]
+        self.calls.append(second)
 
     def crosses(self, instruction: Instruction) -> bool:
         """Whether it is a move from one process to another."""

@@ -8,7 +8,6 @@ programs to compile.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -219,12 +218,18 @@ def _over_slots(
         # What leaves for another process is written there.
         is_written = not isinstance(run, Crossing) or run.is_received
         found.append(
-            replace(
-                each,
-                reads=reads,
-                writes=range(start, len(slot)),
+            Instruction(
+                each.place,
+                each.source,
+                each.function,
+                reads,
+                range(start, len(slot)),
+                each.label,
+                each.layers,
+                each.mapped,
                 donates=tuple([reads[i] for i in program.donated]) if program else (),
                 frees=tuple(sorted(ended)),
+                compiled=program,
                 run=run,
                 take=_taking(reads),
                 into=slice(start, len(slot)) if is_written else slice(0),

@@ -133,6 +133,8 @@ class SubMesh:
 
     def local_bytes(self, nbytes: int, sharding: Sharding) -> int:
         """What each device holds of what is ``nbytes`` for a shard."""
+        if not len(sharding.spec):
+            return nbytes
         return nbytes // math.prod(self.mesh.shape[name] for name in sharding.axes)
 
     def mapped(

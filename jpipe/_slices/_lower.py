@@ -208,8 +208,10 @@ class Lowering:
         return self._stages.does(*action[1:], action.op == WEIGHT)
 
     def _start_sums(self) -> None:
-        by_place: dict[Place, list[int]] = {}
-        for s in range(self._stages.num_stages):
+        count, by_place = self._stages.num_stages, dict[Place, list[int]]()
+        # Specs of the loss and of what micro-batches write, by stage.
+        self._sum_specs = [*map(self._specs_of_sums, range(count))]
+        for s in range(count):
             for place in self._pipe.places_of(s):
                 by_place.setdefault(place, []).append(s)
         one, mapped = Sharding(self._is_mapped), self._is_mapped
@@ -217,7 +219,7 @@ class Lowering:
             parts: list[tuple[Any, int, list[Any]]] = []
             shardings = list[Sharding]()
             for s in own:
-                sums = self._specs_of_sums(s)
+                sums = self._sum_specs[s]
                 parts += [(self._grads, s, self._specs_of_grads(s))]
                 parts += [(self._sums, s, sums)]
                 shardings += [*self._grads_shardings(s), *[one] * len(sums)]
@@ -278,7 +280,7 @@ class Lowering:
         reads, results = self._forward_of(action, function)
         count = len(part.leaves) + len(part.aux)
         self._residuals[cell] = [*reads, *results[count:]]
-        if self._specs_of_sums(action.stage):
+        if self._sum_specs[action.stage]:
             self._add_results(action, results[:1])
             self._graph.fuse()
 

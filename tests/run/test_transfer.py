@@ -22,9 +22,9 @@ from .. import reference as ref
 @pytest.fixture
 def fresh():
     """What `copier` found out is forgotten before, and after."""
-    _compat._can_copy.cache_clear()
+    _compat._copies.clear()
     yield
-    _compat._can_copy.cache_clear()
+    _compat._copies.clear()
 
 
 @pytest.fixture(scope="module")
