@@ -155,7 +155,9 @@ def _print(number: int, source: IO[str], target: IO[str]) -> None:
     for line in source:
         # Who is not read any more, or stops reading, would keep the process waiting.
         with contextlib.suppress(OSError, ValueError):
-            print(f"[{number}] {line.rstrip()}", file=target, flush=True)
+            # In one piece: other threads print beside this one.
+            target.write(f"[{number}] {line.rstrip()}\n")
+            target.flush()
 
 
 def _end_with_parent() -> None:
