@@ -24,8 +24,8 @@ class Mutant(NamedTuple):
 # Which folders or files of tests reach a file, by the start of its name: first those
 # that find most.
 REACHED_BY = {
+    "_check": "functions/test_loss_check.py check",
     "_functions": "train/test_reductions.py matrix functions train",
-    "_functions/_probe": "functions check",
     "_functions/_trainable": "matrix train",
     "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
@@ -62,9 +62,9 @@ REACHED_BY = {
     "schedules": "schedules",
 }
 
+CHECK = [("_loss", "size / sum(sizes) for size", "0.5 for size")]
 FUNCTIONS = [
     ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
-    ("_probe", "np.asarray(sizes) / sum(sizes)", "np.ones(2) / 2"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
     ("_vjp", "held = [i == 2 for", "held = [i >= 1 for"),
     ("_weights", "[old + x.astype(old.dtype) for", "[x.astype(old.dtype) for"),
@@ -232,6 +232,7 @@ MUTANTS = [
         "_functions": FUNCTIONS,
         "_jaxprs": JAXPRS,
         "_instructions": INSTRUCTIONS,
+        "_check": CHECK,
         "_layers": LAYERS,
         "_placed": PLACED,
         "_run": RUN,
