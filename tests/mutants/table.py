@@ -103,9 +103,12 @@ LAYERS = [
     ("_parent", "setdefault((first, names), layer)", "setdefault((first, names), 0)"),
     ("_parent", "own = (self._place[first],) if", "own = (layer,) if"),
     ("_parent", "path[: len(start)] == start", "path == start"),
-    ("_sequence", "if any(use.frame.unknown for use in uses):", "if False:"),
     ("_sequence", "_rng.layer_rngs(rngs, i)", "_rng.layer_rngs(rngs, 0)"),
-    ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
+    (
+        "_skip",
+        "(frame.namespace, name), frame.skips\n    if key not in",
+        "(None, name), frame.skips\n    if key not in",
+    ),
 ]
 PLANNING = [
     ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
