@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ._check._layers import Checking
-from ._check._report import CheckReport
+from ._check._report import CheckReport, check_parts
 from ._fitting import Fitting
 from ._functions import _microbatch, _remat
 from ._functions._objective import Objective
@@ -21,12 +21,9 @@ from ._slices import _arguments
 from ._slices._division import ByLayer
 from ._slices._listed import Listed
 from ._slices._sliced import Sliced
-from ._warn import warn
 from .schedules import gpipe
 
 PyTree = Any
-# So many examples a micro-batch has at most where the first mini-batch is checked.
-_FEW = 8
 
 
 def checked(
@@ -40,7 +37,6 @@ def checked(
     train: bool,
     tolerance: float | None = None,
     parts: Sequence[int] | None = None,
-    few: bool = False,
 ) -> CheckReport:
     """Checks layers: see `Pipeline.check`.
 
@@ -55,7 +51,6 @@ def checked(
       train: whether layers are run as in training.
       tolerance: how far numbers may be apart.
       parts: how many examples each micro-batch has.
-      few: whether the first few examples will do.
     """
     if pipe.copies is not None:
         raise ValueError(
@@ -72,16 +67,11 @@ def checked(
     count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
     if parts is None:
         number = pipe.schedule.num_microbatches * pipe.num_shards
-        parts = _sizes(count, -(-count // number), _FEW if few else count)
-    elif len(parts) < 2 or min(parts) < 1 or sum(parts) != count:
-        raise ValueError(
-            f"parts={parts}: needs the numbers of examples in two micro-batches or "
-            f"more, together the {count} of the batch"
-        )
+        parts = _sizes(count, -(-count // number))
+    sizes = check_parts(parts, count)
     fitting.by_owner(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
     own = _apart(pipe, fitting, variables, x, rngs, train)
-    sizes = tuple(parts)
     with jax.default_device(_transfer.one_of(pipe.devices[0])):
         checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
         found = tuple(checking.layer(i, *given) for i, given in enumerate(own))
@@ -119,31 +109,16 @@ def _apart(
     return found
 
 
-def check_first(pipe: Pipe, fitting: Fitting, *given: Any) -> None:
-    """Checks a few examples of the first mini-batch that is trained on.
-
-    Raises:
-      ValueError: if the loss is another in micro-batches.
-    """
-    report = checked(pipe, fitting, *given, few=True)
-    mixed = [i for i, layer in enumerate(report.layers) if not layer.is_same]
-    report.raise_if_different(accept=mixed)
-    if mixed:
-        warn(f"layers give something else in micro-batches:\n{report}")
-
-
-def _sizes(batch_size: int, microbatch: int, most: int) -> tuple[int, int]:
+def _sizes(batch_size: int, microbatch: int) -> tuple[int, int]:
     """Two micro-batches of different sizes, if they can be.
 
     Layers may take examples in groups: the first is as large as a micro-batch of the
-    pipeline, or else even, and the second twice that at least.
+    pipeline, or else even.
 
     Args:
       batch_size: how many examples there are, two at least.
       microbatch: how many a micro-batch of the pipeline has.
-      most: how many the first may have; with more, all examples are taken.
     """
-    first = max(min(microbatch, batch_size // 3, most), min(2, batch_size // 2))
+    first = max(min(microbatch, batch_size // 3), min(2, batch_size // 2))
     first -= first % 2 if 2 < first != microbatch else 0
-    rest = batch_size - first
-    return first, rest if most >= batch_size else min(2 * first, rest)
+    return first, batch_size - first

@@ -6,7 +6,7 @@ from typing import Any
 import chex
 
 from ._check._report import CheckReport
-from ._checking import check_first, checked
+from ._checking import checked
 from ._describe import Known, of_function
 from ._fitting import Fitting
 from ._functions._batch import Axes
@@ -26,16 +26,15 @@ class LayerList(Subject):
     Args:
       pipe: its stages.
       axes: where the examples are.
-      checks_first: whether the first mini-batch that is trained on is checked.
     """
 
     by_layer = True
 
-    def __init__(self, pipe: Pipe, axes: Axes, checks_first: bool = False) -> None:
-        self._pipe, self._checks_first = pipe, checks_first
+    def __init__(self, pipe: Pipe, axes: Axes) -> None:
+        self._pipe = pipe
         self._listed, division = Listed(pipe, axes), ByLayer(pipe)
         self._fits = Fitting(pipe, self._listed, division)
-        super().__init__(self._listed, division, self._fits, self._first)
+        super().__init__(self._listed, division, self._fits)
 
     def __str__(self) -> str:
         return f"{len(self._listed.layers)} layers"
@@ -79,9 +78,3 @@ class LayerList(Subject):
     def check(self, variables: PyTree, *given: Any) -> CheckReport:
         """Runs each layer and the loss at once and in micro-batches."""
         return checked(self._pipe, self._fits, variables, *given)
-
-    def _first(self, *given: Any) -> None:
-        """Checks the first mini-batch, where that is to be; once."""
-        if self._checks_first:
-            check_first(self._pipe, self._fits, *given)
-            self._checks_first = False

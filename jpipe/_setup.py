@@ -37,13 +37,13 @@ def check_num_microbatches(number: Any) -> int:
     return number
 
 
-def check_for_one(balance: Any, sample: Any, check: bool) -> None:
+def check_for_one(balance: Any, sample: Any) -> None:
     """Raises if what is for a list of layers is given for one model."""
-    given = {"balance": balance, "sample": sample, "check": check or None}
+    given = {"balance": balance, "sample": sample}
     if refused := [name for name, value in given.items() if value is not None]:
         raise ValueError(
             f"{', '.join(refused)}: of a list of layers; one model is divided by "
-            f"itself: give num_stages=, or list its layers; to check it call pipe.check"
+            f"itself: give num_stages=, or list its layers"
         )
 
 

@@ -42,7 +42,6 @@ class Subject(ABC):
       function: it as a function.
       division: in which stages it runs.
       checks: what is checked where something new is built.
-      check_first: is given the first mini-batch that is trained on.
     """
 
     # Whether there is one entry per layer.
@@ -53,10 +52,9 @@ class Subject(ABC):
         function: Modules,
         division: Division | ByLayer,
         checks: Checks | None = None,
-        check_first: Callable[..., None] | None = None,
     ) -> None:
         self.function, self.division, self._checks = function, division, checks
-        self.places, self._check_first = division.places, check_first
+        self.places = division.places
         self._forwards = {
             train: self._sliced(function.forward(train)) for train in (False, True)
         }
@@ -142,7 +140,7 @@ class Subject(ABC):
         }
         programs = {train: self._sliced(work, marks) for train, work in works.items()}
         given = objective, trainable, programs, outputs, self.function.axes.out_axes
-        return Gradients(*given, self._check_first)
+        return Gradients(*given)
 
     def _sliced(self, work: Work, *marks: Any) -> Sliced:
         return Sliced(work, self.division, *marks, checks=self._checks)

@@ -47,7 +47,6 @@ def pipeline(
     in_axes: Any = 0,
     target_axes: Any = 0,
     out_axes: Any = 0,
-    check: bool = False,
 ) -> Pipeline:
     """Turns a model, or a sequence of layers, into one program over many devices.
 
@@ -103,9 +102,6 @@ def pipeline(
         `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these. ``None`` is
         for an output that is the same for all examples, such as a learned temperature
         or a codebook: `Pipeline.apply` returns that of the first micro-batch.
-      check: whether the first mini-batch that is trained on is checked: of its first
-        examples, three small micro-batches at most, `Pipeline.check` is made. Layers
-        that differ are warned of; a loss that differs is a ``ValueError``.
 
     Returns:
       The pipeline; of a model its variables, gradients and states are trees of the
@@ -143,7 +139,7 @@ def pipeline(
     is_one = is_model(stages)
     layers = as_layers([stages] if is_one else stages)
     if is_one:
-        _setup.check_for_one(balance, sample, check)
+        _setup.check_for_one(balance, sample)
     elif num_stages is not None:
         raise ValueError(
             f"num_stages={num_stages} is for one model that is divided by itself; of "
@@ -205,7 +201,7 @@ def pipeline(
     pipe = division.pipe(len(groups), groups)
     if replicas is None and not isinstance(schedule, Schedule):
         _setup.warn_of_idle(devices, pipe.schedule)
-    return Pipeline(LayerList(pipe, axes, check), forecast)
+    return Pipeline(LayerList(pipe, axes), forecast)
 
 
 def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:

@@ -1,10 +1,6 @@
-"""What is computed of a batch at once, compared with what its parts give.
+"""What is computed of a batch at once, compared with what its parts give."""
 
-Pure functions of pytrees: of whatever was computed on all examples together, and on
-those of each of several micro-batches.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._functions._weights import is_inexact
+from .._layers._stage import shapes
 from .._layers._tree import flat
 
 PyTree = Any
@@ -50,6 +48,10 @@ class Difference:
         )
 
 
+class Unlike(Exception):
+    """Results of micro-batches that cannot be joined: raised with a `Difference`."""
+
+
 def tolerance(dtypes: Iterable[Any]) -> float:
     """The largest relative difference that rounding explains.
 
@@ -70,44 +72,46 @@ def axis_of(whole: Any, part: Any) -> int | None:
     return next((i for i, (n, m) in enumerate(pairs) if n != m), None)
 
 
-def cut(whole: PyTree, parts: Sequence[PyTree]) -> list[PyTree]:
-    """A pytree of all examples, cut as its parts are.
+def floating(tree: PyTree, axes: Sequence[int | None]) -> list[int | None]:
+    """The axes of leaves that have a gradient."""
+    pairs = zip(jax.tree.leaves(tree), axes, strict=True)
+    return [axis for leaf, axis in pairs if is_inexact(leaf)]
+
+
+def joined(what: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
+    """What micro-batches give, as that of all examples.
 
     Args:
-      whole: arrays of all examples.
-      parts: the same of each micro-batch. What has no axis of examples is that of the
-        part.
+      what: what it is, for the message.
+      whole: specs of what all examples give at once.
+      parts: what each micro-batch gives.
+
+    Returns:
+      Arrays; what has no axis of examples, of each micro-batch along a new first axis.
+
+    Raises:
+      Unlike: if they cannot be joined.
     """
-    leaves, structure = jax.tree.flatten(whole)
-    starts, pieces = [0] * len(leaves), []
-    for part in parts:
-        piece = jax.tree.leaves(part)
-        for i, (leaf, own) in enumerate(zip(leaves, piece, strict=True)):
-            axis = axis_of(leaf, own)
-            if axis is not None:
-                stop = starts[i] + own.shape[axis]
-                piece[i] = leaf[(slice(None),) * axis + (slice(starts[i], stop),)]
-                starts[i] = stop
-        pieces.append(jax.tree.unflatten(structure, piece))
-    return pieces
+
+    def join(leaf: Any, *each: Any) -> jax.Array:
+        axis = axis_of(leaf, each[0])
+        made = jnp.stack(each) if axis is None else jnp.concatenate(each, axis)
+        if made.shape[axis is None :] != leaf.shape:
+            raise TypeError(f"{made.shape} is not {leaf.shape}")
+        return made
+
+    structures = {*map(jax.tree.structure, (whole, *parts))}
+    try:
+        if len(structures) == 1:
+            return jax.tree.map(join, whole, *parts)
+    except (TypeError, ValueError):  # of shapes that do not fit
+        pass
+    given = " and ".join(map(shapes, parts))
+    reason = f"are {shapes(whole)} at once, {given} in micro-batches"
+    raise Unlike(Difference(what, reason=reason))
 
 
-def why_not(whole: PyTree, parts: Sequence[PyTree]) -> str:
-    """Why parts cannot be joined to a whole; empty if they can. Specs will do."""
-    structure = jax.tree.structure(whole)
-    if any(jax.tree.structure(part) != structure for part in parts):
-        return "have another structure in micro-batches"
-    for leaf, *own in zip(*map(jax.tree.leaves, (whole, *parts)), strict=True):
-        axis, joined = axis_of(leaf, own[0]), list(own[0].shape)
-        if axis is not None:
-            joined[axis] = sum(one.shape[axis] for one in own if axis < len(one.shape))
-        if tuple(joined) != leaf.shape:
-            shapes = " and ".join(str(list(one.shape)) for one in own)
-            return f"have shape {list(leaf.shape)} at once, {shapes} in micro-batches"
-    return ""
-
-
-def named(state: PyTree) -> dict[str, Any]:
+def named(state: Mapping[str, PyTree]) -> dict[str, Any]:
     """What training changes besides parameters, by name, to be compared as ``"state"``.
 
     In place of each variance next to a mean, as of a batch norm, is the mean square: of
@@ -117,55 +121,45 @@ def named(state: PyTree) -> dict[str, Any]:
     for names, leaf in found.items():
         mean = found.get((*names[:-1], "mean"))
         if names[0] == "batch_stats" and names[-1] == "var" and mean is not None:
-            found[names] = numbers(leaf) + np.abs(numbers(mean)) ** 2
+            found[names] = leaf + jnp.abs(mean) ** 2
     return {"/".join(map(str, names)): leaf for names, leaf in found.items()}
-
-
-def mean_or_sum(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """What an output without an axis of examples may be for all of them."""
-    return [np.average(each, axis=0, weights=sizes), sum(each)]
-
-
-def mean_or_last(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """What a state becomes: the mean, or of integers what the last part has."""
-    is_number = each[0].dtype.kind in "fc"
-    return [np.average(each, axis=0, weights=sizes) if is_number else each[-1]]
-
-
-def total(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """What a gradient without an axis of examples is: the sum."""
-    return [sum(each)]
 
 
 def compare(
     what: str,
     whole: PyTree,
-    parts: Sequence[PyTree],
+    parts: PyTree,
+    axes: Sequence[int | None],
     sizes: Sequence[int],
     limit: float,
-    merge: Callable[..., list[Any]] = total,
     least: float = 0.0,
+    or_sum: bool = False,
 ) -> Difference | None:
     """The largest difference of all leaves, if there is one.
 
     Args:
       what: what is compared, for the message.
-      whole: that of all examples.
-      parts: those of the micro-batches.
-      sizes: how many examples each has.
+      whole: that of all examples at once.
+      parts: that of micro-batches: see `joined`.
+      axes: where the examples are in each leaf.
+      sizes: how many examples each micro-batch has.
       limit: how far numbers may be apart, relative to the largest next to them.
-      merge: what a leaf without an axis of examples may be for all of them.
       least: how large the largest is at least.
+      or_sum: whether what has no axis of examples may be the sum of that of the
+        micro-batches, in place of the mean, or of integers of the last.
     """
-    if reason := why_not(whole, parts):
-        return Difference(what, reason=reason)
     paths, found = jax.tree_util.tree_leaves_with_path(whole), []
-    columns = zip(*map(jax.tree.leaves, parts), strict=True)
-    for (path, leaf), own in zip(paths, columns, strict=True):
-        axis, each, leaf = axis_of(leaf, own[0]), [*map(numbers, own)], numbers(leaf)
-        # A mean or a sum is rounded as what it is made of.
-        around = max(least, size(each)) if axis is None else least
-        made = merge(each, sizes) if axis is None else [np.concatenate(each, axis)]
+    for (path, leaf), other, axis in zip(
+        paths, jax.tree.leaves(parts), axes, strict=True
+    ):
+        leaf, other = numbers(leaf), numbers(other)
+        made, around = [other], least
+        if other.ndim > leaf.ndim:
+            # A mean or a sum is rounded as what it is made of.
+            around = max(least, size(other))
+            is_number = other.dtype.kind in "fc"
+            made = [np.average(other, 0, sizes) if is_number else other[-1]]
+            made += [other.sum(0)] if or_sum else []
         gaps = [_apart(leaf, one, axis, limit, around) for one in made]
         best = min(range(len(made)), key=lambda i: np.max(gaps[i], initial=0))
         gap, nearest = gaps[best], made[best]

@@ -1,4 +1,4 @@
-"""A function, run with all examples at once and with those of each micro-batch."""
+"""A function, run with all examples at once and in micro-batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,96 +8,96 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._functions._weights import is_inexact
 from .._jaxprs import _alike, _flow, _jaxpr
 from . import _compare
 
 PyTree = Any
-# What is free, and what is fixed: only by the first a function is differentiated.
-Given = tuple[PyTree, PyTree]
+# Is given what a function is differentiated by, and what is fixed; returns arrays that
+# are differentiated, and results.
+Way = Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
 
 
 class Result(NamedTuple):
-    """What a function made of its arguments, as arrays of NumPy.
+    """What a function computed, as arrays of NumPy.
 
     Attributes:
-      made: what is differentiated where it is of floating numbers.
-      aux: what else it returned.
-      gradient: of a projection of ``made``, by what is free; ``None`` for each leaf
-        that is not of floating numbers, and where nothing is differentiated.
+      results: what it returned.
+      gradient: of a projection; ``None`` for each leaf that is not of floating numbers,
+        and where nothing is differentiated.
     """
 
-    made: PyTree
-    aux: PyTree
+    results: PyTree
     gradient: PyTree
 
 
 class Function:
-    """``(free, fixed) -> (made, aux)``, to be run with several arguments.
+    """A function, to be run at once and in micro-batches.
 
     Args:
-      function: the function, which is differentiated by what is free.
-      given: its arguments: all examples first, then each micro-batch.
+      at_once: the function.
+      in_parts: the same, of micro-batches.
+      free: by what both are differentiated.
+      fixed: what is fixed.
 
     Attributes:
-      made: for each of the arguments the specs of what it makes.
+      projected: specs of what is differentiated.
       limit: the tolerance for the narrowest dtype in which anything is computed.
       error: why it cannot be differentiated; empty if it can.
       form: what is equal for functions that compute the same.
     """
 
-    def __init__(self, function: Callable[..., Any], given: Sequence[Given]) -> None:
-        traced = [_jaxpr.trace(function, *one) for one in given]
-        self._whole, _ = traced[0]
-        trees = jax.tree.structure((tuple(given), [result for _, result in traced]))
+    def __init__(
+        self, at_once: Way, in_parts: Way, free: PyTree, fixed: PyTree
+    ) -> None:
+        ways = at_once, in_parts
+        traced = [_jaxpr.trace(way, free, fixed) for way in ways]
+        (self._whole, (self.projected, _)), _ = traced
+        trees = jax.tree.structure((free, fixed, [made for _, made in traced]))
         self.form = trees, *(_alike.form(closed) for closed, _ in traced)
-        self.made = [made for _, (made, _) in traced]
         self.limit = _compare.tolerance(
             dtype for closed, _ in traced for dtype in _flow.dtypes(closed)
         )
         self.error = ""
-        self._run = jax.jit(
-            _with_gradient(function), compiler_options=_compat.quick_to_compile()
-        )
+        options = _compat.quick_to_compile()
+        self._runs = [
+            jax.jit(_with_gradient(way), compiler_options=options) for way in ways
+        ]
 
     def reads(self, last: int) -> bool:
-        """Whether it needs one of its last leaves, with all examples."""
+        """Whether it needs one of its last leaves."""
         return any(_jaxpr.live_inputs(self._whole)[-last:] if last else ())
 
     def __call__(
-        self, given: Sequence[Given], cotangents: Sequence[PyTree] | None = None
+        self, free: PyTree, fixed: PyTree, cotangents: Sequence[Any]
     ) -> list[Result]:
-        """Runs it.
+        """Runs it at once, then in micro-batches.
 
         Args:
-          given: arguments.
-          cotangents: for each those of the floating leaves of ``made``; ``None``:
-            nothing is differentiated.
+          free: by what it is differentiated.
+          fixed: what is fixed.
+          cotangents: of what is differentiated; with none there is no gradient.
         """
-        if cotangents is not None and not self.error:
+
+        def run(cotangents: Sequence[Any]) -> list[Result]:
+            found = [run(free, fixed, cotangents) for run in self._runs]
+            return [Result(*jax.tree.map(host, one)) for one in found]
+
+        if cotangents and not self.error:
             try:
-                return [*map(self._result, given, cotangents)]
+                return run(cotangents)
             except Exception as error:  # as of a jax.lax.while_loop
                 self.error = first_line(error)
-        return [*map(self._result, given)]
-
-    def _result(self, given: Given, cotangents: PyTree = None) -> Result:
-        (made, aux), gradient = self._run(*given, cotangents)
-        return Result(*jax.tree.map(host, (made, aux, gradient)))
+        return run(())
 
 
-def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_gradient(way: Way) -> Callable[..., Any]:
     """``(free, fixed, cotangents) -> (results, gradient)``."""
 
-    def run(free: PyTree, fixed: PyTree, cotangents: PyTree) -> Any:
-        def floats(free: PyTree) -> tuple[list[jax.Array], Any]:
-            results = function(free, fixed)
-            return floating(results[0]), results
-
-        if cotangents is None:
-            return function(free, fixed), None
-        _, pull, results = jax.vjp(floats, free, has_aux=True)
-        (gradient,) = pull(cotangents)
+    def run(free: PyTree, fixed: PyTree, cotangents: Sequence[Any]) -> Any:
+        if not cotangents:
+            return way(free, fixed)[1], None
+        _, pull, results = jax.vjp(lambda free: way(free, fixed), free, has_aux=True)
+        (gradient,) = pull([*cotangents])
         return results, jax.tree.map(_or_none, gradient)
 
     return run
@@ -108,27 +108,42 @@ def _or_none(leaf: Any) -> Any:
     return None if leaf.dtype == jax.dtypes.float0 else leaf
 
 
-def floating(tree: PyTree) -> list[Any]:
-    """The leaves that have a gradient."""
-    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+def differentiated(loss: Callable[[PyTree, PyTree], Any]) -> Way:
+    """A loss as a function that is differentiated."""
+
+    def run(free: PyTree, fixed: PyTree) -> tuple[list[jax.Array], jax.Array]:
+        value = loss(free, fixed)
+        return [value], value
+
+    return run
 
 
-def noise(made: Sequence[PyTree]) -> list[list[Any]]:
-    """Cotangents of random numbers, for all examples and for each micro-batch.
+def in_parts(
+    function: Callable[..., PyTree], axes: Sequence[int | None], sizes: Sequence[int]
+) -> Callable[..., list[PyTree]]:
+    """What a function returns for each of several micro-batches.
 
-    What is not of examples, such as a mean, is of other weight in each: it has none.
+    Args:
+      function: of any arguments.
+      axes: where the examples are in each leaf of these.
+      sizes: how many each micro-batch has.
     """
-    random = np.random.default_rng(0)
-    whole, *parts = (
-        [np.zeros(leaf.shape, leaf.dtype) for leaf in floating(one)] for one in made
-    )
-    drawn = [
-        leaf
-        if _compare.axis_of(leaf, part) is None
-        else random.normal(size=leaf.shape).astype(leaf.dtype)
-        for leaf, part in zip(whole, parts[0], strict=True)
-    ]
-    return [drawn, *_compare.cut(drawn, parts)]
+
+    def run(*args: PyTree) -> list[PyTree]:
+        leaves, structure = jax.tree.flatten(args)
+        results, start = [], 0
+        for size in sizes:
+            part = [
+                leaf
+                if axis is None
+                else jax.lax.slice_in_dim(leaf, start, start + size, axis=axis)
+                for leaf, axis in zip(leaves, axes, strict=True)
+            ]
+            results.append(function(*structure.unflatten(part)))
+            start += size
+        return results
+
+    return run
 
 
 def host(leaf: Any) -> Any:
@@ -136,25 +151,6 @@ def host(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf
     return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def split(
-    tree: PyTree, axes: Sequence[int | None], sizes: Sequence[int]
-) -> list[PyTree]:
-    """As many examples as there are in all micro-batches, then each of these."""
-    leaves, structure = jax.tree.flatten(jax.tree.map(host, tree))
-
-    def part(start: int, stop: int) -> PyTree:
-        pieces = [
-            leaf
-            if axis is None
-            else leaf[(slice(None),) * (axis % leaf.ndim) + (slice(start, stop),)]
-            for leaf, axis in zip(leaves, axes, strict=True)
-        ]
-        return jax.tree.unflatten(structure, pieces)
-
-    ends = [0, *np.cumsum(sizes)]
-    return [part(0, ends[-1]), *map(part, ends, ends[1:])]
 
 
 def first_line(error: Exception) -> str:

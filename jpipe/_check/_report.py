@@ -1,6 +1,6 @@
 """What `Pipeline.check` found."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from ..schedules._units import columns
@@ -71,15 +71,7 @@ class CheckReport:
     def __str__(self) -> str:
         found = [one for one in (*self.layers, self.loss) if one is not None]
         rows = [["", *_COMPARED, ""], *(one.row() for one in found)]
-        alone = [i for i, one in enumerate(self.layers) if one.is_same and one.compared]
-        mixed = [i for i, one in enumerate(self.layers) if not one.is_same]
-        table = f"{self._title()}:\n{columns(rows, left=range(5))}"
-        if len(self.layers) < 2:
-            return table
-        return (
-            f"{table}\nlayers that compute the same in micro-batches: {alone}; layers "
-            f"that do not: {mixed}"
-        )
+        return f"{self._title()}:\n{columns(rows, left=range(5))}"
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:
         """Raises where micro-batches give something else.
@@ -94,9 +86,23 @@ class CheckReport:
         for number, one in numbered:
             if one is not None and one.differences and number not in accept:
                 raise ValueError(
-                    f"{one.name}: {one.differences[0]} ({self._title()}). {one.advice}"
+                    f"{one.name}: {one.differences[0]} ({self._title()}); {one.advice}"
                 )
 
     def _title(self) -> str:
         sizes = " and ".join(map(str, self.sizes))
         return f"{sum(self.sizes)} examples at once, and in micro-batches of {sizes}"
+
+
+def check_parts(parts: Sequence[int], count: int) -> tuple[int, ...]:
+    """Checks how many examples each micro-batch is to have.
+
+    Raises:
+      ValueError: if there are not two of them, or other examples in all.
+    """
+    if len(parts) < 2 or min(parts) < 1 or sum(parts) != count:
+        raise ValueError(
+            f"parts={tuple(parts)}: needs the numbers of examples in two micro-batches "
+            f"or more, together the {count} of the batch"
+        )
+    return tuple(parts)

@@ -87,10 +87,6 @@ class Objective:
         total = _scalar(result[0], "the total must be a scalar", outputs)
         return (total, result[1]), aux
 
-    def parts(self, outputs: PyTree, targets: PyTree) -> PyTree:
-        """What ``loss_fn`` returns without aux: the loss, or its total and weight."""
-        return self._without_aux(self.loss_fn(outputs, targets))[0]
-
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
         is_weighted = self.reduction == "weighted"
         fits = _is_pair(result) or not self.has_aux

@@ -134,7 +134,9 @@ class Sequential:
 
         def run(handles: Sequence[Any]) -> Any:
             own = _rng.layer_rngs(rngs, at)
-            with self._naming(at, x), _skip.applying(skips, layer.namespace):
+            use = _skip.Use(self._numbers[at], layer.name, self._stages[at])
+            scope = _skip.applying(_skip.Skips(skips), use, layer.namespace)
+            with self._naming(at, x), scope:
                 return layer.call(handles[-1], x, own, train)
 
         return self.parent(entries, keys, train, run)
@@ -148,27 +150,19 @@ class Sequential:
         """Goes through the layers.
 
         Raises:
-          ValueError: if the skip connections do not fit, with every fault.
+          ValueError: if the skip connections do not fit.
         """
-        skips: dict[_skip.Key, PyTree] = {}
-        uses: list[_skip.Use] = []
+        skips = _skip.Skips()
         for i, layer in enumerate(self.layers):
             _batchnorm.enter_layer(i)
+            use = _skip.Use(i, layer.name, self._stages[i])
             with self._naming(i, x), jax.named_scope(layer.name):
-                # An unknown name pops something to go on with, to find other faults.
-                with _skip.applying(skips, layer.namespace, guess=x) as frame:
-                    uses.append(_skip.Use(i, layer.name, self._stages[i], frame))
-                    try:
-                        x = call(i, x)
-                    except Exception:
-                        # After a guess an error says nothing.
-                        if any(use.frame.unknown for use in uses):
-                            _skip.routes(uses, complete=False)
-                        raise
+                with _skip.applying(skips, use, layer.namespace):
+                    x = call(i, x)
                 _check_output(i, layer, x)
             if after is not None:
-                x = after(i, x, skips)
-        return x, _skip.routes(uses)
+                x = after(i, x, skips.values)
+        return x, skips.routes()
 
     @contextmanager
     def _naming(self, number: int, x: PyTree) -> Iterator[None]:

@@ -5,7 +5,7 @@ layers that is a dictionary: the stage that pops a value reads what another stag
 with nothing in between. The routes by name are for errors, marks and plans.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,50 +20,93 @@ PyTree = Any
 Key = tuple[Hashable, Hashable]
 
 
-@dataclass
-class Frame:
-    """What the layer that is being applied may pop, and what it does.
+class Use(NamedTuple):
+    """A layer that stashes or pops.
 
     Attributes:
-      values: what was stashed and not popped yet; the layer changes it.
-      namespace: that of the layer.
-      guess: what an unknown name pops, while faults are collected; else ``None``.
-      trace: the trace of the layer, to notice inner ones; ``None``: do not look.
-      stashed: the keys that the layer stashed, in order.
-      popped: the keys that it popped.
-      unknown: the keys that it popped though they were not there.
+      layer: its number.
+      name: its name, for messages.
+      stage: the stage that it is in.
     """
 
-    values: dict[Key, PyTree]
+    layer: int
+    name: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} ({self.name})"
+
+
+class Route(NamedTuple):
+    """A value that goes from one stage to another.
+
+    Attributes:
+      key: what it is known by.
+      source: the stage that stashes it.
+      target: the stage that pops it.
+    """
+
+    key: Key
+    source: int
+    target: int
+
+
+@dataclass
+class Skips:
+    """The skip connections of the layers so far.
+
+    Attributes:
+      values: what was stashed and not popped yet.
+      stashed: by whom each was stashed.
+      popped: by whom each was popped.
+    """
+
+    values: dict[Key, PyTree] = field(default_factory=dict)
+    stashed: dict[Key, Use] = field(default_factory=dict)
+    popped: dict[Key, Use] = field(default_factory=dict)
+
+    def routes(self) -> tuple[Route, ...]:
+        """The values that go to another stage, once all layers were applied.
+
+        Raises:
+          ValueError: with those that no layer popped.
+        """
+        refuse(
+            "the skip connections do not fit",
+            [
+                f"{label(key)} is stashed by {use} and never popped"
+                for key, use in self.stashed.items()
+                if key not in self.popped
+            ],
+        )
+        return tuple(
+            Route(key, use.stage, self.popped[key].stage)
+            for key, use in self.stashed.items()
+            if use.stage != self.popped[key].stage
+        )
+
+
+class _Frame(NamedTuple):
+    """The layer that is being applied: its namespace, and its trace."""
+
+    skips: Skips
+    use: Use
     namespace: Hashable
-    guess: PyTree = None
-    trace: Any = None
-    stashed: list[Key] = field(default_factory=list)
-    popped: list[Key] = field(default_factory=list)
-    unknown: list[Key] = field(default_factory=list)
+    trace: Any
 
 
-_current: ContextVar[Frame | None] = ContextVar("jpipe_skip_frame", default=None)
+_current: ContextVar[_Frame | None] = ContextVar("jpipe_skip_frame", default=None)
 
 
 @contextmanager
-def applying(
-    values: dict[Key, PyTree],
-    namespace: Hashable,
-    *,
-    guess: PyTree = None,
-    watch: bool = True,
-) -> Iterator[Frame]:
+def applying(skips: Skips, use: Use, namespace: Hashable) -> Iterator[None]:
     """The scope of one layer's call: here `stash` and `pop` know what is meant."""
-    trace = get_opaque_trace_state(convention="flax") if watch else None
-    frame = Frame(values, namespace, guess, trace)
-    token = _current.set(frame)
+    trace = get_opaque_trace_state(convention="flax")
+    token = _current.set(_Frame(skips, use, namespace, trace))
     try:
-        yield frame
+        yield
     finally:
         _current.reset(token)
-        # Its keys may outlive the trace of the layer, its values may not.
-        frame.values, frame.guess, frame.trace = {}, None, None
 
 
 def stash(name: Hashable, x: PyTree) -> None:
@@ -81,6 +124,7 @@ def stash(name: Hashable, x: PyTree) -> None:
       RuntimeError: outside of a pipeline's layer, or inside a transformation of JAX
         within one.
       TypeError: if the name is not hashable.
+      ValueError: if another layer stashed under the name, or none pops it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe
@@ -97,9 +141,13 @@ def stash(name: Hashable, x: PyTree) -> None:
       Kim et al., `torchgpipe <https://arxiv.org/abs/2004.09910>`_ (2020), section 3.3.
     """
     frame = _frame("stash", name, "return the value from it and stash it outside")
-    key = frame.namespace, name
-    frame.stashed.append(key)
-    frame.values[key] = x
+    key, skips = (frame.namespace, name), frame.skips
+    if key in skips.stashed:
+        raise ValueError(
+            f"{label(key)} is stashed twice: by {skips.stashed[key]} and {frame.use}"
+        )
+    skips.stashed[key] = frame.use
+    skips.values[key] = x
 
 
 def pop(name: Hashable) -> PyTree:
@@ -113,21 +161,21 @@ def pop(name: Hashable) -> PyTree:
 
     Raises:
       RuntimeError: as `stash`.
-      ValueError: when a pipeline first sees its input, if a name is popped and not
-        stashed, stashed and not popped, or stashed twice; the message lists all.
+      ValueError: if no layer before stashed under the name, or another popped it.
     """
     frame = _frame("pop", name, "pop it outside and pass it in")
-    key = frame.namespace, name
-    frame.popped.append(key)
-    if key in frame.values:
-        return frame.values.pop(key)
-    frame.unknown.append(key)
-    if frame.guess is None:
-        raise ValueError(f"pop({name!r}): nothing was stashed under this name before")
-    return frame.guess
+    key, skips = (frame.namespace, name), frame.skips
+    if key not in skips.values:
+        before = skips.popped.get(key)
+        raise ValueError(
+            f"{label(key)} is popped by {frame.use}, and was "
+            + (f"popped by {before} before" if before else "not stashed before")
+        )
+    skips.popped[key] = frame.use
+    return skips.values.pop(key)
 
 
-def _frame(function: str, name: Hashable, instead: str) -> Frame:
+def _frame(function: str, name: Hashable, instead: str) -> _Frame:
     _check_hashable(f"{function}({name!r})", name, "name")
     frame = _current.get()
     if frame is None:
@@ -135,9 +183,7 @@ def _frame(function: str, name: Hashable, instead: str) -> Frame:
             f"{function}({name!r}) is for the layers of a pipeline: call it while "
             f"jpipe.pipeline or jpipe.sequential applies the layer"
         )
-    if frame.trace is not None and (
-        frame.trace != get_opaque_trace_state(convention="flax")
-    ):
+    if frame.trace != get_opaque_trace_state(convention="flax"):
         raise RuntimeError(
             f"{function}({name!r}) is called inside a transformation within the layer, "
             f"such as jax.jit, jax.checkpoint, vmap, scan or nn.remat; {instead}"
@@ -193,89 +239,7 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
     return Isolated(layer, namespace)
 
 
-class Route(NamedTuple):
-    """A value that goes from one stage to another.
-
-    Attributes:
-      key: what it is known by.
-      source: the stage that stashes it.
-      target: the stage that pops it.
-    """
-
-    key: Key
-    source: int
-    target: int
-
-
-class Use(NamedTuple):
-    """What one layer does with the skip connections.
-
-    Attributes:
-      layer: its number.
-      name: its name, for messages.
-      stage: the stage that it is in.
-      frame: what it stashed and popped.
-    """
-
-    layer: int
-    name: str
-    stage: int
-    frame: Frame
-
-
-def routes(uses: Sequence[Use], *, complete: bool = True) -> tuple[Route, ...]:
-    """Where every value goes.
-
-    Args:
-      uses: those of all layers, in order.
-      complete: whether all layers are there: else what is not popped yet may be later.
-
-    Returns:
-      The values that go to another stage, in the order in which they were stashed.
-
-    Raises:
-      ValueError: with every fault.
-    """
-    stashed: dict[Key, Use] = {}
-    popped: dict[Key, Use] = {}
-    faults = []
-    for use in uses:
-        for key in use.frame.stashed:
-            if key in stashed:
-                faults.append(
-                    f"{label(key)} is stashed twice: by {_by(stashed[key], use)}"
-                )
-            stashed.setdefault(key, use)
-        for key in use.frame.popped:
-            if key in popped:
-                faults.append(
-                    f"{label(key)} is popped twice: by {_by(popped[key], use)}"
-                )
-            popped.setdefault(key, use)
-    for key, use in popped.items():
-        if key not in stashed:
-            faults.append(f"{label(key)} is popped by {_by(use)} and never stashed")
-        elif stashed[key].layer > use.layer or key in use.frame.unknown:
-            faults.append(
-                f"{label(key)} is popped by {_by(use)} before it is stashed by "
-                f"{_by(stashed[key])}"
-            )
-    for key, use in stashed.items():
-        if complete and key not in popped:
-            faults.append(f"{label(key)} is stashed by {_by(use)} and never popped")
-    refuse("the skip connections do not fit", faults)
-    return tuple(
-        Route(key, use.stage, popped[key].stage)
-        for key, use in stashed.items()
-        if use.stage != popped[key].stage
-    )
-
-
 def label(key: Key) -> str:
     """How messages and plans call a value."""
     namespace, name = key
     return repr(name) if namespace is None else f"{name!r} of {namespace!r}"
-
-
-def _by(*uses: Use) -> str:
-    return " and ".join(f"layer {use.layer} ({use.name})" for use in uses)

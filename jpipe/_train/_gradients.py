@@ -1,12 +1,12 @@
 """The loss of a mini-batch and its gradients, built for any arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from .._functions import _probe
+from .._check import _loss
 from .._functions._batch import Batch
 from .._functions._objective import Objective
 from .._functions._trainable import Trainable
@@ -27,7 +27,6 @@ class Gradients:
       programs: of evaluation and of training.
       outputs: specs of what the loss was given, of each trace.
       axis: where the examples are in an output of one array.
-      check_first: what checks the first mini-batch; ``None``: nothing does.
       unchecked: why the loss was not checked, for print; empty if it was.
     """
 
@@ -36,7 +35,6 @@ class Gradients:
     programs: Mapping[bool, Sliced]
     outputs: list[PyTree]
     axis: Any
-    check_first: Callable[..., None] | None = None
     unchecked: str = ""
     # By what was built what its loss is given, until the loss was run.
     _unrun: dict[Built, PyTree] = field(default_factory=dict, init=False)
@@ -61,21 +59,18 @@ class Gradients:
             self._unrun[built] = self.outputs[0]
         if built in self._unrun:
             if built.batch.num_parts > 1:
-                if self.check_first is not None:
-                    given = variables, x, targets, self.objective, rngs, train
-                    self.check_first(*given)
                 self._check_loss(self._unrun[built], built.batch, targets)
             if not any(map(_is_spec, jax.tree.leaves(targets))):  # as to compile
                 del self._unrun[built]
         return built
 
     def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
-        """Runs the loss alone, at once and in parts: see `_probe`."""
+        """Runs the loss alone, at once and in parts: see `_loss`."""
         first = len(jax.tree.leaves(batch.args[0]))
         axes = batch.axes[first : first + len(jax.tree.leaves(targets))]
         axis = self.axis if isinstance(self.axis, int) else 0
         given = outputs, targets, axes, batch, axis
-        self.unchecked = _probe.check(self.objective, *given)
+        self.unchecked = _loss.probe(self.objective, *given)
 
 
 def _is_spec(leaf: Any) -> bool:

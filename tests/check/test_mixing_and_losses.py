@@ -42,7 +42,7 @@ OTHERS = [(name, "mean") for name in losses.OTHERS] + [("root", "sum")]
 @pytest.mark.parametrize(("name", "reduction"), OTHERS)
 def test_loss_that_is_no_mean_and_no_sum_is_reported(name, reduction):
     report = checked_loss(losses.OTHERS[name], reduction)
-    with pytest.raises(ValueError, match=r"^loss_fn with .* reduction='weighted'; els"):
+    with pytest.raises(ValueError, match=r"^loss_fn with .* type reduction='weighted'"):
         report.raise_if_different()
 
 
@@ -59,9 +59,7 @@ def test_loss_passes_with_its_reduction(name, reduction):
 @pytest.mark.parametrize(
     "name", ["mean", "scan", "while", "in groups", "square of a norm"]
 )
-def test_loss_with_the_other_reduction_is_reported_with_the_right_one(name):
+def test_loss_with_the_other_reduction_is_reported(name):
     is_mean = name in losses.MEANS
     right, other = ("mean", "sum") if is_mean else ("sum", "mean")
-    report = checked_loss(RIGHT[right][name], other)
-    with pytest.raises(ValueError, match=f"Type reduction='{right}', which fits"):
-        report.raise_if_different()
+    assert not checked_loss(RIGHT[right][name], other)

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import errors
 from flax import linen as nn
@@ -45,7 +44,7 @@ def made(layers, make=jpipe.sequential, number=3, **options):
 def test_report_is_printed_as_a_table():
     pipe, variables, x, targets = made([nn.Dense(2), jnp.sin, centred])
     report = pipe.check(variables, x, targets, mse)
-    header, titles, *rows, loss, end = str(report).splitlines()
+    header, titles, *rows, loss = str(report).splitlines()
     assert header == "12 examples at once, and in micro-batches of 4 and 8:"
     assert titles.split() == ["outputs", "state", "gradients"]
     assert [row.split()[:6] for row in rows] == [
@@ -55,9 +54,6 @@ def test_report_is_printed_as_a_table():
     ]
     assert "outputs differ, most in example " in rows[2]
     assert loss.startswith("loss_fn with reduction='mean'  same")
-    assert end == (
-        "layers that compute the same in micro-batches: [0, 1]; layers that do not: [2]"
-    )
     assert not report
     assert not report.is_same
     report = pipe.check(variables, x)
@@ -77,7 +73,7 @@ def test_first_difference_is_raised_with_what_to_type():
     said = re.fullmatch(
         r"layer 1 \(centred\): outputs differ, most in example (\d+): (\S+) at once, "
         r"(\S+) in micro-batches \(12 examples at once, and in micro-batches of 4 and "
-        r"8\)\. Where all examples should count take num_microbatches=1; where those "
+        r"8\); where all examples should count take num_microbatches=1; where those "
         r"of each micro-batch should, say so: report\.raise_if_different\(accept=\[1\]"
         r"\)",
         str(raised.value),
@@ -113,7 +109,7 @@ def test_loss_is_reported_with_both_values():
     said = str(raised.value)
     given = re.search(r"differ: (\S+) at once, (\S+) in micro-batches", said)
     np.testing.assert_allclose([*map(float, given.groups())], [whole, combined], 1e-5)
-    assert "return both, (total, weight), with reduction='weighted'" in said
+    assert "return (total, weight) and type reduction='weighted'" in said
     assert pipe.check(variables, x, targets, weighted, reduction="weighted")
     assert pipe.check(variables, x, targets, lambda *a: (mse(*a), 1), has_aux=True)
 
@@ -121,7 +117,7 @@ def test_loss_is_reported_with_both_values():
 def test_loss_for_one_number_of_examples_is_not_compared():
     pipe, variables, x, targets = made([jnp.sin])
     report = pipe.check(
-        variables, x, targets, lambda y, t: (y.reshape(4, 2) ** 2).sum()
+        variables, x, targets, lambda y, t: (y.reshape(12, 2) ** 2).sum()
     )
     assert report.loss.notes[0].startswith("not compared: TypeError: cannot reshape")
     with pytest.raises(TypeError, match="must return a scalar loss"):
@@ -169,48 +165,6 @@ def test_parts_of_given_sizes_are_compared():
 def test_micro_batches_are_of_two_sizes_and_even(count, number, sizes):
     pipe = jpipe.sequential([jnp.sin], number)
     assert pipe.check(({},), jnp.ones((count, 1))).sizes == sizes
-
-
-def total(y, targets):
-    return jnp.sum((y - targets) ** 2)
-
-
-@pytest.mark.parametrize("of", ["value_and_grad", "train_step"])
-def test_pipeline_with_check_compares_the_first_mini_batch(of):
-    calls = []
-
-    def noted(x):
-        jax.debug.callback(lambda x: calls.append(len(x)), x)
-        return x
-
-    x, targets = (jnp.tile(one, (4, 1)) for one in data())
-    pipe = jpipe.pipeline([noted, nn.Dense(2), centred], 2, balance=[3], check=True)
-
-    def run(loss_fn):
-        if of == "value_and_grad":
-            return pipe.value_and_grad(loss_fn)(pipe.init(KEY, x), x, targets)
-        tx = optax.sgd(0.1)
-        state = pipe.init_train_state(KEY, x, tx)
-        return pipe.train_step(loss_fn, tx)(state, x, targets)
-
-    with pytest.raises(
-        ValueError, match=r"^loss_fn with .* Type reduction='sum', whic"
-    ):
-        run(total)
-    jax.effects_barrier()
-    assert set(calls) <= {8, 16, 24}
-    with pytest.warns(
-        UserWarning, match=r"layers give something else in .*\n24 exam"
-    ) as told:
-        run(mse)
-    assert told[0].filename == __file__
-    run(mse)
-
-
-def test_single_micro_batch_is_not_checked():
-    pipe, variables, x, targets = made([centred], jpipe.pipeline, 1, check=True)
-    loss, _ = pipe.value_and_grad(mse)(variables, x, targets)
-    assert float(loss) == pytest.approx(float(mse(centred(x), targets)))
 
 
 def test_stages_on_several_devices_are_checked_and_left_as_they_are():

@@ -52,10 +52,10 @@ OPTIONS = {
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
-        "balance, check: of a list ... give num_stages=": {
+        "balance, sample: of a list ... give num_stages=": {
             "stages": nn.Dense(2),
             "balance": [1],
-            "check": True,
+            "sample": X,
         },
         "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
         "with schedule='gpipe': choose '1f1b' or": {

@@ -27,8 +27,7 @@ MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # what measures how long results take, the thread that watches other processes, and what
 # reads constants before a program is compiled.
 MAY_WAIT = {
-    *("_functions._probe", "_processes._watch", "_profile"),
-    *("planning._link", "planning._measure"),
+    *("_processes._watch", "_profile", "planning._link", "planning._measure"),
 }
 # The one file that may hold private names of JAX, each with its reason.
 MAY_BE_PRIVATE = {"_compat"}

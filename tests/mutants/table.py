@@ -24,8 +24,8 @@ class Mutant(NamedTuple):
 # Which folders or files of tests reach a file, by the start of its name: first those
 # that find most.
 REACHED_BY = {
+    "_check": "functions/test_loss_check.py check",
     "_functions": "train/test_reductions.py matrix functions train",
-    "_functions/_probe": "functions check",
     "_functions/_trainable": "matrix train",
     "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
@@ -62,9 +62,9 @@ REACHED_BY = {
     "schedules": "schedules",
 }
 
+CHECK = [("_loss", "size / sum(sizes) for size", "0.5 for size")]
 FUNCTIONS = [
     ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
-    ("_probe", "np.asarray(sizes) / sum(sizes)", "np.ones(2) / 2"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
     ("_vjp", "held = [i == 2 for", "held = [i >= 1 for"),
     ("_weights", "[old + x.astype(old.dtype) for", "[x.astype(old.dtype) for"),
@@ -103,9 +103,12 @@ LAYERS = [
     ("_parent", "setdefault((first, names), layer)", "setdefault((first, names), 0)"),
     ("_parent", "own = (self._place[first],) if", "own = (layer,) if"),
     ("_parent", "path[: len(start)] == start", "path == start"),
-    ("_sequence", "if any(use.frame.unknown for use in uses):", "if False:"),
     ("_sequence", "_rng.layer_rngs(rngs, i)", "_rng.layer_rngs(rngs, 0)"),
-    ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
+    (
+        "_skip",
+        "(frame.namespace, name), frame.skips\n    if key not in",
+        "(None, name), frame.skips\n    if key not in",
+    ),
 ]
 PLANNING = [
     ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
@@ -236,6 +239,7 @@ MUTANTS = [
         "_functions": FUNCTIONS,
         "_jaxprs": JAXPRS,
         "_instructions": INSTRUCTIONS,
+        "_check": CHECK,
         "_layers": LAYERS,
         "_placed": PLACED,
         "_run": RUN,
