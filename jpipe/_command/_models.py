@@ -72,7 +72,7 @@ def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> Any:
         command.add_argument(
             option, type=read, dest=keyword, metavar=metavar, help=what
         )
-    _files.add(command, "json", "svg", "png")
+    _files.add(command, "json", "svg")
     command.set_defaults(run=run)
     return times
 
@@ -112,7 +112,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(f"layers: as in {arguments.profile}, {how}")
     if model.optimizer is None:
         print("optimizer: none was given; planned for the state of optax.adam")
-    _write(arguments, made)
+    _files.write(arguments, json=made.to_json, svg=lambda: draw.svg(made))
     return 0
 
 
@@ -125,20 +125,8 @@ def _profile(arguments: argparse.Namespace) -> int:
         given = {"loss": model.loss, "targets": model.targets, **options}
         found = profile(model.layers, model.sample, **given)
     print(found)
-    _write(arguments, found)
+    _files.write(arguments, json=found.to_json, svg=lambda: draw.svg(found))
     return 0
-
-
-def _write(arguments: argparse.Namespace, made: Any) -> None:
-    # What cannot be made again in no time is written first.
-    _files.write(
-        arguments,
-        {
-            "json": _files.text(made.to_json),
-            "svg": _files.text(lambda: draw.svg(made)),
-            "png": lambda path: draw.png(made, path),
-        },
-    )
 
 
 @contextlib.contextmanager

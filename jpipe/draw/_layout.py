@@ -32,7 +32,7 @@ def picture(
       width: in pixels; default: what the actions need.
 
     Returns:
-      What `svg` and `png` draw.
+      What `svg` draws.
 
     Raises:
       ValueError: if there is no timeline, or another number of titles.
