@@ -107,10 +107,10 @@ def _slices(clock: _Clock) -> Iterator[Event]:
 
 def _arrows(clock: _Clock, numbers: Iterator[int]) -> Iterator[Event]:
     """From each action to those of other ranks that read its result."""
-    timeline, needs = clock.timeline, clock.timeline.needs()
+    timeline = clock.timeline
     for rank, row in enumerate(timeline.rows):
         for action in row:
-            for need in needs(action):
+            for need in timeline.needs(action):
                 source = timeline.rank_of[need.microbatch][need.stage]
                 if source != rank:
                     arrow = {"id": next(numbers), "cat": "transfer"}

@@ -47,3 +47,11 @@ class RankOf:
     def ranks(self, stage: int) -> Sequence[int]:
         """All ranks that run a stage."""
         return self._replicas[stage] if self._replicas else (self._placement[stage],)
+
+
+def stages_of(placement: Sequence[int]) -> list[list[int]]:
+    """The stages of each rank."""
+    found: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        found[rank].append(stage)
+    return found

@@ -216,8 +216,8 @@ class Schedule:
         training = not self.forward_only
         tables = Tables(costs, self.placement, *sizes, self.rank_of, training)
         run = tables.run(tables.numbered(self.rows))
-        if run is None:
-            raise ScheduleError(deadlock(self.rows, self.num_stages))
+        if not run.is_complete:
+            raise ScheduleError(deadlock(run))
         if run.makespan == math.inf:
             raise ScheduleError(f"{self.name}: {TOO_LONG}")
         return run

@@ -69,9 +69,6 @@ class Tables:
         self.training = training
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
         self.num_stages = len(self.placement)
-        self.stages_of: list[list[int]] = [[] for _ in range(num_ranks)]
-        for stage, rank in enumerate(self.placement):
-            self.stages_of[rank].append(stage)
         # What an op of a stage gets of other stages, and what it sends to them.
         arrives: dict[tuple[str, int], Sent] = defaultdict(list)
         leaves: dict[tuple[str, int], Sent] = defaultdict(list)
@@ -228,8 +225,8 @@ class Tables:
         """The same actions with the times that tell the order of dispatch."""
         return Tables(Costs(), self.placement, self.num_ranks, self.num_microbatches)
 
-    def run(self, rows: Numbered) -> "Run | None":
-        """Runs each rank in its order; ``None`` if ranks wait for each other."""
+    def run(self, rows: Numbered) -> "Run":
+        """Runs each rank in its order, as far as ranks do not wait for each other."""
         reads, result, seconds = self.reads, self.result, self.seconds
         # The last is of what reads nothing.
         end = [NEVER] * len(seconds) + [0.0]
@@ -272,12 +269,10 @@ class Tables:
                     break
                 free[rank] = now
             turns = later
-        if len(order) < sum(map(len, rows)):
-            return None
         return Run(self, rows, order, starts, end)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Run:
     """An order that has been run.
 
@@ -301,15 +296,33 @@ class Run:
         later = map(more.__getitem__, self.order)
         self.makespan = max(map(operator.add, self.ends, later), default=0.0)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all actions ran."""
+        return len(self.order) == sum(map(len, self.rows))
+
+    @functools.cached_property
     def peaks(self) -> list[float]:
         """The most bytes that each rank holds, as `Timeline.peak_bytes`."""
         tables, peaks = self.tables, [*self.tables.at_start]
-        dispatched = tables.dispatch.run(self.rows)
-        assert dispatched
-        for _, rank, held in tables.memory(dispatched.by_end()):
+        order = tables.dispatch.run(self.rows).by_end()
+        for _, rank, held in tables.memory(order):
             if held > peaks[rank]:
                 peaks[rank] = held
         return peaks
+
+    def fits(self, most: Sequence[float] | None) -> bool:
+        """Whether no rank holds more than it may; ``None``: any."""
+        if most is None:
+            return True
+        return all(peak <= limit for peak, limit in zip(self.peaks, most, strict=True))
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether some backwards are whole."""
+        tables = self.tables
+        whole = range(tables.first(BACKWARD, 0), tables.first(INPUT, 0))
+        return any(number in whole for number in self.order)
 
     def by_end(self) -> Iterable[int]:
         """All actions in the order in which they end."""

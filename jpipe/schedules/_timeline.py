@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from ._action import FORWARD, OPS, Action, Needs
+from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 from ._bound import lower_bound
 from ._costs import FIELDS, Costs
 from ._rank_of import RankOf
@@ -166,9 +166,17 @@ class Timeline:
         # the actions in an order of execution already, and the sort is stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
 
-    def needs(self) -> Needs:
-        """What each action reads."""
-        return Needs(self.rows, self.num_stages)
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that an action reads: at most two."""
+        op, stage, i = action
+        if op == FORWARD:
+            reads = [Action(FORWARD, stage - 1, i)]
+        elif op == WEIGHT:
+            reads = [Action(INPUT, stage, i)]
+        else:
+            reads = [Action(FORWARD, stage, i)]
+            reads += [Action(other, stage + 1, i) for other in (INPUT, BACKWARD)]
+        return tuple(read for read in reads if read in self.end)
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.

@@ -126,7 +126,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "W0" * rank
         )
 
-    return build("zb_v", num_ranks, num_microbatches, row, v_shape(num_ranks), 2)
+    return build("zb_v", num_microbatches, v_shape(num_ranks), row)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -181,7 +181,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "".join(split[below:])
         )
 
-    return build("dualpipe_v", num_ranks, num_microbatches, row, v_shape(num_ranks), 2)
+    return build("dualpipe_v", num_microbatches, v_shape(num_ranks), row)
 
 
 def _counted(text: str) -> Iterator[Cell]:
