@@ -16,7 +16,7 @@ LOCAL_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 
 # Stages and micro-batches are counted, one cell or more for each: no schedule that
 # fits into a memory has numbers of more digits, and Python does not read any number.
-_NUMBER = "([0-9]{1,12})"
+_NUMBER = "([0-9]{1,6})"
 _PATTERN = re.compile(f"{_NUMBER}([{''.join(OPS)}]){_NUMBER}")
 
 

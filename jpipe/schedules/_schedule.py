@@ -100,15 +100,10 @@ class Schedule:
             raise ScheduleError("an empty text holds no schedule")
         rank_of = {action.stage: rank for action, rank in reversed(cells)}
         num_stages = max(rank_of) + 1
-        num_microbatches = max(action.microbatch for action, _ in cells) + 1
-        sizes = num_stages, num_microbatches
-        if fault := _validate.too_large(*sizes, len(cells)):
-            # Said before anything is as long as a number is large.
-            raise ScheduleError(_validate.refusal(name, [fault]))
         return cls(
             name,
             num_stages,
-            num_microbatches,
+            max(action.microbatch for action, _ in cells) + 1,
             tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
             rows,
             forward_only=all(action.op == FORWARD for action, _ in cells),
@@ -165,11 +160,7 @@ class Schedule:
         Warns:
           UserWarning: E9, if a rank runs nothing.
         """
-        counts, ranks = (self.num_stages, self.num_microbatches), self.placement
-        faults = [*_validate.malformed(*counts, ranks, self.rows, self.replicas)]
-        faults = faults or _validate.faults(
-            self.rows, ranks, counts[1], self.forward_only, self.replicas
-        )
+        faults = _validate.faults(self)
         if not faults:
             try:
                 self.order()
