@@ -108,10 +108,11 @@ def _slices(clock: _Clock) -> Iterator[Event]:
 def _arrows(clock: _Clock, numbers: Iterator[int]) -> Iterator[Event]:
     """From each action to those of other ranks that read its result."""
     timeline = clock.timeline
+    rank_of = {a: rank for rank, row in enumerate(timeline.rows) for a in row}
     for rank, row in enumerate(timeline.rows):
         for action in row:
             for need in timeline.needs(action):
-                source = timeline.rank_of[need.microbatch][need.stage]
+                source = rank_of[need]
                 if source != rank:
                     arrow = {"id": next(numbers), "cat": "transfer"}
                     # An arrow belongs to the slice around its time, so both ends

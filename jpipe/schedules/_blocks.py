@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._build import check, v_shape
+from ._build import check
 from ._costs import Costs
 from ._improve import latest_starts
 from ._list_schedule import list_schedule
-from ._rank_of import stages_of
+from ._placement import stages_of, v_shape
 from ._schedule import Schedule
 from ._tables import Numbered, Tables
 

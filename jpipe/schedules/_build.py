@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from ._rank_of import stages_of
+from ._placement import loop, stages_of
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -118,13 +118,3 @@ def in_turns(
     if lag is not None:
         left = max(len(backwards) - lag, 0)
         yield from ((WEIGHT, *cell) for cell in backwards[left:])
-
-
-def v_shape(num_ranks: int) -> tuple[int, ...]:
-    """Two stages per rank, down the ranks and up again: the last hands to itself."""
-    return *range(num_ranks), *reversed(range(num_ranks))
-
-
-def loop(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Stages round the ranks: the last hands on to the first."""
-    return (*range(num_ranks),) * num_chunks

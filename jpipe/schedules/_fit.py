@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from ._build import check, loop, v_shape
+from ._build import check
 from ._costs import Costs
+from ._placement import loop, v_shape
 from ._schedule import Schedule
 from ._search import catalogue, orders
 from ._simulate import TOO_LONG, ScheduleError, check_costs
@@ -21,7 +22,7 @@ def fit(
 ) -> Schedule:
     """The fastest valid schedule that is found for these costs under this memory.
 
-    Tried are the schedules of the catalogue, so that none of them is faster, and others
+    Tried are the schedules of `BY_NAME`, so that none of them is faster, and others
     made for the costs: ranks that take what is ready by several rules, all of it again
     with what is not urgent pushed out of the way, and swaps on the longest chain. The
     timeline of the result tells how far it is from what no schedule can beat.

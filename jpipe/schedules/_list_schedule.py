@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._rank_of import stages_of
+from ._placement import stages_of
 from ._tables import Numbered, Tables
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
-from ._rank_of import RankOf
+from ._placement import rank_of, ranks_of
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
 from ._timeline import Timeline
@@ -59,15 +59,14 @@ class Schedule:
         return len(self.rows)
 
     @cached_property
-    def rank_of(self) -> RankOf:
-        """The ranks that run each micro-batch."""
-        return RankOf(self.placement, self.rows, self.replicas)
+    def rank_of(self) -> Mapping[int, Sequence[int]]:
+        """Of each micro-batch the rank of each stage."""
+        return rank_of(self.placement, self.rows, self.replicas)
 
     @property
-    def running(self) -> list[int]:
-        """The ranks that are those of stages, in their order."""
-        stages = range(self.num_stages)
-        return [rank for stage in stages for rank in self.rank_of.ranks(stage)]
+    def ranks_of(self) -> Sequence[Sequence[int]]:
+        """All ranks of each stage."""
+        return ranks_of(self.placement, self.replicas)
 
     def to_text(self) -> str:
         """One line per rank, cells separated by blanks; `from_text` reads it."""
@@ -98,13 +97,13 @@ class Schedule:
         cells = [(action, rank) for rank, row in enumerate(rows) for action in row]
         if not cells:
             raise ScheduleError("an empty text holds no schedule")
-        rank_of = {action.stage: rank for action, rank in reversed(cells)}
-        num_stages = max(rank_of) + 1
+        placement = {action.stage: rank for action, rank in reversed(cells)}
+        num_stages = max(placement) + 1
         return cls(
             name,
             num_stages,
             max(action.microbatch for action, _ in cells) + 1,
-            tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
+            tuple(placement.get(stage, 0) for stage in range(num_stages)),
             rows,
             forward_only=all(action.op == FORWARD for action, _ in cells),
         ).validate()
@@ -204,8 +203,8 @@ class Schedule:
     def _run(self, costs: Costs) -> Run:
         """Times the rows."""
         sizes = self.num_ranks, self.num_microbatches
-        training = not self.forward_only
-        tables = Tables(costs, self.placement, *sizes, self.rank_of, training)
+        ranks = not self.forward_only, self.rows, self.replicas
+        tables = Tables(costs, self.placement, *sizes, *ranks)
         run = tables.run(tables.numbered(self.rows))
         if not run.is_complete:
             raise ScheduleError(deadlock(run))

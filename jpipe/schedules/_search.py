@@ -1,7 +1,6 @@
 """Orders tried for one placement: the catalogue's, list schedules, both shifted."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +9,6 @@ from ._bound import lower_bound
 from ._catalogue import BY_NAME
 from ._improve import latest_starts, local_search
 from ._list_schedule import list_schedule
-from ._looped import interleaved, interleaved_zb, looped_bfs
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 from ._tables import Numbered, Run, Tables
@@ -126,19 +124,11 @@ def _by_stage(
 
 def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
     """Its schedules of so many stages per rank."""
-    # A builder shows how many stages per rank it makes when it makes some.
-    builders = [
-        build
-        for build in BY_NAME.values()
-        if (small := build(1, 2)).num_stages == num_chunks and not small.forward_only
-    ]
-    if num_chunks > 2:
-        builders = [
-            functools.partial(build, num_chunks=num_chunks)
-            for build in (interleaved, interleaved_zb, looped_bfs)
-        ]
     found = []
-    for build in builders:
-        with contextlib.suppress(ScheduleError):  # not for so few micro-batches
-            found.append(build(num_ranks, num_microbatches))
+    for build in BY_NAME.values():
+        # A builder shows how many stages per rank it makes when it makes some.
+        small = build(1, 2)
+        if small.num_stages == num_chunks and not small.forward_only:
+            with contextlib.suppress(ScheduleError):  # not for so few micro-batches
+                found.append(build(num_ranks, num_microbatches))
     return found

@@ -76,9 +76,7 @@ def _exchanges(tables: Tables, ends: Mapping[Action, float]) -> Iterator[Exchang
             last[stage] = max(last.get(stage, end), end)
     for stage, end in sorted(last.items()):
         if seconds := at(tables.costs.exchange, stage):
-            yield Exchange(
-                stage, tuple(tables.rank_of.ranks(stage)), end, end + seconds
-            )
+            yield Exchange(stage, tuple(tables.ranks_of[stage]), end, end + seconds)
 
 
 def deadlock(run: Run) -> str:

@@ -18,7 +18,7 @@ from ._action import (
     Action,
 )
 from ._costs import Costs, Numbers, at
-from ._rank_of import RankOf
+from ._placement import rank_of, ranks_of
 
 Rows = tuple[tuple[Action, ...], ...]
 # The actions of each rank, in order, as numbers.
@@ -42,8 +42,9 @@ class Tables:
       placement: the rank of each stage.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
-      rank_of: the ranks that run each micro-batch; default: those of the placement.
       training: whether there are backwards.
+      rows: the actions of each rank, where several take turns at a stage.
+      replicas: the ranks of each stage there.
 
     Attributes:
       seconds: the time of each action.
@@ -61,11 +62,13 @@ class Tables:
         placement: Sequence[int],
         num_ranks: int,
         num_microbatches: int,
-        rank_of: RankOf | None = None,
         training: bool = True,
+        rows: Rows = (),
+        replicas: Sequence[Sequence[int]] = (),
     ) -> None:
         self.costs, self.placement = costs, tuple(placement)
-        self.rank_of = RankOf(self.placement) if rank_of is None else rank_of
+        self.ranks_of = ranks_of(placement, replicas)
+        self.rank_of = rank_of(placement, rows, replicas)
         self.training = training
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
         self.num_stages = len(self.placement)
@@ -85,7 +88,7 @@ class Tables:
         self.reads: list[tuple[list[int], list[float]]] = []
         count = num_microbatches
         # What does not differ between micro-batches is looked up for one of them.
-        is_uniform = costs.is_uniform and self.rank_of.are_fixed
+        is_uniform = costs.is_uniform and not replicas
         self._looked_up = range(1 if is_uniform else count)
         copies = count // len(self._looked_up)
         for op, stage in itertools.product(OPS, range(self.num_stages)):
@@ -182,7 +185,7 @@ class Tables:
                 held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
             lasting = at(costs.parameter_bytes, stage) + at(costs.shared_bytes, stage)
             lasting += at(costs.accumulator_bytes, stage) if self.training else 0
-            for rank in self.rank_of.ranks(stage):
+            for rank in self.ranks_of[stage]:
                 held[rank] += lasting
         return held
 

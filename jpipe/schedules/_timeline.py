@@ -12,7 +12,6 @@ from typing import NamedTuple
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 from ._bound import lower_bound
 from ._costs import FIELDS, Costs
-from ._rank_of import RankOf
 from ._tables import Tables
 from ._units import duration, share, size
 
@@ -68,11 +67,6 @@ class Timeline:
     costs: Costs | None = None
     replicas: tuple[tuple[int, ...], ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-
-    @functools.cached_property
-    def rank_of(self) -> RankOf:
-        """The placement of each micro-batch."""
-        return RankOf(self.placement, self.rows, self.replicas)
 
     @property
     def num_stages(self) -> int:
@@ -130,7 +124,8 @@ class Timeline:
             )
         sizes = len(self.rows), max((a.microbatch for a in self.end), default=-1) + 1
         training = any(action.op != FORWARD for action in self.end)
-        tables = Tables(self.costs, self.placement, *sizes, self.rank_of, training)
+        ranks = training, self.rows, self.replicas
+        tables = Tables(self.costs, self.placement, *sizes, *ranks)
         return lower_bound(tables)
 
     @property

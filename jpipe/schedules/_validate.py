@@ -61,7 +61,7 @@ def _malformed(schedule: Any) -> Iterator[str]:
             f"{stages} stages"
         )
     else:
-        for stage, own in enumerate(_ranks_of(schedule)):
+        for stage, own in enumerate(schedule.ranks_of):
             if not all(rank in ranks for rank in own):
                 yield f"E4 stage {stage} is on ranks {own}, there are {len(ranks)}"
             if len({*own}) != len(own) or [*own[:1]] != [placement[stage]]:
@@ -80,7 +80,7 @@ def _malformed(schedule: Any) -> Iterator[str]:
 def _miscounted(schedule: Any) -> Iterator[str]:
     """What does not exist, runs in the wrong place, is missing, or appears twice."""
     last, count = schedule.num_stages - 1, schedule.num_microbatches
-    ranks_of = _ranks_of(schedule)
+    ranks_of = schedule.ranks_of
     cells = [*_cells(schedule)] if schedule.replicas else []
     rank_of = {action: rank for rank, _, action in cells}
     ran: dict[tuple[int, int], list[str]] = defaultdict(list)
@@ -134,11 +134,6 @@ def _misordered(schedule: Any) -> Iterator[str]:
                 )
                 yield _shown(message, row, rank, at)
             last[kind, action.stage] = action
-
-
-def _ranks_of(schedule: Any) -> Any:
-    """The ranks of each stage."""
-    return schedule.replicas or [(rank,) for rank in schedule.placement]
 
 
 def _cells(schedule: Any) -> Iterator[tuple[int, int, Action]]:

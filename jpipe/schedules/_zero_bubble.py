@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from ._action import FORWARD, INPUT, WEIGHT
-from ._build import Cell, build, check, v_shape, warmed_up
+from ._build import Cell, build, check, warmed_up
+from ._placement import v_shape
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
