@@ -74,8 +74,7 @@ def _shifted(
     tables: Tables, most: Sequence[float] | None, found: list[Run]
 ) -> Iterator[Numbered | None]:
     """The fastest, whether they fit or not, pushed late, then early in that order."""
-    fitting = [run for run in found if run.fits(most)]
-    for run in dict.fromkeys([*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]):
+    for run in _distinct(found, _SHIFTED):
         yield list_schedule(tables, latest_starts(run), most, run.has_whole, False)
 
 

@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
@@ -227,14 +225,12 @@ class Timeline:
         start, end = self.start, self.end
         lasting = [end[a] - start[a] for a in start if end[a] > start[a]]
         shortest = min(lasting, default=1.0)
-        parts = [
-            Fraction((time - self.begin) / shortest).limit_denominator(1000)
-            for time in (*start.values(), *end.values())
-        ]
-        common = math.lcm(*(part.denominator for part in parts))
-        exact = math.gcd(*(int(part * common) for part in parts)) / common
+        times = [(t - self.begin) / shortest for t in (*start.values(), *end.values())]
+        for parts in range(1, _FINEST):
+            if all(abs(time * parts - round(time * parts)) < 1e-6 for time in times):
+                return shortest / parts
         # Rather rounded times than a picture that is wider than any screen.
-        return shortest * max(exact, 1 / _FINEST)
+        return shortest / _FINEST
 
 
 def in_words(timeline: Timeline) -> tuple[str, str]:
