@@ -7,6 +7,7 @@ before, in the thread of the caller: a `with` block around it, such as
 `jax.default_matmul_precision`, does not reach other threads.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -130,7 +131,7 @@ def _memory(built: Built, timeline: Timeline) -> Iterable[MemoryEvent]:
     """
     pipe, program = built.pipe, built.program
     rank_of: dict[int, int] = {}
-    for rank in sorted(pipe.schedule.running):
+    for rank in sorted(itertools.chain.from_iterable(pipe.schedule.ranks_of)):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
     counts = live(program)
     held, now = next(counts), dict.fromkeys(rank_of.values(), 0.0)

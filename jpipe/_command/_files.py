@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from ._refusal import CommandError
@@ -11,7 +11,6 @@ from ._refusal import CommandError
 _WRITTEN = {
     "json": "all of it as JSON",
     "svg": "a picture as SVG",
-    "png": "a picture as PNG, or PDF by its ending; needs matplotlib",
     "trace": "a trace for ui.perfetto.dev; a unit of time is shown as a second",
 }
 
@@ -43,22 +42,11 @@ def read(file: str) -> tuple[str, str]:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
 
 
-def write(
-    arguments: argparse.Namespace, writers: Mapping[str, Callable[[Path], object]]
-) -> bool:
+def write(arguments: argparse.Namespace, **texts: Callable[[], str]) -> bool:
     """Writes the requested files and prints their paths; returns whether it did."""
-    paths = {name: getattr(arguments, name) for name in writers}
+    paths = {name: getattr(arguments, name) for name in texts}
     for name, path in paths.items():
-        if path is None:
-            continue
-        try:
-            writers[name](path)
-        except (ImportError, ValueError) as error:  # of matplotlib
-            raise CommandError(str(error)) from None
-        print(f"wrote {path}")
+        if path is not None:
+            path.write_text(texts[name](), "utf-8")
+            print(f"wrote {path}")
     return any(paths.values())
-
-
-def text(make: Callable[[], str]) -> Callable[[Path], object]:
-    """What writes a text, made when it is written."""
-    return lambda path: path.write_text(make(), "utf-8")

@@ -36,7 +36,7 @@ _RATES = {
 def add_plan(commands: Any) -> None:
     """Adds ``plan`` to the commands."""
     text = "show how to cut a model, how many micro-batches, which schedule, and why"
-    group = _add(commands, "plan", text, _PLAN, _plan)
+    group = _add(commands, "plan", text, _PLAN, _plan, "json", "svg")
     what = "what profile --json wrote"
     group.add_argument("--profile", type=Path, metavar="FILE", help=what)
 
@@ -44,10 +44,12 @@ def add_plan(commands: Any) -> None:
 def add_profile(commands: Any) -> None:
     """Adds ``profile`` to the commands."""
     text = "show what each layer of a model takes and keeps"
-    _add(commands, "profile", text, _PROFILE, _profile)
+    _add(commands, "profile", text, _PROFILE, _profile, "json")
 
 
-def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> Any:
+def _add(
+    commands: Any, name: str, text: str, options: Any, run: Any, *files: str
+) -> Any:
     """Adds a command; returns the group of options that say where times are from."""
     command = commands.add_parser(
         name,
@@ -72,7 +74,7 @@ def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> Any:
         command.add_argument(
             option, type=read, dest=keyword, metavar=metavar, help=what
         )
-    _files.add(command, "json", "svg", "png")
+    _files.add(command, *files)
     command.set_defaults(run=run)
     return times
 
@@ -112,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(f"layers: as in {arguments.profile}, {how}")
     if model.optimizer is None:
         print("optimizer: none was given; planned for the state of optax.adam")
-    _write(arguments, made)
+    _files.write(arguments, json=made.to_json, svg=lambda: draw.svg(made))
     return 0
 
 
@@ -125,20 +127,8 @@ def _profile(arguments: argparse.Namespace) -> int:
         given = {"loss": model.loss, "targets": model.targets, **options}
         found = profile(model.layers, model.sample, **given)
     print(found)
-    _write(arguments, found)
+    _files.write(arguments, json=found.to_json)
     return 0
-
-
-def _write(arguments: argparse.Namespace, made: Any) -> None:
-    # What cannot be made again in no time is written first.
-    _files.write(
-        arguments,
-        {
-            "json": _files.text(made.to_json),
-            "svg": _files.text(lambda: draw.svg(made)),
-            "png": lambda path: draw.png(made, path),
-        },
-    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -23,7 +24,7 @@ def add_draw(commands: Any) -> None:
     names = ", ".join(schedules.BY_NAME)
     command.add_argument("name", type=schedule_name, help=f"one of {names}")
     _add_numbers(command)
-    _files.add(command, "svg", "png", "trace")
+    _files.add(command, "svg", "trace")
     command.set_defaults(run=_draw)
 
 
@@ -59,12 +60,9 @@ def _draw(arguments: argparse.Namespace) -> int:
     schedule = builder(arguments.ranks, arguments.microbatches)
     timeline = schedule.simulate(fitting(_costs(arguments), schedule))
     print(timeline)
-    writers = {
-        "svg": _files.text(lambda: draw.svg(timeline)),
-        "png": lambda path: draw.png(timeline, path),
-        "trace": _files.text(lambda: draw.trace(timeline)),
-    }
-    if not _files.write(arguments, writers):
+    pictures = {"svg": draw.svg, "trace": draw.trace}
+    writers = {n: functools.partial(make, timeline) for n, make in pictures.items()}
+    if not _files.write(arguments, **writers):
         print(timeline.to_text())
     return 0
 

@@ -1,5 +1,6 @@
 """What is fixed for all mini-batches of a pipeline."""
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,7 +59,8 @@ class Pipe:
 
         Where they are of several processes, each process has one, if only for metrics.
         """
-        running = (self.ranks[rank] for rank in self.schedule.running)
+        every = itertools.chain.from_iterable(self.schedule.ranks_of)
+        running = (self.ranks[rank] for rank in every)
         found = dict.fromkeys([*self.devices, *running])
         return (*found, *idle(found))
 
@@ -125,7 +127,7 @@ class Pipe:
 
     def replicas(self, stage: int) -> tuple[Device, ...]:
         """The devices that take turns at a stage."""
-        return tuple(self.ranks[rank] for rank in self.schedule.rank_of.ranks(stage))
+        return tuple(self.ranks[rank] for rank in self.schedule.ranks_of[stage])
 
     def places_of(self, stage: int) -> list[int]:
         """The places that run a stage, in the order of their last micro-batches."""

@@ -193,7 +193,7 @@ class Lowering:
             full = {(last, m) for m in range(self._count)}
         rows = [
             [action for action in schedule.rows[rank] if self._does(action)]
-            for rank in schedule.rank_of.ranks(last)
+            for rank in schedule.ranks_of[last]
         ]
         return full | {
             action[1:]

@@ -1,6 +1,6 @@
-"""Rows of two bars, of time and of bytes, each made of parts."""
+"""Columns of bars, each made of parts, with a name for each row."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import _palette as palette
@@ -24,71 +24,70 @@ class Part(NamedTuple):
 class Bar(NamedTuple):
     """Parts one after the other, and what is written behind them."""
 
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     text: str
 
-    @property
-    def size(self) -> float:
-        """Of all parts."""
-        return sum(part.size for part in self.parts)
 
-
-class Row(NamedTuple):
-    """A bar of time and one of bytes, and what is written before them."""
-
-    name: str
-    bars: tuple[Bar, Bar]
-
-
-class Bars(NamedTuple):
-    """Rows below each other, on one scale of seconds and one of bytes.
+class Column(NamedTuple):
+    """Bars below each other, on one scale.
 
     Attributes:
-      title: above all.
-      heads: above the bars of time, and above those of bytes.
-      rows: from top to bottom.
-      legend: the colours, by what they mean.
-      wholes: the seconds and the bytes of which bars are parts, the rest hatched;
-        ``None`` if of nothing.
+      head: above them.
+      bars: from top to bottom.
+      whole: of what bars are parts, the rest hatched; ``None``: of nothing.
     """
 
-    title: str
-    heads: tuple[str, str]
-    rows: tuple[Row, ...]
-    legend: Mapping[str, str]
-    wholes: tuple[float | None, float | None] = (None, None)
+    head: str
+    bars: Sequence[Bar]
+    whole: float | None
 
 
-def picture(bars: Bars, width: float) -> Picture:
-    """Lays bars out on a page of that width."""
-    bottom = _TOP + len(bars.rows) * _PITCH
-    entries, height = legend(bars.legend, _LEFT, bottom, width)
-    return Picture(width, height + 8, (*_shapes(bars, width), *entries), bars.title)
+def picture(
+    title: str,
+    names: Sequence[str],
+    columns: Sequence[Column],
+    colours: Mapping[str, str],
+    width: float,
+) -> Picture:
+    """Lays columns of bars out on a page.
+
+    Args:
+      title: above all.
+      names: of the rows.
+      columns: from left to right.
+      colours: by what they mean.
+      width: of the page.
+    """
+    bottom = _TOP + len(names) * _PITCH
+    entries, height = legend(colours, _LEFT, bottom, width)
+    shown = shortened(title, 13.0 * 1.1, width - 2 * _MARGIN)  # bold is wider
+    shapes: list[Shape] = [Text(_MARGIN, 18.0, shown, 13.0, palette.INK, bold=True)]
+    for i, name in enumerate(names):
+        text = shortened(name, LABEL, _NAME)
+        shapes.append(Text(_LEFT - 8, _middle(i), text, LABEL, palette.INK, "end"))
+    after = [8 + max(text_width(bar.text, LABEL) for bar in x.bars) for x in columns]
+    gaps = _BETWEEN * (len(columns) - 1)
+    wide = (width - _LEFT - sum(after) - gaps - _MARGIN) / len(columns)
+    left = _LEFT
+    for column, behind in zip(columns, after, strict=True):
+        shapes += _column(column, left, wide)
+        left += wide + behind + _BETWEEN
+    return Picture(width, height + 8, (*shapes, *entries), title)
 
 
-def _shapes(bars: Bars, width: float) -> Iterator[Shape]:
-    title = shortened(bars.title, 13.0 * 1.1, width - 2 * _MARGIN)  # bold is wider
-    yield Text(_MARGIN, 18.0, title, 13.0, palette.INK, bold=True)
-    for i, row in enumerate(bars.rows):
-        name = shortened(row.name, LABEL, _NAME)
-        yield Text(_LEFT - 8, _middle(i), name, LABEL, palette.INK, "end")
-    columns = list(zip(*(row.bars for row in bars.rows), strict=True))
-    after = [8 + max(text_width(x.text, LABEL) for x in column) for column in columns]
-    wide = (width - _LEFT - sum(after) - _BETWEEN - _MARGIN) / 2
-    lefts = _LEFT, _LEFT + wide + after[0] + _BETWEEN
-    each = zip(bars.heads, bars.wholes, columns, lefts, strict=True)
-    for head, whole, column, left in each:
-        yield Text(left, _TOP - 10, head, LABEL - 1, palette.GREY)
-        most = whole or max(bar.size for bar in column) or 1.0
-        for i, bar in enumerate(column):
-            top, x = _TOP + i * _PITCH, left
-            if whole:
-                yield Rect(left, top, wide, _BAR, palette.IDLE)
-            for part in bar.parts:
-                length = wide * part.size / most
-                yield Rect(x, top, length, _BAR, part.fill, part.tooltip)
-                x += length
-            yield Text(left + wide + 8, _middle(i), bar.text, LABEL, palette.INK)
+def _column(column: Column, left: float, wide: float) -> Iterator[Shape]:
+    yield Text(left, _TOP - 10, column.head, LABEL - 1, palette.GREY)
+    sizes = [sum(part.size for part in bar.parts) for bar in column.bars]
+    scale = wide / (column.whole or max(sizes) or 1.0)
+    for i, bar in enumerate(column.bars):
+        top, x = _TOP + i * _PITCH, left
+        if column.whole:
+            yield Rect(left, top, wide, _BAR, palette.IDLE)
+        for part in bar.parts:
+            length = part.size * scale
+            yield Rect(x, top, length, _BAR, part.fill, part.tooltip)
+            x += length
+        yield Text(left + wide + 8, _middle(i), bar.text, LABEL, palette.INK)
 
 
 def _middle(row: int) -> float:

@@ -10,7 +10,7 @@ from ._shapes import text_width
 LABEL = 11.0  # the size of most texts
 _SMALLEST = 6.5  # that of a number that can be read
 _MARGIN = 14.0
-_LEAST, NARROWEST, _WIDEST = 400.0, 890.0, 2000.0
+_LEAST, _NARROWEST, _WIDEST = 400.0, 890.0, 2000.0
 # An ordinary action gets that many pixels as long as the picture does not get too wide.
 _ACTION = 19.0
 
@@ -58,13 +58,6 @@ class Frame:
         return [i * step for i in range(math.floor(self.span / step + 1e-9) + 1)]
 
 
-def checked(width: float) -> float:
-    """Refuses a page on which nothing could be read."""
-    if width < _LEAST:
-        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
-    return width
-
-
 def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
     """The frame in which timelines are drawn one below the other.
 
@@ -83,8 +76,9 @@ def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
     part = _ordinary(timelines) / span if span else 1.0
     if width is None:
         natural = left + after + _ACTION / max(part, _ACTION / _WIDEST)
-        width = min(max(natural, NARROWEST), _WIDEST)
-    width = checked(width)
+        width = min(max(natural, _NARROWEST), _WIDEST)
+    if width < _LEAST:
+        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),
         key=len,

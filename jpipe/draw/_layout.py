@@ -5,13 +5,11 @@ from typing import Any
 
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules._compare import fitting
-from . import _bars
 from . import _palette as palette
-from ._frame import NARROWEST, Frame, checked, frame_of
+from ._frame import Frame, frame_of
 from ._legend import legend
 from ._panel import height, panel, summary
-from ._planned import planned
-from ._profiled import profiled
+from ._planned import bars, timeline_of
 from ._shapes import Path, Picture, Shape, Text
 
 _TOP, _BETWEEN = 8.0, 8.0
@@ -27,36 +25,25 @@ def picture(
     """Lays out timelines.
 
     Args:
-      drawn: one timeline or schedule, or several; or a plan; or a profile.
+      drawn: one timeline or schedule, or several; or a plan.
       titles: one for each timeline; default: their names.
       width: in pixels; default: what the actions need.
 
     Returns:
-      What `svg` and `png` draw.
+      What `svg` draws.
 
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
-    # The types of plans and profiles are not imported: a schedule needs neither.
-    if hasattr(drawn, "microbatch_size"):
-        if titles is not None:
-            raise ValueError("titles are for timelines, a profile has none")
-        return _bars.picture(profiled(drawn), checked(width or NARROWEST))
-    if not hasattr(drawn, "forecast"):
+    # The type of plans is not imported: a schedule does not need it.
+    if hasattr(drawn, "forecast"):
+        shown = (timeline_of(drawn),)
+        frame = frame_of(shown, width)
+        above = bars(drawn, *shown, frame.width)
+    else:
         shown = listed(drawn)
-        return _stacked(shown, titles, frame_of(shown, width), Picture(0, 0, (), ""))
-    bars, timeline = planned(drawn)
-    frame = frame_of((timeline,), width)
-    return _stacked((timeline,), titles, frame, _bars.picture(bars, frame.width))
-
-
-def _stacked(
-    shown: tuple[Timeline, ...],
-    titles: Sequence[str] | None,
-    frame: Frame,
-    above: Picture,
-) -> Picture:
-    """Timelines one below the other, under what is above all of them."""
+        frame = frame_of(shown, width)
+        above = Picture(0, 0, (), "")
     names = named(shown, titles)
     shapes: list[Shape] = []
     first = y = above.height + _TOP
@@ -96,7 +83,7 @@ def _timeline(given: Any) -> Timeline:
     if not isinstance(shown, Timeline):
         raise TypeError(
             f"a {type(shown).__name__} is not a timeline: draw what "
-            f"Schedule.simulate, jpipe.plan or jpipe.profile returns"
+            f"Schedule.simulate, profile_step or jpipe.plan returns"
         )
     return shown
 

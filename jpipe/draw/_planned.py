@@ -6,8 +6,10 @@ from typing import Any
 
 from ..schedules import Timeline
 from ..schedules._units import duration, many, size
+from . import _bars
 from . import _palette as palette
-from ._bars import Bar, Bars, Part, Row
+from ._bars import Bar, Column, Part
+from ._shapes import Picture
 
 # From what stays to what comes and goes.
 _PARTS = {
@@ -23,66 +25,72 @@ _BUSY = palette.OPS["W"]
 _SMALLEST = 1 / 8
 
 
-def planned(plan: Any) -> tuple[Bars, Timeline]:
-    """What is drawn of a plan.
-
-    Args:
-      plan: from `jpipe.plan`.
-
-    Returns:
-      For each rank its time in a step and its memory at the peak; the timeline of the
-      step, in seconds.
+def timeline_of(plan: Any) -> Timeline:
+    """The timeline of the step of a plan from `jpipe.plan`, in seconds.
 
     Raises:
       ValueError: if nobody planned it.
     """
-    forecast = plan.forecast
-    if forecast is None:
+    if plan.forecast is None:
         raise ValueError(
             "a plan without a forecast: draw what jpipe.plan returns, or plan.schedule"
         )
-    timeline = plan.schedule.simulate(forecast.costs)
-    count, ranks = plan.schedule.num_microbatches, len(forecast.memory)
-    limit, most = forecast.memory_limit, max(own.total for own in forecast.memory)
-    shape = each = ""
-    if plan.data > 1:
-        shape = f"{ranks} x {plan.data} devices, "
-        each = "of each device "
-    bars = Bars(
-        title=f"{plan.schedule.name}, {many(count, 'micro-batch')}, "
-        f"{shape}{duration(forecast.seconds)} a step predicted",
-        heads=(
-            "busy in a step",
-            f"memory {each}at the peak" + (f", limit {size(limit)}" if limit else ""),
-        ),
-        rows=tuple(_row(plan, rank, own) for rank, own in enumerate(timeline.busy)),
-        legend={"busy": _BUSY, **_PARTS},
-        wholes=(
-            forecast.seconds,
-            limit if limit and most >= _SMALLEST * limit else None,
-        ),
-    )
-    if timeline.makespan < forecast.seconds:
-        name = f"{timeline.name}: the devices alone, which wait for the host"
-        timeline = dataclasses.replace(timeline, name=name)
+    timeline = plan.schedule.simulate(plan.forecast.costs)
+    name = timeline.name
+    if timeline.makespan < plan.forecast.seconds:
+        name += ": the devices alone, which wait for the host"
     # What a rank holds besides the optimizer's state and workspace would contradict the
-    # bars above, which have all of it.
-    return bars, dataclasses.replace(timeline, memory=())
+    # bars, which have all of it.
+    return dataclasses.replace(timeline, name=name, memory=())
 
 
-def _row(plan: Any, rank: int, busy: float) -> Row:
-    forecast, stages = plan.forecast, [x for x in plan.stages if x.rank == rank]
-    layers = " + ".join(_abridged(plan.names[stage.index]) for stage in stages)
-    modes = " and ".join(dict.fromkeys(stage.remat for stage in stages))
-    memory = forecast.memory[rank]
-    computing = Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}")
-    share = f"{busy / forecast.seconds:.0%}" if forecast.seconds else ""
-    parts = [
-        Part(getattr(memory, name), fill, f"{name}: {size(getattr(memory, name))}")
-        for name, fill in _PARTS.items()
+def bars(plan: Any, timeline: Timeline, width: float) -> Picture:
+    """For each rank its time in a step and its memory at the peak."""
+    forecast, count = plan.forecast, plan.schedule.num_microbatches
+    seconds, limit = forecast.seconds, forecast.memory_limit
+    shape, each = "", ""
+    if plan.data > 1:
+        shape = f"{len(forecast.memory)} x {plan.data} devices, "
+        each = "of each device "
+    busy = [
+        Bar(
+            [Part(time, _BUSY, f"busy: {duration(time)}, {_layers(plan, rank)}")],
+            f"{time / seconds:.0%}" if seconds else "",
+        )
+        for rank, time in enumerate(timeline.busy)
     ]
-    bars = Bar((computing,), share), Bar(tuple(parts), size(memory.total))
-    return Row(f"rank {rank}, {modes}: {layers}", bars)
+    held = [
+        Bar(
+            [
+                Part(getattr(own, name), fill, f"{name}: {size(getattr(own, name))}")
+                for name, fill in _PARTS.items()
+            ],
+            size(own.total),
+        )
+        for own in forecast.memory
+    ]
+    head = f"memory {each}at the peak" + (f", limit {size(limit)}" if limit else "")
+    most = max(own.total for own in forecast.memory)
+    scale = limit if limit and most >= _SMALLEST * limit else None
+    return _bars.picture(
+        f"{plan.schedule.name}, {many(count, 'micro-batch')}, "
+        f"{shape}{duration(seconds)} a step predicted",
+        [_name(plan, rank) for rank in range(len(busy))],
+        [Column("busy in a step", busy, seconds), Column(head, held, scale)],
+        {"busy": _BUSY, **_PARTS},
+        width,
+    )
+
+
+def _name(plan: Any, rank: int) -> str:
+    modes = dict.fromkeys(stage.remat for stage in plan.stages if stage.rank == rank)
+    return f"rank {rank}, {' and '.join(modes)}: {_layers(plan, rank)}"
+
+
+def _layers(plan: Any, rank: int) -> str:
+    """What a rank runs in some words."""
+    names = [plan.names[stage.index] for stage in plan.stages if stage.rank == rank]
+    return " + ".join(map(_abridged, names))
 
 
 def _abridged(layers: Sequence[str]) -> str:

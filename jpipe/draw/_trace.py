@@ -107,11 +107,12 @@ def _slices(clock: _Clock) -> Iterator[Event]:
 
 def _arrows(clock: _Clock, numbers: Iterator[int]) -> Iterator[Event]:
     """From each action to those of other ranks that read its result."""
-    timeline, needs = clock.timeline, clock.timeline.needs()
+    timeline = clock.timeline
+    rank_of = {a: rank for rank, row in enumerate(timeline.rows) for a in row}
     for rank, row in enumerate(timeline.rows):
         for action in row:
-            for need in needs(action):
-                source = timeline.rank_of[need.microbatch][need.stage]
+            for need in timeline.needs(action):
+                source = rank_of[need]
                 if source != rank:
                     arrow = {"id": next(numbers), "cat": "transfer"}
                     # An arrow belongs to the slice around its time, so both ends

@@ -2,7 +2,6 @@
 
 import re
 import reprlib
-from collections.abc import Iterable
 from typing import NamedTuple
 
 FORWARD = "F"
@@ -17,7 +16,7 @@ LOCAL_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 
 # Stages and micro-batches are counted, one cell or more for each: no schedule that
 # fits into a memory has numbers of more digits, and Python does not read any number.
-_NUMBER = "([0-9]{1,12})"
+_NUMBER = "([0-9]{1,6})"
 _PATTERN = re.compile(f"{_NUMBER}([{''.join(OPS)}]){_NUMBER}")
 
 
@@ -66,39 +65,3 @@ class Action(NamedTuple):
             )
         stage, op, microbatch = match.groups()
         return cls(op, int(stage), int(microbatch))
-
-
-class Needs:
-    """Which results each action reads: the whole meaning of a schedule.
-
-    A forward reads the output of the stage before. A backward, whole or its first
-    half, reads the residuals of its forward and, except on the last stage (it has the
-    loss), the gradient that the stage after it computed. The second half reads what the
-    first one left.
-
-    Args:
-      rows: the actions of each rank. A backward that waits for the stage after it
-        waits for the half that is there, or for the whole.
-      num_stages: the number of stages.
-
-    Example:
-      >>> row = [Action.parse(cell) for cell in "0F0 1F0 1I0 0B0 1W0".split()]
-      >>> needs = Needs([row], num_stages=2)
-      >>> needs(Action.parse("0B0"))
-      (0F0, 1I0)
-    """
-
-    def __init__(self, rows: Iterable[Iterable[Action]], num_stages: int) -> None:
-        self._num_stages = num_stages
-        self._split = {a for row in rows for a in row if a.op == INPUT}
-
-    def __call__(self, action: Action) -> tuple[Action, ...]:
-        """The actions that must have run before this one; at most two."""
-        op, stage, i = action
-        found = [Action(LOCAL_READS[op], stage, i)] if op in LOCAL_READS else []
-        if op == FORWARD and stage:
-            found.append(Action(FORWARD, stage - 1, i))
-        elif op in (BACKWARD, INPUT) and stage + 1 < self._num_stages:
-            half = Action(INPUT, stage + 1, i)
-            found.append(half if half in self._split else half._replace(op=BACKWARD))
-        return tuple(found)

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._build import check, placed, v_shape
+from ._build import check
 from ._costs import Costs
 from ._improve import latest_starts
 from ._list_schedule import list_schedule
+from ._placement import stages_of, v_shape
 from ._schedule import Schedule
 from ._tables import Numbered, Tables
 
@@ -111,28 +112,25 @@ def _repeated(
     step shorter and no rank holds more than the fullest.
     """
     check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-    stage_of = v_shape(num_ranks)
-    placement = placed(num_ranks, 2, stage_of)
+    placement = v_shape(num_ranks)
     # By default all actions take the same time, and a stage of a micro-batch is a unit.
     tables = Tables(Costs(), placement, num_ranks, num_microbatches)
-    rows: Numbered = []
-    for rank, slots in enumerate(block(num_ranks)):
+    rows: Numbered | None = []
+    for slots, stages in zip(block(num_ranks), stages_of(placement), strict=True):
         cells = [
-            (slot + _PERIOD * i, tables.first(op, stage_of(rank, chunk)) + i)
+            (slot + _PERIOD * i, tables.first(op, stages[chunk]) + i)
             for (op, chunk), slot in slots.items()
             for i in range(num_microbatches)
         ]
         rows.append([number for _, number in sorted(cells)])
     run, whole = tables.run(rows), block is _whole
-    assert run is not None
     most = max(held for *_, held in tables.memory(run.by_end()))
     for _ in range(_ROUNDS):
         # Everything late, then early in that order.
-        new = list_schedule(tables, latest_starts(run), [most] * num_ranks, whole)
-        new = tables.run(new) if new else None
-        if new is None or new.makespan >= run.makespan:
+        rows = list_schedule(tables, latest_starts(run), [most] * num_ranks, whole)
+        if rows is None or (shifted := tables.run(rows)).makespan >= run.makespan:
             break
-        run = new
+        run = shifted
     sizes = len(placement), num_microbatches
     return Schedule(name, *sizes, placement, tables.actions(run.rows))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from ._placement import loop, stages_of
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -26,36 +27,31 @@ def _counts(value: Any) -> bool:
 
 def build(
     name: str,
-    num_ranks: int,
     num_microbatches: int,
+    placement: Sequence[int],
     row: Callable[[int], Iterable[Cell]],
-    stage_of: Callable[[int, int], int] = lambda rank, chunk: rank,
-    num_chunks: int = 1,
 ) -> Schedule:
     """Makes a schedule.
 
     Args:
       name: what to call it.
-      num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
+      placement: the rank of each stage.
       row: the cells of a rank, in order; those of micro-batches that are not there
         are dropped.
-      stage_of: the stage of a chunk of a rank.
-      num_chunks: how many stages each rank runs.
 
     Returns:
       The schedule.
     """
-    placement = placed(num_ranks, num_chunks, stage_of)
     rows = tuple(
         tuple(
-            Action(op, stage_of(rank, chunk), i)
+            Action(op, stages[chunk], i)
             for op, chunk, i in row(rank)
             if i < num_microbatches
         )
-        for rank in range(num_ranks)
+        for rank, stages in enumerate(stages_of(placement))
     )
-    return Schedule(name, len(placement), num_microbatches, placement, rows)
+    return Schedule(name, len(placement), num_microbatches, tuple(placement), rows)
 
 
 def warmed_up(
@@ -102,7 +98,7 @@ def warmed_up(
         own_lag = None if lag is None else lag(rank)
         return in_turns(forwards, backwards, warmup(rank), own_lag)
 
-    return build(name, num_ranks, num_microbatches, row, loop(num_ranks), num_chunks)
+    return build(name, num_microbatches, loop(num_ranks, num_chunks), row)
 
 
 def in_turns(
@@ -122,25 +118,3 @@ def in_turns(
     if lag is not None:
         left = max(len(backwards) - lag, 0)
         yield from ((WEIGHT, *cell) for cell in backwards[left:])
-
-
-def placed(
-    num_ranks: int, num_chunks: int, stage_of: Callable[[int, int], int]
-) -> tuple[int, ...]:
-    """The rank of each stage."""
-    rank_of = {
-        stage_of(rank, chunk): rank
-        for rank in range(num_ranks)
-        for chunk in range(num_chunks)
-    }
-    return tuple(rank_of[stage] for stage in range(num_ranks * num_chunks))
-
-
-def v_shape(num_ranks: int) -> Callable[[int, int], int]:
-    """Two chunks per rank, down the ranks and up again: the last hands to itself."""
-    return lambda rank, chunk: 2 * num_ranks - 1 - rank if chunk else rank
-
-
-def loop(num_ranks: int) -> Callable[[int, int], int]:
-    """Chunks round the ranks: the last hands on to the first."""
-    return lambda rank, chunk: chunk * num_ranks + rank

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from ._build import check, loop, placed, v_shape
+from ._build import check
 from ._costs import Costs
+from ._placement import loop, v_shape
 from ._schedule import Schedule
-from ._search import Order, catalogue, orders
+from ._search import catalogue, orders
 from ._simulate import TOO_LONG, ScheduleError, check_costs
-from ._tables import Tables
+from ._tables import Run, Tables
 
 
 def fit(
@@ -21,7 +22,7 @@ def fit(
 ) -> Schedule:
     """The fastest valid schedule that is found for these costs under this memory.
 
-    Tried are the schedules of the catalogue, so that none of them is faster, and others
+    Tried are the schedules of `BY_NAME`, so that none of them is faster, and others
     made for the costs: ranks that take what is ready by several rules, all of it again
     with what is not urgent pushed out of the way, and swaps on the longest chain. The
     timeline of the result tells how far it is from what no schedule can beat.
@@ -72,16 +73,23 @@ def fit(
         )
     check_costs("fit", costs, num_microbatches, stages)  # where skips end
     chunks, most = stages // num_ranks, _limits(max_bytes, num_ranks)
-    shapes = [loop(num_ranks)] if chunks != 2 else [v_shape(num_ranks), loop(num_ranks)]
+    placements = [loop(num_ranks, chunks)]
+    if chunks == 2:
+        placements.insert(0, v_shape(num_ranks))
     known = catalogue(num_ranks, num_microbatches, chunks)
-    found: list[Order] = []
-    for placement in {placed(num_ranks, chunks, shape): None for shape in shapes}:
+    found: list[Run] = []
+    for placement in dict.fromkeys(placements):
         tables = Tables(costs, placement, num_ranks, num_microbatches)
         found += orders(tables, most, known)
-    fitting = [order for order in found if order.fits and order.run.makespan < math.inf]
+    fitting = [run for run in found if run.fits(most) and run.makespan < math.inf]
     if not fitting:
         raise ScheduleError(_short(found, most) if most else f"fit: {TOO_LONG}")
-    return min(fitting, key=lambda order: order.run.makespan).schedule()
+    best = min(fitting, key=lambda run: run.makespan)
+    placement, rows = best.tables.placement, best.tables.actions(best.rows)
+    for schedule in known:
+        if schedule.rows == rows:
+            return schedule
+    return Schedule("fit", stages, num_microbatches, placement, rows)
 
 
 def _limits(max_bytes: Any, num_ranks: int) -> list[float] | None:
@@ -100,14 +108,14 @@ def _limits(max_bytes: Any, num_ranks: int) -> list[float] | None:
     return most
 
 
-def _short(found: list[Order], most: Sequence[float]) -> str:
+def _short(found: list[Run], most: Sequence[float]) -> str:
     """Which ranks have too little, and what is enough: where least is missing."""
 
     def missing(peaks: list[float]) -> tuple[float, float]:
         most_on_one = max(peak - limit for peak, limit in zip(peaks, most, strict=True))
         return most_on_one, sum(peaks)
 
-    peaks = min((order.peaks for order in found), key=missing)
+    peaks = min((run.peaks for run in found), key=missing)
     lines = [
         f"\n  * rank {rank} holds at least {peak:g} bytes, {peak - limit:g} more than "
         f"{limit:g}"

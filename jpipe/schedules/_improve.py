@@ -1,9 +1,8 @@
 """Orders made better: pushed late; changed on the longest chain."""
 
-import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from ._action import BACKWARD, INPUT, WEIGHT
 from ._tables import Run, Tables
@@ -69,25 +68,24 @@ def _held_up(run: Run) -> list[tuple[int, int]]:
     found = []
     number = max(run.order, key=lambda number: end[number] + tables.exchange[number])
     while start[number] > 0:
-        reads = (
+        reads = [
             action_of[read[number]]
             for read, delay in tables.reads
             if read[number] >= 0
             and run.end[read[number]] + delay[number] == start[number]
-        )
+        ]
         (rank, place), last = at[number], number
         earlier = reversed(run.rows[rank][:place])
         earlier = (other for other in earlier if end[other] == start[number])
-        number = next(itertools.chain(reads, earlier))
-        if at[number] == (rank, place - 1) and _may_swap(tables, number, last):
+        number = reads[0] if reads else next(earlier)
+        is_next = not reads and at[number] == (rank, place - 1)
+        if is_next and _may_swap(tables, number, last):
             found.append((rank, place - 1))
     return sorted(found)
 
 
 def _may_swap(tables: Tables, first: int, second: int) -> bool:
-    """Whether the second does not read the first, nor follows it in its stage."""
-    if tables.result[first] in [read[second] for read, _ in tables.reads]:
-        return False
+    """Whether the second does not follow the first in its stage."""
     if tables.stage(first) != tables.stage(second):
         return True
     ops = {tables.action(number).op for number in (first, second)}
@@ -95,12 +93,12 @@ def _may_swap(tables: Tables, first: int, second: int) -> bool:
     return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
 
 
-def local_search(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
+def local_search(run: Run, most: Sequence[float] | None, budget: int) -> Run:
     """Swaps neighbours on a longest chain while that makes the step shorter.
 
     Args:
       run: the order to start from.
-      allowed: whether an order may be kept.
+      most: the most bytes of each rank; ``None``: any.
       budget: how many orders are tried.
     """
     left = _held_up(run)
@@ -111,6 +109,6 @@ def local_search(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
         rows = [list(row) for row in run.rows]
         rows[rank][at : at + 2] = reversed(rows[rank][at : at + 2])
         new = run.tables.run(rows)
-        if new is not None and new.makespan < run.makespan and allowed(new):
+        if new.is_complete and new.makespan < run.makespan and new.fits(most):
             run, left = new, _held_up(new)
     return run

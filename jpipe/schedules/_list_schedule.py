@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._placement import stages_of
 from ._tables import Numbered, Tables
 
 
@@ -48,6 +49,7 @@ class _Ranks:
     ) -> None:
         self._tables, self._priority = tables, priority
         self._max_bytes, self._reserved = max_bytes, reserved
+        self._stages = stages_of(tables.placement)
         self._kinds = {op: kind for kind, op in enumerate(ops)}
         # Of each stage the next action of each op: each follows the one before it.
         self._next = [
@@ -96,7 +98,7 @@ class _Ranks:
     def _choice(self, rank: int, now: float) -> int | None:
         """What a rank does now."""
         priority, best = self._priority, None
-        for stage in self._tables.stages_of[rank]:
+        for stage in self._stages[rank]:
             for number in self._next[stage]:
                 if (
                     self._arrival[number] <= now

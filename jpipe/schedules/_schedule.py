@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
-from ._rank_of import RankOf
+from ._placement import rank_of, ranks_of
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
 from ._timeline import Timeline
@@ -59,15 +59,14 @@ class Schedule:
         return len(self.rows)
 
     @cached_property
-    def rank_of(self) -> RankOf:
-        """The ranks that run each micro-batch."""
-        return RankOf(self.placement, self.rows, self.replicas)
+    def rank_of(self) -> Mapping[int, Sequence[int]]:
+        """Of each micro-batch the rank of each stage."""
+        return rank_of(self.placement, self.rows, self.replicas)
 
     @property
-    def running(self) -> list[int]:
-        """The ranks that are those of stages, in their order."""
-        stages = range(self.num_stages)
-        return [rank for stage in stages for rank in self.rank_of.ranks(stage)]
+    def ranks_of(self) -> Sequence[Sequence[int]]:
+        """All ranks of each stage."""
+        return ranks_of(self.placement, self.replicas)
 
     def to_text(self) -> str:
         """One line per rank, cells separated by blanks; `from_text` reads it."""
@@ -98,18 +97,13 @@ class Schedule:
         cells = [(action, rank) for rank, row in enumerate(rows) for action in row]
         if not cells:
             raise ScheduleError("an empty text holds no schedule")
-        rank_of = {action.stage: rank for action, rank in reversed(cells)}
-        num_stages = max(rank_of) + 1
-        num_microbatches = max(action.microbatch for action, _ in cells) + 1
-        sizes = num_stages, num_microbatches
-        if fault := _validate.too_large(*sizes, len(cells)):
-            # Said before anything is as long as a number is large.
-            raise ScheduleError(_validate.refusal(name, [fault]))
+        placement = {action.stage: rank for action, rank in reversed(cells)}
+        num_stages = max(placement) + 1
         return cls(
             name,
             num_stages,
-            num_microbatches,
-            tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
+            max(action.microbatch for action, _ in cells) + 1,
+            tuple(placement.get(stage, 0) for stage in range(num_stages)),
             rows,
             forward_only=all(action.op == FORWARD for action, _ in cells),
         ).validate()
@@ -165,11 +159,7 @@ class Schedule:
         Warns:
           UserWarning: E9, if a rank runs nothing.
         """
-        counts, ranks = (self.num_stages, self.num_microbatches), self.placement
-        faults = [*_validate.malformed(*counts, ranks, self.rows, self.replicas)]
-        faults = faults or _validate.faults(
-            self.rows, ranks, counts[1], self.forward_only, self.replicas
-        )
+        faults = _validate.faults(self)
         if not faults:
             try:
                 self.order()
@@ -213,11 +203,11 @@ class Schedule:
     def _run(self, costs: Costs) -> Run:
         """Times the rows."""
         sizes = self.num_ranks, self.num_microbatches
-        training = not self.forward_only
-        tables = Tables(costs, self.placement, *sizes, self.rank_of, training)
+        ranks = not self.forward_only, self.rows, self.replicas
+        tables = Tables(costs, self.placement, *sizes, *ranks)
         run = tables.run(tables.numbered(self.rows))
-        if run is None:
-            raise ScheduleError(deadlock(self.rows, self.num_stages))
+        if not run.is_complete:
+            raise ScheduleError(deadlock(run))
         if run.makespan == math.inf:
             raise ScheduleError(f"{self.name}: {TOO_LONG}")
         return run

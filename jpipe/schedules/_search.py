@@ -1,23 +1,18 @@
 """Orders tried for one placement: the catalogue's, list schedules, both shifted."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from ._action import BACKWARD, FORWARD, INPUT
+from ._action import BACKWARD, FORWARD
 from ._bound import lower_bound
 from ._catalogue import BY_NAME
 from ._improve import latest_starts, local_search
 from ._list_schedule import list_schedule
-from ._looped import interleaved, interleaved_zb, looped_bfs
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 from ._tables import Numbered, Run, Tables
 
-# The name of what is none of the catalogue's.
-_MADE = "fit"
 # So many of the fastest orders are shifted, and of those that fit swapped.
 _SHIFTED, _SWAPPED = 4, 3
 # So many actions are timed to better one order by swaps.
@@ -26,54 +21,9 @@ _TIMED = 20_000
 _ROUNDING = 1e-12
 
 
-@dataclass(eq=False)
-class Order:
-    """An order that was tried.
-
-    Attributes:
-      name: of the schedule of the catalogue that it is, or ``"fit"``.
-      run: when it runs what.
-      most: the most bytes of each rank; ``None``: any.
-    """
-
-    name: str
-    run: Run
-    most: Sequence[float] | None
-
-    @functools.cached_property
-    def peaks(self) -> list[float]:
-        """The most that each rank holds."""
-        return self.run.peaks()
-
-    @property
-    def fits(self) -> bool:
-        """Whether no rank holds more than it may."""
-        if self.most is None:
-            return True
-        return all(x <= most for x, most in zip(self.peaks, self.most, strict=True))
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether some of its backwards are whole."""
-        tables = self.run.tables
-        whole = range(tables.first(BACKWARD, 0), tables.first(INPUT, 0))
-        return any(number in whole for number in self.run.order)
-
-    def schedule(self) -> Schedule:
-        """It as a schedule."""
-        tables = self.run.tables
-        return Schedule(
-            self.name,
-            tables.num_stages,
-            tables.num_microbatches,
-            tables.placement,
-            tables.actions(self.run.rows),
-        )
-
-
 def orders(
     tables: Tables, most: Sequence[float] | None, known: Sequence[Schedule]
-) -> list[Order]:
+) -> list[Run]:
     """The orders that are tried for one placement, the fastest first.
 
     Args:
@@ -82,20 +32,20 @@ def orders(
       known: schedules to begin with, of which those of the placement are tried.
     """
     bound = lower_bound(tables) * (1 + _ROUNDING)
-    found: list[Order] = []
+    found: list[Run] = []
 
-    def add(rows: Numbered | None, name: str = _MADE) -> None:
+    def add(rows: Numbered | None) -> None:
         run = tables.run(rows) if rows else None
-        if run is not None:
-            found.append(Order(name, run, most))
-            found.sort(key=lambda order: order.run.makespan)  # of equals the first
+        if run is not None and run.is_complete:
+            found.append(run)
+            found.sort(key=lambda run: run.makespan)  # of equals the first
 
     for schedule in known:
         if schedule.placement == tables.placement:
-            add(tables.numbered(schedule.rows), schedule.name)
+            add(tables.numbered(schedule.rows))
     add(_one_at_a_time(tables))
     for attempts in (_listed, _shifted, _swapped):
-        fitting = (order.run.makespan for order in found if order.fits)
+        fitting = (run.makespan for run in found if run.fits(most))
         if next(fitting, math.inf) > bound:
             for rows in [*attempts(tables, most, found)]:
                 add(rows)
@@ -103,7 +53,7 @@ def orders(
 
 
 def _listed(
-    tables: Tables, most: Sequence[float] | None, found: list[Order]
+    tables: Tables, most: Sequence[float] | None, found: list[Run]
 ) -> Iterator[Numbered | None]:
     """By simple rules of who goes first: see `list_schedule`."""
     stages = tables.num_stages
@@ -121,26 +71,20 @@ def _listed(
 
 
 def _shifted(
-    tables: Tables, most: Sequence[float] | None, found: list[Order]
+    tables: Tables, most: Sequence[float] | None, found: list[Run]
 ) -> Iterator[Numbered | None]:
     """The fastest, whether they fit or not, pushed late, then early in that order."""
-    fitting = [order for order in found if order.fits]
-    for order in dict.fromkeys([*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]):
-        priority = latest_starts(order.run)
-        yield list_schedule(tables, priority, most, order.has_whole, reserves=False)
+    for run in _distinct(found, _SHIFTED):
+        yield list_schedule(tables, latest_starts(run), most, run.has_whole, False)
 
 
 def _swapped(
-    tables: Tables, most: Sequence[float] | None, found: list[Order]
+    tables: Tables, most: Sequence[float] | None, found: list[Run]
 ) -> Iterator[Numbered]:
     """The fastest that fit, with neighbours swapped where that makes them shorter."""
-
-    def allowed(run: Run) -> bool:
-        return Order(_MADE, run, most).fits
-
-    for order in _distinct([order for order in found if order.fits], _SWAPPED):
-        budget = _TIMED // len(order.run.order) + 1
-        yield local_search(order.run, allowed, budget).rows
+    for run in _distinct([run for run in found if run.fits(most)], _SWAPPED):
+        budget = _TIMED // len(run.order) + 1
+        yield local_search(run, most, budget).rows
 
 
 def _one_at_a_time(tables: Tables) -> Numbered:
@@ -160,11 +104,11 @@ def _one_at_a_time(tables: Tables) -> Numbered:
     return rows
 
 
-def _distinct(found: list[Order], most: int) -> list[Order]:
+def _distinct(found: list[Run], most: int) -> list[Run]:
     """The first of each makespan."""
-    first: dict[float, Order] = {}
-    for one in found:
-        first.setdefault(one.run.makespan, one)
+    first: dict[float, Run] = {}
+    for run in found:
+        first.setdefault(run.makespan, run)
     return list(first.values())[:most]
 
 
@@ -179,19 +123,11 @@ def _by_stage(
 
 def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
     """Its schedules of so many stages per rank."""
-    # A builder shows how many stages per rank it makes when it makes some.
-    builders = [
-        build
-        for build in BY_NAME.values()
-        if (small := build(1, 2)).num_stages == num_chunks and not small.forward_only
-    ]
-    if num_chunks > 2:
-        builders = [
-            functools.partial(build, num_chunks=num_chunks)
-            for build in (interleaved, interleaved_zb, looped_bfs)
-        ]
     found = []
-    for build in builders:
-        with contextlib.suppress(ScheduleError):  # not for so few micro-batches
-            found.append(build(num_ranks, num_microbatches))
+    for build in BY_NAME.values():
+        # A builder shows how many stages per rank it makes when it makes some.
+        small = build(1, 2)
+        if small.num_stages == num_chunks and not small.forward_only:
+            with contextlib.suppress(ScheduleError):  # not for so few micro-batches
+                found.append(build(num_ranks, num_microbatches))
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
-from ._action import FORWARD, Action, Needs
+from ._action import FORWARD, Action
 from ._costs import Costs, at, faults_of
 from ._tables import Rows, Run, Tables
 from ._timeline import Exchange, MemoryEvent, Timeline
@@ -76,36 +76,33 @@ def _exchanges(tables: Tables, ends: Mapping[Action, float]) -> Iterator[Exchang
             last[stage] = max(last.get(stage, end), end)
     for stage, end in sorted(last.items()):
         if seconds := at(tables.costs.exchange, stage):
-            yield Exchange(
-                stage, tuple(tables.rank_of.ranks(stage)), end, end + seconds
-            )
+            yield Exchange(stage, tuple(tables.ranks_of[stage]), end, end + seconds)
 
 
-def deadlock(rows: Rows, num_stages: int) -> str:
+def deadlock(run: Run) -> str:
     """Who waits for whom: from one rank that stands still to where the chain closes."""
-    needs, done = Needs(rows, num_stages), set[Action]()
-    left = [list(reversed(row)) for row in rows]
-    moved = True
-    while moved:
-        moved = False
-        for row in left:
-            while row and done.issuperset(needs(row[-1])):
-                done.add(row.pop())
-                moved = True
-    stuck = {rank: row[-1] for rank, row in enumerate(left) if row}
-    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
+    tables, end = run.tables, run.end
+    runs: dict[int, tuple[int, Action]] = {}
+    stuck: dict[int, int] = {}
+    for rank, row in enumerate(run.rows):
+        for number in reversed(row):
+            result = tables.result[number]
+            runs[result] = rank, tables.action(number)
+            if end[result] < 0:
+                stuck[rank] = number
     path: list[int] = []
     waits: dict[int, str] = {}
-    rank = next(iter(stuck))
+    rank = min(stuck)
     while rank not in waits:
-        action = stuck[rank]
-        need = next(n for n in needs(action) if n not in done)
+        number = stuck[rank]
+        need = next(read[number] for read, _ in tables.reads if end[read[number]] < 0)
+        owner, action = runs.get(need, (None, tables.action(need)))
         path.append(rank)
-        waits[rank] = f"rank {rank}: {action} waits for {need}, "
-        if need not in rank_of:
+        waits[rank] = f"rank {rank}: {tables.action(number)} waits for {action}, "
+        if owner is None:
             return f"the schedule deadlocks: {waits[rank]}which nobody runs"
-        owner = rank_of[need]
-        after = "" if stuck[owner] == need else f" after {stuck[owner]}"
+        first = tables.action(stuck[owner])
+        after = "" if first == action else f" after {first}"
         waits[rank] += f"which rank {owner} runs{after}"
         rank = owner
     cycle = path[path.index(rank) :]

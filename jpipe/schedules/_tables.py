@@ -18,7 +18,7 @@ from ._action import (
     Action,
 )
 from ._costs import Costs, Numbers, at
-from ._rank_of import RankOf
+from ._placement import rank_of, ranks_of
 
 Rows = tuple[tuple[Action, ...], ...]
 # The actions of each rank, in order, as numbers.
@@ -42,8 +42,9 @@ class Tables:
       placement: the rank of each stage.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
-      rank_of: the ranks that run each micro-batch; default: those of the placement.
       training: whether there are backwards.
+      rows: the actions of each rank, where several take turns at a stage.
+      replicas: the ranks of each stage there.
 
     Attributes:
       seconds: the time of each action.
@@ -61,17 +62,16 @@ class Tables:
         placement: Sequence[int],
         num_ranks: int,
         num_microbatches: int,
-        rank_of: RankOf | None = None,
         training: bool = True,
+        rows: Rows = (),
+        replicas: Sequence[Sequence[int]] = (),
     ) -> None:
         self.costs, self.placement = costs, tuple(placement)
-        self.rank_of = RankOf(self.placement) if rank_of is None else rank_of
+        self.ranks_of = ranks_of(placement, replicas)
+        self.rank_of = rank_of(placement, rows, replicas)
         self.training = training
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
         self.num_stages = len(self.placement)
-        self.stages_of: list[list[int]] = [[] for _ in range(num_ranks)]
-        for stage, rank in enumerate(self.placement):
-            self.stages_of[rank].append(stage)
         # What an op of a stage gets of other stages, and what it sends to them.
         arrives: dict[tuple[str, int], Sent] = defaultdict(list)
         leaves: dict[tuple[str, int], Sent] = defaultdict(list)
@@ -88,7 +88,7 @@ class Tables:
         self.reads: list[tuple[list[int], list[float]]] = []
         count = num_microbatches
         # What does not differ between micro-batches is looked up for one of them.
-        is_uniform = costs.is_uniform and self.rank_of.are_fixed
+        is_uniform = costs.is_uniform and not replicas
         self._looked_up = range(1 if is_uniform else count)
         copies = count // len(self._looked_up)
         for op, stage in itertools.product(OPS, range(self.num_stages)):
@@ -185,7 +185,7 @@ class Tables:
                 held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
             lasting = at(costs.parameter_bytes, stage) + at(costs.shared_bytes, stage)
             lasting += at(costs.accumulator_bytes, stage) if self.training else 0
-            for rank in self.rank_of.ranks(stage):
+            for rank in self.ranks_of[stage]:
                 held[rank] += lasting
         return held
 
@@ -228,8 +228,8 @@ class Tables:
         """The same actions with the times that tell the order of dispatch."""
         return Tables(Costs(), self.placement, self.num_ranks, self.num_microbatches)
 
-    def run(self, rows: Numbered) -> "Run | None":
-        """Runs each rank in its order; ``None`` if ranks wait for each other."""
+    def run(self, rows: Numbered) -> "Run":
+        """Runs each rank in its order, as far as ranks do not wait for each other."""
         reads, result, seconds = self.reads, self.result, self.seconds
         # The last is of what reads nothing.
         end = [NEVER] * len(seconds) + [0.0]
@@ -272,12 +272,10 @@ class Tables:
                     break
                 free[rank] = now
             turns = later
-        if len(order) < sum(map(len, rows)):
-            return None
         return Run(self, rows, order, starts, end)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Run:
     """An order that has been run.
 
@@ -301,15 +299,33 @@ class Run:
         later = map(more.__getitem__, self.order)
         self.makespan = max(map(operator.add, self.ends, later), default=0.0)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all actions ran."""
+        return len(self.order) == sum(map(len, self.rows))
+
+    @functools.cached_property
     def peaks(self) -> list[float]:
         """The most bytes that each rank holds, as `Timeline.peak_bytes`."""
         tables, peaks = self.tables, [*self.tables.at_start]
-        dispatched = tables.dispatch.run(self.rows)
-        assert dispatched
-        for _, rank, held in tables.memory(dispatched.by_end()):
+        order = tables.dispatch.run(self.rows).by_end()
+        for _, rank, held in tables.memory(order):
             if held > peaks[rank]:
                 peaks[rank] = held
         return peaks
+
+    def fits(self, most: Sequence[float] | None) -> bool:
+        """Whether no rank holds more than it may; ``None``: any."""
+        if most is None:
+            return True
+        return all(peak <= limit for peak, limit in zip(self.peaks, most, strict=True))
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether some backwards are whole."""
+        tables = self.tables
+        whole = range(tables.first(BACKWARD, 0), tables.first(INPUT, 0))
+        return any(number in whole for number in self.order)
 
     def by_end(self) -> Iterable[int]:
         """All actions in the order in which they end."""

@@ -2,17 +2,14 @@
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
-from ._action import FORWARD, OPS, Action, Needs
+from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 from ._bound import lower_bound
 from ._costs import FIELDS, Costs
-from ._rank_of import RankOf
 from ._tables import Tables
 from ._units import duration, share, size
 
@@ -68,11 +65,6 @@ class Timeline:
     costs: Costs | None = None
     replicas: tuple[tuple[int, ...], ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-
-    @functools.cached_property
-    def rank_of(self) -> RankOf:
-        """The placement of each micro-batch."""
-        return RankOf(self.placement, self.rows, self.replicas)
 
     @property
     def num_stages(self) -> int:
@@ -130,7 +122,8 @@ class Timeline:
             )
         sizes = len(self.rows), max((a.microbatch for a in self.end), default=-1) + 1
         training = any(action.op != FORWARD for action in self.end)
-        tables = Tables(self.costs, self.placement, *sizes, self.rank_of, training)
+        ranks = training, self.rows, self.replicas
+        tables = Tables(self.costs, self.placement, *sizes, *ranks)
         return lower_bound(tables)
 
     @property
@@ -166,9 +159,17 @@ class Timeline:
         # the actions in an order of execution already, and the sort is stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
 
-    def needs(self) -> Needs:
-        """What each action reads."""
-        return Needs(self.rows, self.num_stages)
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that an action reads: at most two."""
+        op, stage, i = action
+        if op == FORWARD:
+            reads = [Action(FORWARD, stage - 1, i)]
+        elif op == WEIGHT:
+            reads = [Action(INPUT, stage, i)]
+        else:
+            reads = [Action(FORWARD, stage, i)]
+            reads += [Action(other, stage + 1, i) for other in (INPUT, BACKWARD)]
+        return tuple(read for read in reads if read in self.end)
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.
@@ -224,14 +225,12 @@ class Timeline:
         start, end = self.start, self.end
         lasting = [end[a] - start[a] for a in start if end[a] > start[a]]
         shortest = min(lasting, default=1.0)
-        parts = [
-            Fraction((time - self.begin) / shortest).limit_denominator(1000)
-            for time in (*start.values(), *end.values())
-        ]
-        common = math.lcm(*(part.denominator for part in parts))
-        exact = math.gcd(*(int(part * common) for part in parts)) / common
+        times = [(t - self.begin) / shortest for t in (*start.values(), *end.values())]
+        for parts in range(1, _FINEST):
+            if all(abs(time * parts - round(time * parts)) < 1e-6 for time in times):
+                return shortest / parts
         # Rather rounded times than a picture that is wider than any screen.
-        return shortest * max(exact, 1 / _FINEST)
+        return shortest / _FINEST
 
 
 def in_words(timeline: Timeline) -> tuple[str, str]:

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from ._action import FORWARD, INPUT, WEIGHT
-from ._build import Cell, build, check, v_shape, warmed_up
+from ._build import Cell, build, check, warmed_up
+from ._placement import v_shape
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -126,7 +127,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "W0" * rank
         )
 
-    return build("zb_v", num_ranks, num_microbatches, row, v_shape(num_ranks), 2)
+    return build("zb_v", num_microbatches, v_shape(num_ranks), row)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -181,7 +182,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "".join(split[below:])
         )
 
-    return build("dualpipe_v", num_ranks, num_microbatches, row, v_shape(num_ranks), 2)
+    return build("dualpipe_v", num_microbatches, v_shape(num_ranks), row)
 
 
 def _counted(text: str) -> Iterator[Cell]:

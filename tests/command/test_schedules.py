@@ -104,7 +104,7 @@ def test_help_names_every_option(command, line):
         "--help": ["plan", "profile", "draw", "compare", "check"],
         "plan -h": ["--devices", "--memory", "--bandwidth", "--profile", "--svg"],
         "profile -h": ["module:factory", "--microbatches", "--estimate", "--json"],
-        "draw -h": ["--ranks", "--costs F,I,W", "--svg", "--png", "--trace", *BY_NAME],
+        "draw -h": ["--ranks", "--costs F,I,W", "--svg", "--trace", *BY_NAME],
         "compare -h": ["--microbatches", "--latency", "all but forward_only"],
         "check -h": ["2F0", "standard input"],
     }[line]

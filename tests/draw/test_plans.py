@@ -1,14 +1,12 @@
-"""Plans and profiles: bars of time and of bytes, the limit, the timeline below.
+"""Plans: bars of time and of bytes, the limit, the timeline below.
 
-Private names are imported because a profile with times by hand, and the text of a
-duration, have no public one.
+A private name is imported because the text of a duration has no public one.
 """
 
 import functools
 
 import pytest
 
-from jpipe.planning._profile import LayerProfile, Profile
 from jpipe.schedules._units import duration
 
 from ..planning.models import planned
@@ -51,40 +49,3 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     assert f"zb_h1, 4 micro-batches, {seconds} a step predicted" in shown
     # Of memory the bars say all.
     assert not any(text.startswith("peak ") for text in shown)
-
-
-# ----------------------------------------------------------------------- profiles
-
-
-KEPT = {"full": 100, "min_cut": 300, "dots": 700, "none": 2048}
-PROFILE = Profile(
-    (
-        LayerProfile("Dense", 1e-3, 3e-3, kept_bytes=KEPT),
-        LayerProfile("tanh", 0.0, 1.0, kept_bytes={"none": 512}),
-        LayerProfile("unknown", 2e-8, 0.0),
-    ),
-    microbatch_size=1,
-    made={"how": "measured", "device": "a chip"},
-)
-
-
-def test_a_profile_is_a_bar_of_time_and_one_of_bytes_per_layer():
-    root = parsed(PROFILE)
-    assert sorted(node.text or "" for node in root.iter(f"{SVG}title")) == sorted(
-        [
-            *("forward: 1 ms", "backward: 3 ms", "forward: 0 s", "backward: 1 s"),
-            *("forward: 20 ns", "backward: 0 s"),
-            *("by min_cut: 300 B", "by none: 2.0 KiB", "by none: 512 B"),
-        ]
-    )
-    (_, first), *_ = boxes(root, "by min_cut")
-    (_, more), (_, other) = boxes(root, "by none")
-    assert more["x"] == CLOSE(first["x"] + first["width"])
-    assert first["width"] / (first["width"] + more["width"]) == pytest.approx(
-        300 / 2048, abs=1e-3
-    )
-    assert other["width"] == CLOSE((first["width"] + more["width"]) / 4)
-    shown = [text["text"] for text in texts(root)]
-    assert "3 layers, a micro-batch of 1 example: 1 s, measured on a chip" in shown
-    assert {"0 Dense", "4 ms", "300 B to 2.0 KiB", "2 unknown"} <= set(shown)
-    assert {"kept by min_cut", "kept by none", "forward"} <= set(shown)

@@ -41,7 +41,7 @@ def test_trace_has_a_slice_for_each_action_and_an_arrow_for_each_transfer(name):
         ]
         return name
 
-    needs, placement = timeline.needs(), timeline.placement
+    needs, placement = timeline.needs, timeline.placement
     expected = Counter(
         (str(need), str(action))
         for action in timeline.start

@@ -146,7 +146,7 @@ SCHEDULES = [
         "= seconds[half + at]",
     ),
     ("_costs", "[*neighbours, *self.skips]", "[*neighbours]"),
-    ("_simulate", "end, end + seconds\n", "end, end + 2 * seconds\n"),
+    ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
     ("_tables", "own -= sum(at(", "own -= 0 * sum(at("),
     ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
 ]

@@ -42,7 +42,7 @@ def test_a_profile_is_a_timeline_of_the_schedule_and_predicts_its_bytes(name, re
     pipe, state, measured = profiled(name, remat)
     assert measured.rows == pipe.schedule.rows
     assert set(measured.start) == {a for row in measured.rows for a in row}
-    needs = measured.needs()
+    needs = measured.needs
     for row in measured.rows:
         for before, after in pairwise(row):
             assert measured.end[before] <= measured.start[after]

@@ -16,7 +16,7 @@ def test_the_order_is_by_end_and_respects_every_dependency(prediction):
     ends = [timeline.end[action] for action in order]
     assert ends == sorted(ends)
     place = {action: i for i, action in enumerate(order)}
-    needs = timeline.needs()
+    needs = timeline.needs
     for row in schedule.rows:
         # What takes no time holds nobody up, and may come later than its neighbours.
         busy = [action for action in row if costs.of(action)]

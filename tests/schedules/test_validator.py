@@ -20,13 +20,7 @@ Action.parse('2F0')""",
     "E4 of a placement on ranks that do not exist": (
         by_hand("0F0 0B0", 1, placement=(3,)),
         """\
-  * E4 stages [0] are placed on ranks that are not 0 to 0
-  * E4 0F0: stage 0 is placed on rank 3 (rank 0, position 0)
-      rank 0: 0F0 0B0
-              ^^^
-  * E4 0B0: stage 0 is placed on rank 3 (rank 0, position 1)
-      rank 0: 0F0 0B0
-                  ^^^""",
+  * E4 stage 0 is on ranks (3,), there are 1""",
     ),
     "E5 of one half of a backward": (
         by_hand("0F0 0I0\n1F0 1W0", 1),
