@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from ._check._report import CheckReport
-from ._describe import describe, of_function
 from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
@@ -19,6 +18,7 @@ from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._sliced import Sliced, Work
 from ._train import _transformation
+from .planning._describe import describe, of_function
 from .planning._plan import Plan
 
 PyTree = Any
