@@ -19,6 +19,7 @@ from ..schedules._choose import called
 from ..schedules._units import duration, size
 from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
+from ._fused import fused_residuals
 from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
 from ._link import link
@@ -171,6 +172,8 @@ def plan(
         else:
             profile.check(fingerprint(model, finest.train, finest.where))
             profiles = {parts[0]: profile}
+        if memory_limit is not None:
+            profiles = fused_residuals(profiles, subject, finest, count)
         space = Space(
             {number: _with_state(own, optimizer) for number, own in profiles.items()},
             optimizer,

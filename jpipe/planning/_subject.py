@@ -79,9 +79,9 @@ class Subject:
         self,
         request: Request,
         balance: Sequence[int],
-        remat: Sequence[str],
+        remat: str | Sequence[str],
         schedule: Schedule,
-        data: int,
+        data: int = 1,
     ) -> Plan:
         """What is known of a step on devices that are not there."""
         request = request.with_loss()

@@ -108,8 +108,8 @@ LAYERS = [
     ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
 ]
 PLANNING = [
-    ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
-    ("_chain", "[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
+    ("_problem", "2 * self.profile.params_of +", "self.profile.params_of +"),
+    ("_problem", "[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
     (
         "_cuts",
         "starts = latency + transfers if stage else latency",
