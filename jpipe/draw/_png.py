@@ -23,9 +23,9 @@ def png(
     """Draws timelines into a PNG or PDF file: the picture of `svg`.
 
     Args:
-      timelines: one or several, or schedules, with the default costs; or a plan: from
-        `jpipe.plan`, drawn as bars of time and memory above its timeline, or from
-        `jpipe.replicate`, as its timeline; or a profile, drawn as bars.
+      timelines: one or several, or schedules, with the default costs; or a plan of
+        `jpipe.plan`, drawn as bars of time and memory above its timeline; or a profile,
+        drawn as bars.
       path: of the file to write; its ending decides which kind, such as ``.png``.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

@@ -13,7 +13,7 @@ from ..schedules._units import many
 from ._fingerprint import measured_on_cpu
 from ._plan import Memory, Plan, named
 from ._profile import Profile
-from ._replicated import ring
+from ._replicate import ring
 from ._space import Hardware, Space
 
 # Where devices share cores, halves of backwards have to be faster by so much.

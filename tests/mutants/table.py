@@ -125,7 +125,7 @@ PLANNING = [
     ("_forecast", "[other if m in joined else numbers[last] for", "[other for"),
     ("_forecast", "workspace[i] += int(", "workspace[i] += 0 * int("),
     ("_forecast", " - first] += skip.bytes", " - first] -= skip.bytes"),
-    ("_replicated", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+    ("_replicate", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
 PLACED = [
     ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),
