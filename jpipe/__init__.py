@@ -32,8 +32,8 @@ if _TYPE_CHECKING:
     from .planning._plan import Plan as Plan
     from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
+    from .planning._replicate import Replicated as Replicated
     from .planning._replicate import replicate as replicate
-    from .planning._replicated import Replicated as Replicated
 
 # Imported when they are first used: the command line draws schedules without JAX, and a
 # step draws nothing and plans nothing.
@@ -42,7 +42,7 @@ _HOME = {
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
-    "Replicated": ".planning._replicated",
+    "Replicated": ".planning._replicate",
     "Report": "._report",
     "Stage": "._layers._layer",
     "TrainState": "._train._state",

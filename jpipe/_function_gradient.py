@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from ._check._report import CheckReport
-from ._describe import describe, of_function
 from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
@@ -17,6 +16,7 @@ from ._run._feed import Feed
 from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._sliced import Sliced, Work
+from .planning._describe import describe, of_function
 from .planning._plan import Plan
 
 PyTree = Any

@@ -6,7 +6,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ._check._report import CheckReport
-from ._describe import Known, describe
 from ._functions._objective import Objective
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
@@ -16,6 +15,7 @@ from ._run._context import outside_of_meshes
 from ._subject import UNKNOWN, Subject
 from ._train._gradients import Gradients
 from ._train._state import TrainState, check_state
+from .planning._describe import Known, describe
 from .planning._plan import Forecast, Plan
 from .schedules import Schedule, Timeline
 

@@ -7,7 +7,6 @@ import chex
 
 from ._check._report import CheckReport
 from ._checking import checked
-from ._describe import Known, of_function
 from ._fitting import Fitting
 from ._functions._batch import Axes
 from ._layers._skip import label
@@ -16,6 +15,7 @@ from ._slices._built import Built
 from ._slices._division import ByLayer
 from ._slices._listed import Listed
 from ._subject import Subject
+from .planning._describe import Known, of_function
 
 PyTree = Any
 

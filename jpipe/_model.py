@@ -7,7 +7,6 @@ from typing import Any
 import chex
 
 from ._check._report import CheckReport
-from ._describe import Known, of_function
 from ._functions import _microbatch
 from ._functions._batch import Axes
 from ._instructions._sharding import Sharding
@@ -18,6 +17,7 @@ from ._slices._built import Built
 from ._slices._division import Division
 from ._slices._model import Model
 from ._subject import Subject
+from .planning._describe import Known, of_function
 
 PyTree = Any
 

@@ -257,40 +257,6 @@ def _check_shards(ranks: Sequence[Device]) -> None:
                 )
 
 
-def replicated_plan(
-    plan: Any,
-    layers: Sequence[Layer],
-    given: Sequence[str],
-    num_microbatches: int | None,
-) -> tuple[int, list[int], Schedule]:
-    """What a plan of `jpipe.replicate` decides, checked.
-
-    Args:
-      plan: the plan.
-      layers: of the pipeline.
-      given: the names of arguments that were given with it.
-      num_microbatches: as given.
-
-    Returns:
-      The number of micro-batches, the balance, the schedule.
-
-    Raises:
-      ValueError: with every fault.
-    """
-    decided = [name for name in given if name in ("balance", "schedule", "replicas")]
-    faults = [
-        f"it decides {name}, which was given too: leave {name}= out" for name in decided
-    ]
-    balance = [stage.end - stage.start for stage in plan.stages]
-    if sum(balance) != len(layers):
-        faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")
-    if num_microbatches is None:
-        faults.append("it does not have num_microbatches; give it too")
-    refuse("plan", faults)
-    number = check_num_microbatches(num_microbatches)
-    return number, balance, plan.schedule(number)
-
-
 def warn_of_idle(devices: Any, schedule: Schedule) -> None:
     """Warns of devices that are idle though each stage could have its own.
 

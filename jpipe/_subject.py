@@ -1,7 +1,7 @@
 """What a pipeline is of: its programs, and where its variables are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +9,6 @@ import chex
 import jax
 
 from ._check._report import CheckReport
-from ._describe import Known
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
@@ -27,6 +26,7 @@ from ._slices._initial import strong
 from ._slices._modules import Modules
 from ._slices._sliced import Checks, Sliced, Work
 from ._train._gradients import Gradients
+from .planning._describe import Known
 
 PyTree = Any
 UNKNOWN = (

@@ -1,7 +1,7 @@
 """`jpipe.pipeline`: a sequence of layers as one program over many devices."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -25,9 +25,6 @@ from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
 from .schedules._choose import choose_schedule
 
-if TYPE_CHECKING:
-    from .planning._replicated import Replicated
-
 
 def pipeline(
     stages: Any,
@@ -36,7 +33,7 @@ def pipeline(
     num_stages: int | None = None,
     balance: Sequence[int] | str | None = None,
     sample: Any = None,
-    plan: "Plan | Replicated | None" = None,
+    plan: Plan | None = None,
     devices: Sequence[Device] | Mesh | None = None,
     mesh: Mesh | None = None,
     sharding: _param_sharding.Rule | None = None,
@@ -70,8 +67,7 @@ def pipeline(
       sample: for these, an input of a mini-batch, or a profile of the layers.
       plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
         ``schedule`` and ``remat``, and of ``mesh`` where it has several devices per
-        stage: those of ``devices`` are laid out, stage by stage. Or from
-        `jpipe.replicate`, in place of ``balance``, ``replicas`` and ``schedule``.
+        stage: those of ``devices`` are laid out, stage by stage.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages. A rank may have a mesh of its own in place of a device.
       mesh: several devices per stage, in place of ``devices``: the stages are along its
@@ -155,17 +151,8 @@ def pipeline(
             remat=remat,
             replicas=replicas,
         )
-        if isinstance(plan, Plan) or not hasattr(plan, "replicas"):
-            own = _setup.decided(plan, None if is_one else layers, names, mesh, devices)
-            num_microbatches, balance, schedule, remat, cuts, mesh, devices = own
-        elif is_one:
-            raise ValueError(
-                "plan: what jpipe.replicate makes is of a list of layers; type "
-                "replicas= for one model"
-            )
-        else:
-            planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
-            num_microbatches, balance, schedule = planned
+        own = _setup.decided(plan, None if is_one else layers, names, mesh, devices)
+        num_microbatches, balance, schedule, remat, cuts, mesh, devices = own
     number = _setup.check_num_microbatches(num_microbatches)
     devices = _setup.check_mesh(mesh, devices, sharding, gather)
     axes = Axes(in_axes, target_axes, out_axes)

@@ -67,8 +67,7 @@ def picture(
 def listed(timelines: Any) -> tuple[Timeline, ...]:
     """One timeline or several, as several; none is an error.
 
-    Of a schedule, that with the default costs for the layers of a rank; of a plan of
-    stages with replicas, what it simulates.
+    Of a schedule, that with the default costs for the layers of a rank.
     """
     given = tuple(timelines) if isinstance(timelines, Iterable) else (timelines,)
     if not given:
@@ -79,13 +78,12 @@ def listed(timelines: Any) -> tuple[Timeline, ...]:
 def _timeline(given: Any) -> Timeline:
     if isinstance(given, Schedule):
         return given.simulate(fitting(Costs(), given))
-    shown = given.simulate() if hasattr(given, "simulate") else given
-    if not isinstance(shown, Timeline):
+    if not isinstance(given, Timeline):
         raise TypeError(
-            f"a {type(shown).__name__} is not a timeline: draw what "
+            f"a {type(given).__name__} is not a timeline: draw what "
             f"Schedule.simulate, profile_step or jpipe.plan returns"
         )
-    return shown
+    return given
 
 
 def named(

@@ -33,9 +33,8 @@ def svg(
     that rests on a box shows the action and its times.
 
     Args:
-      timelines: one or several, or schedules, with the default costs; or a plan: from
-        `jpipe.plan`, drawn as bars of time and memory above its timeline, or from
-        `jpipe.replicate`, as its timeline.
+      timelines: one or several, or schedules, with the default costs; or a plan of
+        `jpipe.plan`, drawn as bars of time and memory above its timeline.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need for their numbers, at most
         2000. Where boxes are too narrow, numbers are left out.

@@ -63,40 +63,19 @@ def best_step(
 ) -> list[Cut]:
     """Cuts of which none has a shorter step than the first.
 
-    Of as many as there are from the fastest slowest stage to the least transfers those
-    are tried that can be better than the best so far.
+    The slower a stage may be, the less all stages and transfers take together. So
+    after the cut without a limit only those can be better whose slowest stage is
+    faster, and by so much as the best so far asks for; and so on.
     """
-    min_max = best_max(times, transfers)
-    if min_max is None:
-        return []
-    min_latency = within(times, transfers, np.inf)
-    assert min_latency is not None
-    found = {min_max.ends: min_max, min_latency.ends: min_latency}
-    count = num_microbatches - 1
-
-    def best() -> float:
-        return min(cut.step(num_microbatches) for cut in found.values())
-
-    most = (best() - min_latency.latency) / count if count else -np.inf
-    limits = _limits(times, min_max.bottleneck, min(most, min_latency.bottleneck))
-    # Between two limits: slowest stages from limits[low] on, up to limits[high], which
-    # allow stages and transfers of no less than `least`.
-    intervals = [(0, len(limits) - 1, min_max.latency, min_latency.latency)]
-    while intervals:
-        low, high, before, least = intervals.pop()
-        if low >= high or least >= before:
-            continue
-        if least + count * limits[low + 1] >= best():
-            continue
-        middle = (low + high + 1) // 2
-        cut = within(times, transfers, limits[middle])
-        assert cut is not None
-        found[cut.ends] = cut
-        if middle < high:
-            intervals.append((middle, high, cut.latency, least))
-        if middle - 1 > low:
-            intervals.append((low, middle - 1, before, cut.latency))
-    return sorted(found.values(), key=lambda cut: (cut.step(num_microbatches), cut))
+    cut = best_max(times, transfers)
+    found = set[Cut]() if cut is None else {cut}
+    limit = np.inf
+    while cut := within(times, transfers, limit):
+        found.add(cut)
+        best = min(each.step(num_microbatches) for each in found)
+        faster = (best - cut.latency) / max(num_microbatches - 1, 1)
+        limit = min(cut.bottleneck - 1, faster)
+    return sorted(found, key=lambda cut: (cut.step(num_microbatches), cut))
 
 
 def within(times: Sequence[Matrix], transfers: Matrix, limit: float) -> Cut | None:
@@ -129,13 +108,6 @@ def within(times: Sequence[Matrix], transfers: Matrix, limit: float) -> Cut | No
         float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(times)
     )
     return Cut(bottleneck, float(latency[-1]), ends)
-
-
-def _limits(times: Sequence[Matrix], low: float, high: float) -> list[float]:
-    """The times that a stage can take between two, these included."""
-    different = {id(matrix): matrix for matrix in times}
-    inside = [m[(m > low) & (m <= high)] for m in different.values()]
-    return [low, *np.unique(np.concatenate(inside)).tolist()]
 
 
 def _ends(came: Sequence[npt.NDArray[np.intp]], last: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from ..schedules._catalogue import key_of
 from ..schedules._choose import called
 from ..schedules._units import duration, size
 from ._estimate import Rates
-from ._fingerprint import estimated
+from ._fingerprint import estimated, fingerprint
 from ._fused import fused_residuals
 from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
@@ -31,7 +31,7 @@ from ._request import Request
 from ._search import REMATS
 from ._shapes import shapes
 from ._space import Hardware, Space
-from ._subject import subject
+from ._subject import Subject
 from ._traced import Traced
 from ._verify import choose
 
@@ -39,7 +39,7 @@ PyTree = Any
 _FORWARD_ONLY = "forward_only"
 # What `jpipe.profile` takes besides the layers and a sample.
 _OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
-    *("layers", "sample", "num_microbatches"),
+    *("sample", "num_microbatches"),
 }
 _NO_LOSS = (
     "loss: none was given (loss=, targets=): what it computes and keeps, such as "
@@ -155,21 +155,25 @@ def plan(
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
-    request = Request(subject(layers), sample, **options)
+    request, subject = Request(sample, **options), Subject(layers)
     examples = request.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
     parts = sorted({shape.parts for shape in choice})
     finest = dataclasses.replace(request, num_microbatches=parts[-1])
-    required = None
+    model, required = subject.traced(finest), None
     if balance is not None:
-        required = check_balance(balance, len(finest.model.names))
+        required = check_balance(balance, len(model.names))
     # All that a terminal shows meanwhile counts from here.
     with Progress("plans made"):
-        optimizer = _optimizer_bytes(tx, finest.model)
-        profiles = _profiles(finest, parts, examples, profile)
+        optimizer = _optimizer_bytes(tx, model)
+        if profile is None:
+            profiles = _profiles(subject, model, finest, parts)
+        else:
+            profile.check(fingerprint(model, finest.train, finest.where))
+            profiles = {parts[0]: profile}
         if memory_limit is not None:
-            profiles = fused_residuals(profiles, request, count, modes)
+            profiles = fused_residuals(profiles, subject, finest, count)
         space = Space(
             {number: _with_state(own, optimizer) for number, own in profiles.items()},
             optimizer,
@@ -180,15 +184,14 @@ def plan(
             balance=required,
             shapes=choice,
         )
-        candidates = choose(space, request)
+        candidates = choose(space, request, subject)
     if not candidates:
         raise ValueError(
             f"plan: schedules={list(names)} have no order for {space.num_layers} "
             f"layers on {count} devices in "
             f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
-    made = chosen(candidates, space, () if request.loss else (_NO_LOSS,))
-    return dataclasses.replace(made, cuts=request.layers.cuts(made.balance))
+    return chosen(candidates, space, () if request.loss else (_NO_LOSS,))
 
 
 def _as_made(profile: Any) -> dict[str, Any]:
@@ -208,20 +211,16 @@ def _as_made(profile: Any) -> dict[str, Any]:
 
 
 def _profiles(
-    finest: Request,
-    numbers: Sequence[int],
-    examples: int,
-    given: Profile | None,
+    subject: Subject, model: Traced, finest: Request, numbers: Sequence[int]
 ) -> Mapping[int, Profile]:
     """By the number of parts: of the most, of the fewest, and in between."""
-    if given is not None:
-        given.check(finest.fingerprint)
-        return {numbers[0]: given}
     # A whole mini-batch at once may be more than a device holds.
     few = next((number for number in numbers[:-1] if number > 1), numbers[0])
-    small = large = answer(finest)
+    small = large = answer(model, finest)
     if few != finest.num_microbatches:
-        large = answer(dataclasses.replace(finest, num_microbatches=few))
+        coarse = dataclasses.replace(finest, num_microbatches=few)
+        large = answer(subject.traced(coarse), coarse)
+    examples = sum(finest.batch().sizes)
     return {
         number: interpolated(small, large, -(-examples // number)) for number in numbers
     }

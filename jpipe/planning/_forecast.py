@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._slices._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._units import many
 from ._fingerprint import measured_on_cpu
-from ._plan import Memory, named
+from ._plan import Memory, Plan, named
 from ._profile import Profile
-from ._replicated import ring
+from ._replicate import ring
 from ._space import Hardware, Space
 
 # Where devices share cores, halves of backwards have to be faster by so much.
@@ -61,18 +60,14 @@ class Candidate(Way):
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
       host: seconds in which one thread has all programs and transfers of a step run.
-      residual_bytes: the most that each stage stores between forward and backward, once
-        it was lowered.
-      stored: by each stage of a micro-batch, likewise; ``None`` where its forward
-        is a part of its backward.
+      plan: what is known of it once it was lowered.
     """
 
     profile: Profile
     timeline: Timeline
     memory: tuple[Memory, ...]
     host: float
-    residual_bytes: tuple[int, ...] = ()
-    stored: tuple[Kept | None, ...] = ()
+    plan: Plan | None = None
 
     @property
     def costs(self) -> Costs:

@@ -5,52 +5,50 @@ operations from what is stored before it.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from ..schedules import gpipe
 from ._layer import LayerProfile
 from ._partition import partition
 from ._profile import Profile
 from ._request import Request
+from ._subject import Subject
 
 
 def fused_residuals(
     profiles: Mapping[int, Profile],
+    subject: Subject,
     request: Request,
     num_stages: int,
-    remats: Sequence[str],
 ) -> dict[int, Profile]:
     """Profiles whose layers store about what they do in stages.
 
-    How much less that is than what they store by themselves is traced for one number of
-    micro-batches, and taken to be the same for all.
+    How much less that is than what they store by themselves is known of one cut and one
+    number of micro-batches, and taken to be the same for all.
 
     Args:
       profiles: of layers by themselves, by the number of micro-batches.
-      request: what they answer.
-      num_stages: of the cut, an even one, that is traced.
-      remats: the modes that stages may have.
-
-    Returns:
-      The profiles.
+      subject: the layers.
+      request: has the number of micro-batches that is looked at.
+      num_stages: of the cut, an even one.
     """
-    number = max(profiles)
-    profile = profiles[number]
-    count = len(profile.layers)
-    balance = partition(profile, min(num_stages, count))
-    stages = list(itertools.pairwise([0, *itertools.accumulate(balance)]))
-    adjusted = dataclasses.replace(request, num_microbatches=number)
-    # What "full" stores, the input of a stage, is no sum.
-    shares = {mode: [1.0] * count for mode in remats if mode != "full"}
-    for mode, share in shares.items():
-        stored = adjusted.residual_bytes(balance, mode)
-        for (first, stop), size in zip(stages, stored, strict=True):
-            alone = profile.kept_of[mode][first, stop]
-            share[first:stop] = [size / alone if alone else 1.0] * (stop - first)
+    number = request.num_microbatches
+    alone = profiles[number]
+    balance = partition(alone, min(num_stages, len(alone.layers)))
+    schedule = gpipe(len(balance), number)
+    plan = subject.planned(request, balance, "min_cut", schedule)
+    shares: list[dict[str, float]] = []
+    for stage, size in zip(plan.stages, balance, strict=True):
+        first = len(shares)
+        sums = {m: own[first, first + size] for m, own in alone.kept_of.items()}
+        share = {m: n / sums[m] for m, n in stage.kept.items() if sums.get(m)}
+        # What "full" stores, the input of a stage, is no sum.
+        shares += [share | {"full": 1.0}] * size
 
     def fused(at: int, layer: LayerProfile) -> LayerProfile:
-        less = {m: int(layer.kept_bytes[m] * share[at]) for m, share in shares.items()}
-        return dataclasses.replace(layer, kept_bytes={**layer.kept_bytes, **less})
+        kept = layer.kept_bytes.items()
+        less = {mode: int(size * shares[at].get(mode, 1.0)) for mode, size in kept}
+        return dataclasses.replace(layer, kept_bytes=less)
 
     return {
         number: dataclasses.replace(

@@ -1,24 +1,30 @@
 """`jpipe.partition`: how many layers each stage should have."""
 
 import itertools
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..schedules import Schedule, ScheduleBuilder
-from . import _several
+from ..schedules import Schedule, ScheduleBuilder, one_f_one_b
+from ..schedules._choose import choose_schedule
+from ..schedules._simulate import TOO_LONG
 from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import best_max, best_step, smallest_max
+from ._layer import MODES, LayerProfile, unknown_mode
 from ._problem import PartitionProblem
-from ._problem import problem as checked
-from ._profile import Profile
+from ._profile import Profile, speed_faults
 
 # How many actions are simulated for one answer, how many cuts at least and at most, and
 # of how many the search begins.
 _ACTIONS = 40_000
 _FEWEST, _MOST = 12, 400
 _STARTS = 8
+# With several stages on a rank so many cuts are tried on paper, around so many in vain;
+# where there are no more than a few, all of them.
+_TRIED, _PATIENCE, _FEW = 10_000, 40, 1_000
 
 
 class NoCut(ValueError):
@@ -75,32 +81,114 @@ def partition(
       >>> partition([1, 2, 3, 4, 5, 6], 3)
       [3, 2, 1]
     """
-    speed = {"bandwidth": bandwidth, "latency": latency}
-    run = {"num_microbatches": num_microbatches, "schedule": schedule, "remat": remat}
-    limits = {"objective": objective, "max_bytes": max_bytes}
-    problem = checked(costs, num_stages, **speed, **run, **limits)
+    problem = _checked(
+        costs,
+        num_stages,
+        objective=objective,
+        num_microbatches=num_microbatches,
+        bandwidth=bandwidth,
+        latency=latency,
+        max_bytes=max_bytes,
+        schedule=schedule,
+        remat=remat,
+    )
     found = _found(problem)
-    short = _short(problem, found)
+    short = problem.excess(np.array(found[:1])).item()
     if short > 0:
         raise NoCut(_too_small(problem, found[0], short))
-    if objective == "step" and problem.has_schedule:
+    if objective == "step" and schedule is not None:
         found = _by_simulation(problem, found)
     return [b - a for a, b in itertools.pairwise(found[0])]
 
 
 def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
-    """The most that a rank holds in the cut where that is least.
+    """The most that a rank holds in the cut where that is least: see `partition`."""
+    problem = _checked(costs, num_stages, max_bytes=1, **arguments)
+    short = problem.excess(np.array(_found(problem)[:1])).item()
+    return 1 + max(short, 0.0)
 
-    Args:
-      costs: as for `partition`.
-      num_stages: likewise.
-      **arguments: likewise.
+
+def _checked(
+    costs: Any,
+    num_stages: int,
+    *,
+    objective: str = "max",
+    num_microbatches: int | None = None,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+    max_bytes: Any = None,
+    schedule: Any = None,
+    remat: Any = "min_cut",
+) -> PartitionProblem:
+    """The arguments of `partition`.
 
     Raises:
-      ValueError: as `partition` does.
+      ValueError: with what makes no sense.
     """
-    problem = checked(costs, num_stages, max_bytes=1, **arguments)
-    return 1 + max(_short(problem, _found(problem)), 0.0)
+    profile = _profile(costs)
+    count = operator.index(num_stages)
+    modes = profile.modes(remat, count)
+    if num_microbatches is None and isinstance(schedule, Schedule):
+        num_microbatches = schedule.num_microbatches
+    faults = [*speed_faults(bandwidth, latency)]
+    if not 1 <= count <= len(profile.layers):
+        faults.append(
+            f"num_stages={count}; needs 1 to {len(profile.layers)}, a layer each"
+        )
+    if objective not in ("max", "step"):
+        faults.append(f"objective={objective!r}; needs 'max' or 'step'")
+    if num_microbatches is None and (schedule is not None or objective == "step"):
+        faults.append("a step or a schedule needs num_microbatches=")
+    number = count if num_microbatches is None else num_microbatches
+    if number < 1:
+        faults.append(f"num_microbatches={number}; needs at least 1")
+    faults += [unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES]
+    # Modes of which a profile has no bytes are of no matter without a limit.
+    if isinstance(costs, Profile):
+        faults += profile.unknown(modes) if max_bytes is not None else ()
+    elif "full" in modes or not bandwidth is max_bytes is None:
+        faults.append(
+            "bandwidth=, max_bytes= and remat='full' need a Profile: the costs are "
+            "numbers, without bytes and forwards"
+        )
+    if faults:
+        raise ValueError(f"partition: {'; '.join(faults)}")
+    chosen = one_f_one_b(count, min(number, count))
+    if schedule is not None:
+        chosen = choose_schedule(schedule, count, number)
+        if chosen.forward_only:
+            raise ValueError(f"partition: schedule {chosen.name!r} has no backward")
+    limits = None if max_bytes is None else _limits(max_bytes, chosen.num_ranks)
+    speed = bandwidth, latency
+    problem = PartitionProblem(
+        profile, modes, *speed, objective, chosen, number, limits
+    )
+    if not math.isfinite(problem.total * number):
+        raise ValueError(f"partition: {TOO_LONG}")
+    return problem
+
+
+def _profile(costs: Sequence[float] | Profile) -> Profile:
+    """The layers; of a number, a third is taken to be forward."""
+    if not isinstance(costs, Profile):
+        times = [float(time) for time in costs]
+        halves = enumerate((time / 3, time - time / 3) for time in times)
+        costs = Profile(tuple(LayerProfile(str(i), *each) for i, each in halves))
+    if faults := costs.faults():
+        raise ValueError(f"partition: {'; '.join(faults)}")
+    return costs
+
+
+def _limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:
+    """One number per rank."""
+    limits = list(max_bytes) if hasattr(max_bytes, "__iter__") else [max_bytes]
+    limits = limits * num_ranks if len(limits) == 1 else limits
+    if len(limits) != num_ranks or not all(limit > 0 for limit in limits):
+        raise ValueError(
+            f"partition: max_bytes={max_bytes!r}; needs bytes, more than 0, for all of "
+            f"{num_ranks} ranks or for each"
+        )
+    return tuple(map(float, limits))
 
 
 def _found(problem: PartitionProblem) -> list[Ends]:
@@ -108,35 +196,49 @@ def _found(problem: PartitionProblem) -> list[Ends]:
 
     With one stage per rank the first is the best of all.
     """
-    if not problem.has_one_each:
-        return _several.candidates(problem)
-    chain, times = problem.chain, problem.chain.times
+    if problem.schedule.num_ranks < problem.num_stages:
+        on_paper = _starts(problem), lambda cuts: _on_paper(problem, cuts)
+        return climb(*on_paper, _TRIED, _PATIENCE)
+    times, transfers = problem.times, problem.transfers
     if problem.max_bytes is not None:
-        over = [np.empty(0)] * chain.num_stages
-        for rank, most in zip(problem.in_flight, problem.max_bytes, strict=True):
-            over[rank.stages[0]] = chain.every_stage_bytes(rank) - most
+        over = problem.excess_of_stages()
         short, ends = smallest_max(over)
         if short > 0:
             return [ends]
         pairs = zip(over, times, strict=True)
         times = tuple(np.where(own <= 0, time, np.inf) for own, time in pairs)
     if problem.objective == "step":
-        assert problem.num_microbatches is not None
-        cuts = best_step(times, chain.transfers, problem.num_microbatches)
+        cuts = best_step(times, transfers, problem.num_microbatches)
         return [cut.ends for cut in cuts]
-    cut = best_max(times, chain.transfers)
+    cut = best_max(times, transfers)
     assert cut is not None, "the limit was looked at"
     return [cut.ends]
 
 
-def _short(problem: PartitionProblem, found: Sequence[Ends]) -> float:
-    """The bytes by which the fullest rank of the first exceeds its limit."""
-    return _several.excess(problem, np.array(found[:1])).item()
+def _starts(problem: PartitionProblem) -> Iterator[Ends]:
+    """Equal loads for all stages, and as many layers for each."""
+    layers, count = problem.num_layers, problem.num_stages
+    if cut := best_max(problem.times, problem.transfers):
+        yield cut.ends
+    yield from every(layers, count, _FEW)
+    yield tuple(layers * s // count for s in range(count + 1))
+
+
+def _on_paper(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
+    """What some cuts are worth, without running them; first, what exceeds the limit."""
+    each, latency = problem.loads(cuts), problem.latencies(cuts)
+    slowest = each.max(axis=0)
+    worth = [slowest, latency]
+    if problem.objective == "step":
+        worth = [latency + (problem.num_microbatches - 1) * slowest]
+    over = np.maximum(problem.excess(cuts), 0.0)
+    columns = over, *worth, np.square(each).sum(axis=0)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _by_simulation(problem: PartitionProblem, found: list[Ends]) -> list[Ends]:
     """The best of some cuts and those around them, by their simulated steps first."""
-    chain, schedule = problem.chain, problem.schedule
+    schedule = problem.schedule
     count = schedule.num_microbatches
     num_actions = sum(map(len, schedule.rows))
     most = min(max(_ACTIONS // num_actions, _FEWEST), _MOST)
@@ -149,23 +251,23 @@ def _by_simulation(problem: PartitionProblem, found: list[Ends]) -> list[Ends]:
         if count * slowest >= best:
             # No order of its actions makes the rank that has most to do any faster.
             return count * slowest, 1.0
-        time = schedule.simulate(chain.costs(ends)).makespan
+        time = schedule.simulate(problem.costs(ends)).makespan
         best = min(best, time)
         return time, 0.0
 
     def keys(cuts: Cuts) -> list[Key]:
-        slowest = _several.loads(problem, cuts).max(axis=0) * chain.quantum
-        over = _several.excess(problem, cuts)
+        slowest = problem.loads(cuts).max(axis=0) * problem.quantum
+        over = problem.excess(cuts)
         return list(map(key, cuts.tolist(), slowest.tolist(), over.tolist()))
 
-    others = every(chain.num_layers, chain.num_stages, most)
+    others = every(problem.num_layers, problem.num_stages, most)
     return climb([*found[:_STARTS], *others], keys, most)
 
 
 def _too_small(problem: PartitionProblem, ends: Ends, short: float) -> str:
     """That a limit is too small, of which rank and by how much, and what would do."""
     assert problem.max_bytes is not None
-    needs = _several.needs(problem, np.array([ends]))[:, 0].tolist()
+    needs = problem.needs(np.array([ends]))[:, 0].tolist()
     over = [need - most for need, most in zip(needs, problem.max_bytes, strict=True)]
     rank = over.index(max(over))
     layers = [f"{ends[s]} to {ends[s + 1] - 1}" for s in problem.in_flight[rank].stages]

@@ -14,17 +14,19 @@ from .._run._context import outside_of_meshes
 from .._slices._functions import StageFunctions
 from ..schedules._costs import FIELDS
 from ._estimate import Rates, seconds, workspace_bytes
+from ._fingerprint import fingerprint
 from ._layer import MODES
 from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
-from ._subject import subject
+from ._subject import Subject
 from ._traced import Traced
 
 PyTree = Any
 
 
+@outside_of_meshes
 def profile(
     layers: Any,
     sample: PyTree,
@@ -109,17 +111,16 @@ def profile(
     """
     # In the order of its fields.
     request = Request(
-        *(subject(layers), sample, num_microbatches, loss, targets, has_aux, reduction),
+        *(sample, num_microbatches, loss, targets, has_aux, reduction),
         *(trainable, in_axes, target_axes, rngs, train, measure, rounds, device),
         *(peak_flops, memory_bandwidth, action_seconds),
     )
-    return answer(request)
+    return answer(Subject(layers).traced(request), request)
 
 
-@outside_of_meshes
-def answer(request: Request) -> Profile:
-    """The requested profile."""
-    model, where = request.model, request.where
+def answer(model: Traced, request: Request) -> Profile:
+    """The requested profile of layers, each by itself."""
+    where = request.where
     if isinstance(where, Rates):
         layers = counted("layers estimated", list(model.alike()))
         times = {functions: _estimated(functions, where) for functions in layers}
@@ -132,7 +133,7 @@ def answer(request: Request) -> Profile:
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        made=request.fingerprint,
+        made=fingerprint(model, request.train, where),
         action_seconds=action,
     )
 

@@ -1,13 +1,13 @@
 """The best of the candidates as a plan, and why it is that."""
 
+import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 
-from .._instructions._transfer import OnPaper
 from ..schedules._units import duration, size
 from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, transfers
-from ._plan import Forecast, Plan, StagePlan, named
+from ._plan import Forecast, Plan, named
 from ._space import Space
 
 
@@ -31,11 +31,9 @@ def chosen(
     if not best.fits(space.hardware):
         raise ValueError(_nothing_fits(best, space))
     sent = _sent(best)
-    return Plan(
-        stages=tuple(_stages(best)),
-        schedule=best.schedule,
-        skips=tuple(_skips(best)),
-        data=best.data,
+    assert best.plan is not None
+    return dataclasses.replace(
+        best.plan,
         forecast=Forecast(
             seconds=best.seconds,
             memory=best.memory,
@@ -144,32 +142,3 @@ def _sent(best: Candidate) -> int:
     moved = sum(sizes) * best.schedule.num_microbatches
     exchanged = 2 * (best.data - 1) * sum(best.costs.accumulator_bytes)
     return int(moved * best.data + exchanged)
-
-
-def _stages(best: Candidate) -> Iterable[StagePlan]:
-    first, profile = 0, best.profile
-    for i, (count, stored) in enumerate(zip(best.balance, best.stored, strict=True)):
-        stop = first + count
-        layers = profile.layers[first:stop]
-        rank = best.schedule.placement[i]
-        yield StagePlan(
-            index=i,
-            rank=rank,
-            device=str(OnPaper(rank, best.data)),
-            layers=tuple(layer.name for layer in layers),
-            remat=best.remat[i],
-            num_params=sum(layer.num_params for layer in layers),
-            param_bytes=sum(layer.param_bytes for layer in layers),
-            held_bytes=best.residual_bytes[i],
-            kept=stored.nbytes if stored else {},
-            again=stored.again if stored else None,
-        )
-        first = stop
-
-
-def _skips(best: Candidate) -> Iterable[tuple[str, int, int]]:
-    stage_of = [s for s, count in enumerate(best.balance) for _ in range(count)]
-    for skip in best.profile.skips:
-        source, target = stage_of[skip.source], stage_of[skip.target]
-        if source != target:
-            yield skip.name, source, target

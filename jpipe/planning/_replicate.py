@@ -1,14 +1,63 @@
 """Stages with several devices each: how many stages, of which layers, on how many."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..schedules import Costs
+from ..schedules._units import columns, many
 from ._profile import Profile, speed_faults
-from ._replicated import Replicated, ReplicatedStage, ring
 from ._sums import Matrix, sums
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Stages with several devices each, and what they would take.
+
+    Prints its stages, what one device would take, and what stages of one device each
+    would.
+
+    Attributes:
+      balance: the number of layers of each stage.
+      replicas: the number of devices of each stage.
+      seconds: from one micro-batch to the next, in the steady state. As PipeDream's
+        planner counts: each replica exchanges gradients after each of its
+        micro-batches, and an exchange counts twice; a transfer uses as many links as
+        the stage with fewer devices has.
+      straight: what ``seconds`` would be with one device per stage.
+      alone: what it would be on one device.
+
+    Example:
+      >>> import jpipe
+      >>> from jpipe.planning._profile import LayerProfile, Profile
+      >>> plan = jpipe.replicate(Profile((LayerProfile("a", 1.0, 2.0),)), 3)
+      >>> plan.replicas, plan.seconds
+      ((3,), 1.0)
+    """
+
+    balance: tuple[int, ...]
+    replicas: tuple[int, ...]
+    seconds: float
+    straight: float
+    alone: float
+
+    def __str__(self) -> str:
+        used, seconds = sum(self.replicas), self.seconds
+        faster = self.alone / seconds if seconds else 1.0
+        lines = [
+            f"{seconds:.6g} s a micro-batch on {many(used, 'device')}, "
+            f"{faster:.3f} times as fast as one"
+        ]
+        if max(self.replicas) > 1 and seconds:
+            lines.append(
+                f"with one device per stage {self.straight:.6g} s, "
+                f"{self.straight / seconds:.3f} times as long"
+            )
+        rows = [["stage", "layers", "devices"]]
+        pairs = zip(self.balance, self.replicas, strict=True)
+        rows += [[str(i), *map(str, own)] for i, own in enumerate(pairs)]
+        return "\n".join([*lines, columns(rows, left=())])
 
 
 def replicate(
@@ -30,9 +79,8 @@ def replicate(
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
 
     Returns:
-      The stages with the least time; no others are better. They are printed;
-      `jpipe.draw.svg` draws it, with the timeline that its ``simulate`` returns;
-      ``jpipe.pipeline(layers, M, plan=plan)`` runs it.
+      The stages with the least time; no others are better. They are printed, and run by
+      ``jpipe.pipeline(layers, M, balance=plan.balance, replicas=plan.replicas)``.
 
     Raises:
       ValueError: with every fault of the arguments.
@@ -44,8 +92,8 @@ def replicate(
       2 s a micro-batch on 3 devices, 3.000 times as fast as one
       with one device per stage 4 s, 2.000 times as long
       stage  layers  devices
-          0  0 to 0        2
-          1  1 to 1        1
+          0       1        2
+          1       1        1
 
     References:
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
@@ -55,91 +103,71 @@ def replicate(
         faults.append(f"num_devices={num_devices}; needs an int of at least 1")
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
-    chain = _Chain(profile, bandwidth or math.inf)
-    seconds, stages = chain.cut(num_devices, num_devices)
-    straight, _ = chain.cut(min(num_devices, len(profile.layers)), 1)
-    return Replicated(stages, chain.costs(stages), seconds, straight)
+    speed = bandwidth or math.inf
+    seconds, stages = _best(profile, speed, num_devices, num_devices)
+    straight, _ = _best(profile, speed, min(num_devices, len(profile.layers)), 1)
+    balance, replicas = zip(*stages, strict=True)
+    alone = sum(layer.forward + layer.backward for layer in profile.layers)
+    return Replicated(balance, replicas, seconds, straight, alone)
 
 
-class _Chain:
-    """Layers whose stages may have several devices.
+def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) -> Any:
+    """The time in which a ring of devices adds up gradients of so many bytes."""
+    hops = 2 * (replicas - 1)
+    return hops * num_bytes / (bandwidth * replicas) + hops * latency
+
+
+def _best(
+    profile: Profile, bandwidth: float, num_devices: int, most: int
+) -> tuple[float, list[tuple[int, int]]]:
+    """The stages whose slowest, or slowest transfer, takes least per micro-batch.
 
     Args:
       profile: of the layers.
       bandwidth: bytes per second.
+      num_devices: how many there are; all are used.
+      most: how many a stage may have.
+
+    Returns:
+      That time, and of each stage how many layers and devices it has.
     """
+    size = len(profile.layers) + 1
+    times = sums([x.forward + x.backward for x in profile.layers], np.inf)
+    params = sums([x.param_bytes for x in profile.layers])
+    sent = _crossing(profile)
+    best = {0: np.full(size, np.inf)}
+    best[0][0] = 0.0
+    came: dict[tuple[int, int], tuple[int, int]] = {}
+    for used in range(1, num_devices + 1):
+        best[used] = np.full(size, np.inf)
+        for replicas in range(1, min(most, used) + 1):
+            moved = sent / (bandwidth * replicas)
+            ends = np.maximum(moved[:, None], moved[None, :])
+            seconds = (times + 2 * ring(params, replicas, bandwidth)) / replicas
+            before = best[used - replicas][:, None]
+            each: Matrix = np.maximum(before, np.maximum(seconds, ends))
+            starts = each.argmin(axis=0)
+            values = each[starts, np.arange(size)]
+            for end in np.flatnonzero(values < best[used]):
+                best[used][end] = values[end]
+                came[used, int(end)] = int(starts[end]), replicas
+    stages, used, end = [], num_devices, size - 1
+    while end:
+        start, replicas = came[used, end]
+        stages.append((end - start, replicas))
+        used, end = used - replicas, start
+    return float(best[num_devices][-1]), stages[::-1]
 
-    def __init__(self, profile: Profile, bandwidth: float) -> None:
-        self._layers, self._bandwidth = profile.layers, bandwidth
-        layers = profile.layers
-        self._times = sums([x.forward + x.backward for x in layers], np.inf)
-        self._params = sums([x.param_bytes for x in layers])
-        # Bytes that cross a cut before each layer, and those of their gradients.
-        self._there, self._back = np.zeros((2, len(layers) + 1))
-        for cut in range(1, len(layers)):
-            behind = layers[cut - 1]
-            crossing = {
-                (skip.source, skip.name): (skip.bytes, skip.cotangent_bytes)
-                for skip in profile.skips
-                if skip.source < cut <= skip.target
-                and not (skip.is_output and skip.source == cut - 1)
-            }
-            sizes = (behind.output_bytes, behind.cotangent_bytes), *crossing.values()
-            self._there[cut], self._back[cut] = map(sum, zip(*sizes, strict=True))
-        self._sent = self._there + self._back
 
-    def _exchange(self, replicas: int) -> Matrix:
-        """The time in which a ring of replicas adds up the gradients of a stage."""
-        return ring(self._params, replicas, self._bandwidth)
-
-    def cut(
-        self, num_devices: int, most: int
-    ) -> tuple[float, tuple[ReplicatedStage, ...]]:
-        """The stages whose slowest, or slowest transfer, takes least per micro-batch.
-
-        Args:
-          num_devices: how many there are; all are used.
-          most: how many a stage may have.
-
-        Returns:
-          That time, and the stages.
-        """
-        size = len(self._sent)
-        best = {0: np.full(size, np.inf)}
-        best[0][0] = 0.0
-        came: dict[tuple[int, int], tuple[int, int]] = {}
-        for used in range(1, num_devices + 1):
-            best[used] = np.full(size, np.inf)
-            for replicas in range(1, min(most, used) + 1):
-                moved = self._sent / (self._bandwidth * replicas)
-                ends = np.maximum(moved[:, None], moved[None, :])
-                seconds = (self._times + 2 * self._exchange(replicas)) / replicas
-                before = best[used - replicas][:, None]
-                each = np.maximum(before, np.maximum(seconds, ends))
-                starts = each.argmin(axis=0)
-                values = each[starts, np.arange(size)]
-                for end in np.flatnonzero(values < best[used]):
-                    best[used][end] = values[end]
-                    came[used, int(end)] = int(starts[end]), replicas
-        stages, used, end = [], num_devices, size - 1
-        while end:
-            start, replicas = came[used, end]
-            stages.append(ReplicatedStage(start, end, replicas))
-            used, end = used - replicas, start
-        return float(best[num_devices][-1]), tuple(reversed(stages))
-
-    def costs(self, stages: Sequence[ReplicatedStage]) -> Costs:
-        """What each stage takes on one device; its residuals are not known."""
-        own = [self._layers[start:end] for start, end, _ in stages]
-        rings = [self._exchange(r).item(start, end) for start, end, r in stages]
-        return Costs(
-            forward=tuple(float(sum(x.forward for x in layers)) for layers in own),
-            backward=tuple(float(sum(x.backward for x in layers)) for layers in own),
-            boundary_bytes=tuple(self._there.item(start) for start, *_ in stages),
-            cotangent_bytes=tuple(self._back.item(start) for start, *_ in stages),
-            bandwidth=self._bandwidth,
-            exchange=tuple(rings),
-            residual_bytes=0,
-            pending_bytes=0,
-            in_seconds=True,
-        )
+def _crossing(profile: Profile) -> np.ndarray:
+    """The bytes that cross a cut before each layer, there and back."""
+    sent = np.zeros(len(profile.layers) + 1)
+    for cut, layer in enumerate(profile.layers[:-1], start=1):
+        skips = {
+            (skip.source, skip.name): skip.bytes + skip.cotangent_bytes
+            for skip in profile.skips
+            if skip.source < cut <= skip.target
+            and not (skip.is_output and skip.source == cut - 1)
+        }
+        sent[cut] = layer.output_bytes + layer.cotangent_bytes + sum(skips.values())
+    return sent

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,37 +14,27 @@ from .._functions import _microbatch
 from .._functions._batch import Axes, Batch
 from .._functions._objective import Objective
 from .._functions._weights import is_inexact
-from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._layers import _rng
 from .._run import _variables
-from .._run._context import outside_of_meshes
 from .._slices import _arguments
-from .._slices._built import Built
-from ..schedules import Schedule
 from ._estimate import Rates
-from ._fingerprint import fingerprint
 from ._layer import number_faults
-from ._traced import Traced
 
 PyTree = Any
-_NO_TARGETS = (
-    "loss= was given and no targets=: the loss was called with () in their place"
-)
 
 
 @dataclass(frozen=True)
 class Request:
     """The arguments of `jpipe.profile` of these names.
 
-    The layers are those of `subject`. Without keys of its own, training has any.
+    Without keys of its own, training has any.
 
     Raises:
       ValueError: with every fault.
       TypeError: if the device is none, or a leaf belongs to a trace.
     """
 
-    layers: Any
     sample: PyTree
     num_microbatches: int = 1
     loss: Callable[[PyTree, PyTree], Any] | None = None
@@ -123,47 +112,6 @@ class Request:
         }
         return Rates(**{k: float(v) for k, v in given.items() if v is not None})
 
-    @cached_property
-    def model(self) -> Traced:
-        """The layers, or pieces of a model, each by itself."""
-        with self._explained():
-            return self.layers.traced(self, None, "none")
-
-    @outside_of_meshes
-    def residual_bytes(self, balance: Sequence[int], mode: str) -> list[int]:
-        """What stages store of a micro-batch: their layers are traced together."""
-        with self._explained():
-            traced = self.layers.traced(self, balance, mode)
-        stages = range(len(balance))
-        found = counted("stages traced", [traced.functions(s, mode) for s in stages])
-        return [stage.kept.nbytes[mode] if stage.has_backward else 0 for stage in found]
-
-    @outside_of_meshes
-    def lowered(
-        self,
-        balance: Sequence[int],
-        remat: Sequence[str],
-        schedule: Schedule,
-        data: int = 1,
-    ) -> Built:
-        """The loss and its gradients of a mini-batch, on devices that are not there."""
-        request = self
-        if self.loss is None:
-            plain = {"has_aux": False, "reduction": "mean"}
-            request = dataclasses.replace(self, loss=_any, **plain)
-        with self._explained():
-            return self.layers.lowered(request, balance, remat, schedule, data)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Adds to an error of a loss that it was given no targets."""
-        try:
-            yield
-        except Exception as error:
-            if self.loss is not None and not jax.tree.leaves(self.targets):
-                error.add_note(_NO_TARGETS)
-            raise
-
     @property
     def objective(self) -> Objective | None:
         """The loss, a part of the last layer."""
@@ -176,19 +124,21 @@ class Request:
         """Where the examples are."""
         return Axes(self.in_axes, self.target_axes, 0)
 
+    def with_loss(self) -> "Request":
+        """The same with any loss, where none was given."""
+        if self.loss is not None:
+            return self
+        plain = {"has_aux": False, "reduction": "mean"}
+        return dataclasses.replace(self, loss=any_loss, **plain)
+
     def resized(self, batch_size: int) -> "Request":
         """The same in one micro-batch of another size, of which nothing has values."""
         whole = dataclasses.replace(self, num_microbatches=1)
         x, targets = whole.batch().part(batch_size)
         return dataclasses.replace(whole, sample=x, targets=targets)
 
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        """What a profile is made on that answers this."""
-        return fingerprint(self.model, self.train, self.where)
 
-
-def _any(outputs: PyTree, _: PyTree) -> jax.Array:
-    """A loss of any outputs."""
+def any_loss(outputs: PyTree, _: PyTree) -> jax.Array:
+    """A loss of any outputs, where none was given."""
     leaves = filter(is_inexact, jax.tree.leaves(outputs))
     return sum((jnp.real(jnp.sum(x)).astype(float) for x in leaves), jnp.zeros(()))

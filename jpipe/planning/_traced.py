@@ -9,6 +9,7 @@ import jax
 
 from .._functions._batch import Batch
 from .._run import _variables
+from .._slices._built import Built
 from .._slices._functions import StageFunctions
 from .._slices._stages import Stages
 
@@ -21,19 +22,30 @@ class Traced:
 
     Attributes:
       names: what they are called.
-      batch: the mini-batch, all that is given of it as one tree.
-      stages: what each computes.
-      owner_layers: of each leaf of the variables.
+      divided: what each computes.
       specs_of_variables: the variables, as specs.
       skips: by what a layer makes for a later one than the next, what that is called.
     """
 
     names: tuple[str, ...]
-    batch: Batch
-    stages: Stages
-    owner_layers: Sequence[int]
+    divided: Built
     specs_of_variables: PyTree
     skips: Mapping[Any, str]
+
+    @property
+    def stages(self) -> Stages:
+        """What each computes."""
+        return self.divided.stages
+
+    @property
+    def batch(self) -> Batch:
+        """The mini-batch, all that is given of it as one tree."""
+        return self.divided.batch
+
+    @property
+    def owner_layers(self) -> Sequence[int]:
+        """Of each leaf of the variables."""
+        return self.divided.layout.owner_stages
 
     @cached_property
     def paths(self) -> list[str]:

@@ -3,19 +3,19 @@
 import dataclasses
 from collections.abc import Sequence
 
-from .._instructions import _bytes
 from .._instructions._progress import counted
 from .._instructions._transfer import OnPaper
 from ._forecast import Candidate
 from ._request import Request
 from ._search import search
 from ._space import Space
+from ._subject import Subject
 
 # So many of the best candidates are lowered, until one fits.
 _BEST = 4
 
 
-def choose(space: Space, request: Request) -> list[Candidate]:
+def choose(space: Space, request: Request, subject: Subject) -> list[Candidate]:
     """Candidates, the first with the bytes that its list of instructions holds.
 
     Where the best needs more than predicted, others are looked for once more, under a
@@ -25,6 +25,7 @@ def choose(space: Space, request: Request) -> list[Candidate]:
     Args:
       space: what to choose from.
       request: what the profiles answer.
+      subject: what is planned.
 
     Returns:
       First one that fits by its instructions; if none was found that does, the one
@@ -32,7 +33,7 @@ def choose(space: Space, request: Request) -> list[Candidate]:
     """
     hardware = space.hardware
     found = search(space)
-    candidates, ratio = verified(found, space, request)
+    candidates, ratio = verified(found, space, request, subject)
     if not candidates or hardware.memory_limit is None:
         return candidates
     taken = candidates[0]
@@ -46,14 +47,14 @@ def choose(space: Space, request: Request) -> list[Candidate]:
         limit = int(hardware.memory_limit / ratio)
         under = dataclasses.replace(hardware, memory_limit=limit)
         found = search(dataclasses.replace(space, hardware=under))
-        others, _ = verified(found, space, request)
+        others, _ = verified(found, space, request, subject)
         each = candidates, others
         candidates = min(each, key=lambda own: own[0].objective(hardware))
     return candidates
 
 
 def verified(
-    candidates: Sequence[Candidate], space: Space, request: Request
+    candidates: Sequence[Candidate], space: Space, request: Request, subject: Subject
 ) -> tuple[list[Candidate], float]:
     """The candidates, the first with the bytes that its instructions hold.
 
@@ -62,6 +63,7 @@ def verified(
         last the one that needs least.
       space: what they were chosen from.
       request: what the profiles answer.
+      subject: what is planned.
 
     Returns:
       They, and how many times what was thought the first of them needs: of several that
@@ -77,7 +79,7 @@ def verified(
     ratios: list[float] = []
     for guess in counted("candidates lowered", left[:_BEST] + least):
         left = [each for each in left if each is not guess]
-        lowered.append(_lowered(guess, request))
+        lowered.append(_lowered(guess, request, subject))
         ratios.append(lowered[-1].most_bytes / guess.most_bytes)
         if lowered[-1].fits(space.hardware):
             break
@@ -85,19 +87,15 @@ def verified(
     return [*lowered, *left], min(ratios, default=1.0)
 
 
-def _lowered(candidate: Candidate, request: Request) -> Candidate:
+def _lowered(candidate: Candidate, request: Request, subject: Subject) -> Candidate:
     """A candidate with the bytes that its list of instructions holds."""
     schedule, data = candidate.schedule, candidate.data
     adjusted = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
-    gradient = adjusted.lowered(candidate.balance, candidate.remat, schedule, data)
-    program = gradient.program
-    peaks = dict(zip(program.devices, _bytes.peaks(program), strict=True))
-    return dataclasses.replace(
-        candidate,
-        memory=tuple(
-            dataclasses.replace(own, held=peaks[OnPaper(rank, data)] - own.lasting)
-            for rank, own in enumerate(candidate.memory)
-        ),
-        residual_bytes=tuple(_bytes.most_residuals(program, schedule.num_stages)),
-        stored=tuple(map(gradient.kept, range(schedule.num_stages))),
+    run = candidate.balance, candidate.remat, schedule, data
+    plan = subject.planned(adjusted, *run)
+    peaks = dict(plan.peak_bytes)
+    memory = tuple(
+        dataclasses.replace(own, held=peaks[str(OnPaper(rank, data))] - own.lasting)
+        for rank, own in enumerate(candidate.memory)
     )
+    return dataclasses.replace(candidate, memory=memory, plan=plan)

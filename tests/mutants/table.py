@@ -111,8 +111,8 @@ LAYERS = [
     ),
 ]
 PLANNING = [
-    ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
-    ("_chain", "[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
+    ("_problem", "2 * self.profile.params_of +", "self.profile.params_of +"),
+    ("_problem", "[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
     (
         "_cuts",
         "starts = latency + transfers if stage else latency",
@@ -128,7 +128,7 @@ PLANNING = [
     ("_forecast", "[other if m in joined else numbers[last] for", "[other for"),
     ("_forecast", "workspace[i] += int(", "workspace[i] += 0 * int("),
     ("_forecast", " - first] += skip.bytes", " - first] -= skip.bytes"),
-    ("_replicated", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+    ("_replicate", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
 PLACED = [
     ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),

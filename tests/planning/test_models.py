@@ -288,16 +288,6 @@ def test_nnx_modules_and_several_inputs_are_planned(double):
             lambda: jpipe.pipeline(MODEL, 2).plan,
             "known once it was initialized or called; jpipe.plan decides them before",
         ),
-        (
-            lambda: jpipe.pipeline(
-                MODEL,
-                2,
-                plan=jpipe.replicate(
-                    jpipe.profile(MODEL, TOKENS, measure=False), num_devices=2
-                ),
-            ),
-            "jpipe.replicate makes is of a list of layers",
-        ),
     ],
 )
 def test_a_plan_of_something_else_is_refused(double, build, says):

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ._functions import _remat
-from ._instructions import _bytes
-from ._instructions._bytes import most_residuals, nbytes
-from ._instructions._sharding import SubMesh
-from ._run._pipe import Pipe
-from ._slices._built import Built, Layout
-from ._slices._names import modules
-from ._slices._slice import specs
-from ._slices._stages import Stages
-from .planning._plan import Forecast, Plan, StagePlan
-from .schedules import Action
+from .._functions import _remat
+from .._instructions import _bytes
+from .._instructions._bytes import most_residuals, nbytes
+from .._instructions._sharding import SubMesh
+from .._run._pipe import Pipe
+from .._slices._built import Built, Layout
+from .._slices._names import modules
+from .._slices._slice import specs
+from .._slices._stages import Stages
+from ..schedules import Action
+from ._plan import Forecast, Plan, StagePlan
 
 
 class Known(NamedTuple):
