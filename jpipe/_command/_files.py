@@ -36,10 +36,8 @@ def read(file: str) -> tuple[str, str]:
         if file == "-":
             return sys.stdin.read(), "stdin"
         return Path(file).read_text("utf-8"), Path(file).stem
-    except UnicodeDecodeError:
-        raise CommandError(f"{file}: is not a text in UTF-8") from None
-    except OSError as error:
-        raise CommandError(f"{error.filename}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file}: {error}") from None
 
 
 def write(arguments: argparse.Namespace, **texts: Callable[[], str]) -> bool:

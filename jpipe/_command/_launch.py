@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from .._processes._environment import (
@@ -22,7 +21,6 @@ from .._processes._environment import (
     TIMEOUT,
 )
 from ._arguments import count, duration
-from ._refusal import CommandError
 
 # When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
 # themselves.
@@ -60,11 +58,6 @@ def _run(arguments: argparse.Namespace) -> int:
     script = [arguments.script]
     if arguments.is_module:
         script = ["-m", *script]
-    elif not Path(arguments.script).is_file():
-        raise CommandError(
-            f"{arguments.script} is not a file; give a Python program, or -m and the "
-            f"name of a module"
-        )
     command = [sys.executable, *script, *arguments.arguments]
     return launch(command, arguments.processes, arguments.timeout)
 

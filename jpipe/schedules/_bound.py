@@ -2,7 +2,7 @@
 
 import heapq
 
-from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._action import BACKWARD, INPUT, WEIGHT
 from ._tables import Tables
 
 # When a part may begin, how long it takes, and what must still follow it.
@@ -23,7 +23,7 @@ def lower_bound(tables: Tables) -> float:
       Carlier, The one-machine sequencing problem (1982).
     """
     parts: list[list[_Part]] = [[] for _ in range(tables.num_ranks)]
-    count, stages = tables.num_microbatches, range(tables.num_stages)
+    count = tables.num_microbatches
     seconds, tail = [*tables.seconds], [*tables.exchange]
     whole, half, rest = (tables.first(op, 0) for op in (BACKWARD, INPUT, WEIGHT))
     for at in range(count * tables.num_stages):
@@ -31,21 +31,16 @@ def lower_bound(tables: Tables) -> float:
         both = min(seconds[whole + at], seconds[half + at] + seconds[rest + at])
         seconds[half + at] = min(seconds[whole + at], seconds[half + at])
         seconds[rest + at] = max(both - seconds[half + at], 0.0)
-    order = [(FORWARD, stage) for stage in stages]
+    order = [*range(whole)]
     if tables.training:
-        order += [(op, stage) for stage in reversed(stages) for op in (INPUT, WEIGHT)]
-    cells = [
-        (tables.first(op, stage) + i, stage, i)
-        for op, stage in order
-        for i in range(count)
-    ]
-    for number, _, _ in reversed(cells):
+        order += [*reversed(range(half, rest)), *range(rest, len(seconds))]
+    for number in reversed(order):
         long = seconds[number] + tail[number]
         for read, delay in tables.reads:
             if (before := read[number]) >= 0:
                 tail[before] = max(tail[before], delay[number] + long)
     end = [0.0] * len(seconds)
-    for number, stage, i in cells:
+    for number in order:
         arrivals = (
             end[read[number]] + delay[number]
             for read, delay in tables.reads
@@ -53,7 +48,8 @@ def lower_bound(tables: Tables) -> float:
         )
         head = max(arrivals, default=0.0)
         end[number] = head + seconds[number]
-        parts[tables.rank_of[i][stage]].append((head, seconds[number], tail[number]))
+        rank = tables.rank_of[number % count][tables.stage(number)]
+        parts[rank].append((head, seconds[number], tail[number]))
     return max(map(_one_rank, parts), default=0.0)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
+from ._action import INPUT, OPS, Action
 
 # One number for all stages, one per stage, or one per stage and micro-batch.
 Numbers = Any
@@ -104,17 +104,13 @@ class Costs:
     def of(self, action: Action) -> float:
         """The time of one action."""
         op, *where = action
+        given = getattr(self, FIELDS[op])
+        if given is not None:
+            return at(given, *where)
         backward = at(self.backward, *where)
-        if op == FORWARD:
-            return at(self.forward, *where)
-        if op == BACKWARD:
-            return backward
-        half = backward / 2 if self.input_grad is None else at(self.input_grad, *where)
         if op == INPUT:
-            return half
-        assert op == WEIGHT
-        rest = max(backward - half, 0.0)
-        return rest if self.weight_grad is None else at(self.weight_grad, *where)
+            return backward / 2
+        return max(backward - self.of(action._replace(op=INPUT)), 0.0)
 
     @property
     def is_uniform(self) -> bool:

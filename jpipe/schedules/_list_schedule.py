@@ -31,9 +31,7 @@ def list_schedule(
     Returns:
       The order of each rank; ``None`` if the memory lets nobody go on.
     """
-    ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
-    reserved = [] if max_bytes is None else _reserved(tables, reserves)
-    return _Ranks(tables, priority, ops, max_bytes, reserved).run()
+    return _Ranks(tables, priority, max_bytes, whole, reserves).run()
 
 
 class _Ranks:
@@ -43,12 +41,14 @@ class _Ranks:
         self,
         tables: Tables,
         priority: Sequence[float],
-        ops: Sequence[str],
         max_bytes: Sequence[float] | None,
-        reserved: Sequence[Sequence[float]],
+        whole: bool,
+        reserves: bool,
     ) -> None:
-        self._tables, self._priority = tables, priority
-        self._max_bytes, self._reserved = max_bytes, reserved
+        self._tables, self._priority, self._max_bytes = tables, priority, max_bytes
+        if max_bytes is not None:
+            self._reserved = _reserved(tables, reserves)
+        ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
         self._stages = stages_of(tables.placement)
         self._kinds = {op: kind for kind, op in enumerate(ops)}
         # Of each stage the next action of each op: each follows the one before it.

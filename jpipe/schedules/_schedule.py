@@ -185,8 +185,7 @@ class Schedule:
         """
         costs = Costs() if costs is None else costs
         check_costs(self.name, costs, self.num_microbatches, self.num_stages)
-        run = self._run(costs)
-        return predicted(self.name, self.rows, run, self._order, self.replicas)
+        return predicted(self, self._run(costs))
 
     def order(self) -> tuple[Action, ...]:
         """All actions in the order in which a step dispatches them.

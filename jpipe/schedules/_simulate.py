@@ -1,11 +1,12 @@
 """From an order that was timed to a timeline, and why one that cannot be is refused."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 from ._action import FORWARD, Action
 from ._costs import Costs, at, faults_of
-from ._tables import Rows, Run, Tables
+from ._tables import Run, Tables
 from ._timeline import Exchange, MemoryEvent, Timeline
 
 # Of costs each of which is finite.
@@ -28,42 +29,31 @@ def check_costs(
         raise ScheduleError(f"{name}: costs cannot be used:{lines}")
 
 
-def predicted(
-    name: str,
-    rows: Rows,
-    run: Run,
-    order: Iterable[Action],
-    replicas: tuple[tuple[int, ...], ...],
-) -> Timeline:
-    """The timeline of an order that was timed.
+def predicted(schedule: Any, run: Run) -> Timeline:
+    """The timeline of a `Schedule` whose rows were timed.
 
-    Args:
-      name: of the schedule.
-      rows: the actions of each rank, in order.
-      run: when they run.
-      order: that in which one thread dispatches them, ahead of the devices. Memory is
-        taken and freed in this order, however long actions take.
-      replicas: the ranks of each stage, where several take turns.
+    One thread dispatches its actions in the order of the schedule, ahead of the
+    devices: memory is taken and freed in this order, however long actions take.
     """
-    tables = run.tables
+    tables, rows = run.tables, schedule.rows
     cells = chain.from_iterable(rows)
     actions = dict(zip(chain.from_iterable(run.rows), cells, strict=True))
     ran = [actions[number] for number in run.order]
     end = dict(zip(ran, run.ends, strict=True))
     memory = [MemoryEvent(0.0, *each) for each in enumerate(tables.at_start)]
     now = [0.0] * len(rows)
-    for number, rank, held in tables.memory(map(tables.number, order)):
+    for number, rank, held in tables.memory(map(tables.number, schedule.order())):
         now[rank] = max(now[rank], end[actions[number]])
         memory.append(MemoryEvent(now[rank], rank, held))
     return Timeline(
-        name,
+        schedule.name,
         tables.placement,
         rows,
         dict(zip(ran, run.starts, strict=True)),
         end,
         tuple(memory),
         tables.costs,
-        replicas,
+        schedule.replicas,
         tuple(_exchanges(tables, end)),
     )
 

@@ -15,3 +15,8 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         render(predicted("gpipe"), titles=["a", "b"])
     with pytest.raises(ValueError, match="width=100: must be at least 400"):
         draw.svg(predicted("gpipe"), width=100)
+
+
+def test_what_has_no_times_is_refused():
+    with pytest.raises(TypeError, match="a str is not a timeline: draw what Schedule"):
+        draw.svg(["1f1b"])
