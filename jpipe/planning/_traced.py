@@ -43,11 +43,6 @@ class Traced:
         assert self.divided.built is not None
         return self.divided.built.batch
 
-    @property
-    def owner_layers(self) -> Sequence[int]:
-        """Of each leaf of the variables."""
-        return self.divided.layout.owner_stages
-
     @cached_property
     def paths(self) -> list[str]:
         """Where each leaf of the variables stands among them."""
@@ -85,8 +80,8 @@ class Traced:
 
     def variables(self, layer: int, are_params: bool) -> list[int]:
         """The numbers of the parameters that a layer owns, or of its other state."""
-        params = set(jax.tree.leaves(self.params))
-        pairs = enumerate(self.owner_layers)
+        params = set(self.divided.layout.params)
+        pairs = enumerate(self.divided.layout.owner_stages)
         return [i for i, at in pairs if at == layer and (i in params) == are_params]
 
     def specs(self, numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
@@ -96,7 +91,7 @@ class Traced:
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
         users: dict[int, set[int]] = {}
-        params = set(jax.tree.leaves(self.params))
+        params = set(self.divided.layout.params)
         for i in range(len(self.names)):
             for weight in params.intersection(self.stages.weights(i)):
                 users.setdefault(weight, set()).add(i)
