@@ -93,11 +93,10 @@ class Profile:
         modes = self.modes(remat, len(sizes))
         faults = [*speed_faults(bandwidth, latency), *self.unknown(modes)]
         count = len(self.layers)
-        if min(sizes, default=0) < 1:
-            faults.append(f"balance={sizes}: every stage needs at least one layer")
-        elif sum(sizes) != count:
+        if min(sizes, default=0) < 1 or sum(sizes) != count:
             faults.append(
-                f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers"
+                f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers, "
+                f"of which every stage needs at least one"
             )
         if faults:
             raise ValueError(f"profile: {'; '.join(faults)}")

@@ -104,8 +104,8 @@ def _reasons(
 
 def _same(one: Candidate, other: Candidate) -> bool:
     """Whether two differ in nothing but their residuals and names."""
-    parts = ((x.schedule.rows, x.balance, x.data) for x in (one, other))
-    return next(parts) == next(parts)
+    mesh = one.data == other.data and one.balance == other.balance
+    return mesh and one.schedule.rows == other.schedule.rows
 
 
 def _nothing_fits(nearest: Candidate, space: Space) -> str:

@@ -90,17 +90,14 @@ class Traced:
 
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
-        users: dict[int, set[int]] = {}
-        params = set(self.divided.layout.params)
-        for i in range(len(self.names)):
-            for weight in params.intersection(self.stages.weights(i)):
-                users.setdefault(weight, set()).add(i)
+        read = [set(self.stages.weights(i)) for i in range(len(self.names))]
         groups: dict[int, set[int]] = {}
-        for found in users.values():
-            if len(found) > 1:  # the first of them owns it
-                groups.setdefault(min(found), set()).update(found)
+        for param in self.divided.layout.params:
+            readers = [i for i, own in enumerate(read) if param in own]
+            if len(readers) > 1:  # the first of them owns it
+                groups.setdefault(readers[0], set()).update(readers)
         for i in sorted(groups):
-            yield i, *sorted(groups[i] - {i})
+            yield tuple(sorted(groups[i]))
 
     def entering(self, layer: int) -> list[Any]:
         """What a layer reads of the output of the one before it, or of the input."""
