@@ -84,8 +84,8 @@ def _reasons(
         )
     if idle := hardware.num_devices - best.num_devices:
         yield (
-            f"{idle} of {hardware.num_devices} devices are left idle: nothing that "
-            f"uses them was found to be faster"
+            f"{idle} of {hardware.num_devices} devices are left idle: no better plan "
+            f"that uses them was found"
         )
     if best.num_devices > 1 and measured_on_cpu(best.profile.made):
         yield (
