@@ -5,7 +5,7 @@ is known there by how often each parameter is read before it.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -73,13 +73,6 @@ class Cuts:
     def none(cls, about: int) -> "Cuts":
         """Those of one stage."""
         return cls((), 0, "", (), (), (), about)
-
-    @classmethod
-    def of_fields(cls, fields: Mapping[str, Any]) -> "Cuts":
-        """The cuts of which `dataclasses.asdict` made these fields, and JSON lists."""
-        new = {name: tuple(fields[name]) for name in ("positions", "totals")}
-        new |= {name: tuple(map(tuple, fields[name])) for name in ("reads", "around")}
-        return cls(**{**fields, **new})
 
     def some(self, chosen: Sequence[int]) -> "Cuts":
         """Those with some numbers."""

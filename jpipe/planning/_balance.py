@@ -9,7 +9,7 @@ from .._layers._layer import as_layers
 from .._processes._group import group
 from ..schedules import Schedule, named
 from ._layer import MODES
-from ._partition import least_bytes, partition
+from ._partition import NoCut, partition
 from ._profile import Profile
 from ._profiler import profile
 
@@ -76,7 +76,10 @@ def balanced(
     run["remat"] = _modes(remat)
     if kind == "time":
         return _of_first(partition(costs, count, objective="step", **run), given)
-    return partition(costs, count, max_bytes=least_bytes(costs, count, **run), **run)
+    try:
+        return partition(costs, count, max_bytes=1, **run)
+    except NoCut as refusal:  # which says what would do
+        return partition(costs, count, max_bytes=1 + refusal.short, **run)
 
 
 def _of_first(balance: list[int], devices: Sequence[Any]) -> list[int]:

@@ -21,7 +21,7 @@ from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
 from ._fused import fused_residuals
 from ._interpolate import interpolated
-from ._layer import MODES, unknown_mode
+from ._layer import MODES, count_faults, unknown_mode
 from ._link import link
 from ._plan import Plan
 from ._profile import Profile, speed_faults
@@ -36,7 +36,7 @@ from ._traced import Traced
 from ._verify import choose
 
 PyTree = Any
-_FORWARD_ONLY = "forward_only"
+_TRAINING = tuple(name for name in BY_NAME if name != "forward_only")
 # What `jpipe.profile` takes besides the layers and a sample.
 _OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
     *("sample", "num_microbatches"),
@@ -141,16 +141,13 @@ def plan(
     count = len(jax.devices()) if num_devices is None else num_devices
     numbers = None if num_microbatches is None else _listed(num_microbatches)
     spread = None if data is None else _listed(data)
-    training = [name for name in BY_NAME if name != _FORWARD_ONLY]
-    builders = _listed(training if schedules is None else schedules)
+    builders = _listed(_TRAINING if schedules is None else schedules)
     names = tuple(key_of(schedule) or schedule for schedule in builders)
     modes = _listed(remat)
-    counts = {
-        "num_devices": [count],
-        "memory_limit": [memory_limit],
-        "num_microbatches": numbers or (),
-        "data": spread or (),
-    }
+    counts = [("num_devices", count), *(("data", own) for own in spread or ())]
+    counts += [("num_microbatches", own) for own in numbers or ()]
+    if memory_limit is not None:
+        counts.append(("memory_limit", memory_limit))
     faults = [*_faults(counts, names, modes), *speed_faults(bandwidth, latency or 0.0)]
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
@@ -251,7 +248,7 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     """The optimizer's state of each layer."""
     numbers, tree = jax.tree.flatten(model.params)
     trained = [model.stages.trained[i] for i in numbers]
-    owners = [model.owner_layers[i] for i in numbers]
+    owners = [model.divided.layout.owner_stages[i] for i in numbers]
     params = tree.unflatten(model.specs(numbers))
     return state_bytes(tx, params, trained, owners, len(model.names))
 
@@ -273,20 +270,16 @@ def _listed(given: Any) -> tuple[Any, ...]:
 
 
 def _faults(
-    counts: Mapping[str, Iterable[Any]], names: Sequence[Any], remat: Sequence[Any]
+    counts: Iterable[tuple[str, Any]], names: Sequence[Any], remat: Sequence[Any]
 ) -> Iterator[str]:
     """Which numbers are none, and which schedules and remat modes there are not."""
-    for name, numbers in counts.items():
-        for number in numbers:
-            if number is not None and (not isinstance(number, int) or number < 1):
-                yield f"{name}={number!r}: needs an int of at least 1"
+    for name, number in counts:
+        yield from count_faults(name, number)
     for what, choices in (("schedules", names), ("remat", remat)):
         if not choices:
             yield f"{what}={choices!r}: name one or more, or leave it out"
     for name in names:
-        if key_of(name) is None:
-            listed = ", ".join(map(repr, BY_NAME))
+        if key_of(name) not in _TRAINING:
+            listed = ", ".join(map(repr, _TRAINING))
             yield f"schedules: {called(name)} is unknown: choose from {listed}"
-        elif name == _FORWARD_ONLY:
-            yield f"schedules: {name!r} runs no backward, and a plan is for training"
     yield from (unknown_mode(mode) for mode in remat if mode not in MODES)

@@ -151,12 +151,9 @@ def evaluate(space: Space, way: Way) -> Candidate:
 def transfers(costs: Costs, placement: Sequence[int]) -> list[float]:
     """The bytes of each transfer of one micro-batch between ranks, there and back."""
     sizes: list[float] = []
-    for stage in range(1, len(placement)):
-        if placement[stage] != placement[stage - 1]:
-            sizes += costs.boundary_bytes[stage], costs.cotangent(stage, 0)
-    for skip in costs.skips:
-        if placement[skip.source] != placement[skip.target]:
-            sizes += skip.bytes, skip.cotangent_bytes
+    for link in costs.links(len(placement)):
+        if placement[link.source] != placement[link.target]:
+            sizes += link.bytes, link.cotangent_bytes
     return sizes
 
 

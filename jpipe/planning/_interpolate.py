@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from ._json import value_of
 from ._profile import Profile
 
 
@@ -37,6 +38,5 @@ def interpolated(small: Profile, large: Profile, size: int) -> Profile:
         dataclasses.asdict(large),
         is_leaf=lambda leaf: leaf is None,
     )
-    return dataclasses.replace(
-        Profile.of(fields), microbatch_size=size, action_seconds=small.action_seconds
-    )
+    fields |= {"microbatch_size": size, "action_seconds": small.action_seconds}
+    return value_of(Profile, fields)

@@ -115,6 +115,12 @@ def unknown_mode(mode: object) -> str:
     return f"remat: {called(mode)} is unknown: choose {', '.join(map(repr, MODES))}"
 
 
+def count_faults(what: str, value: Any) -> Iterator[str]:
+    """Why something is no number of things."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        yield f"{what}={value!r}: needs an int of at least 1"
+
+
 def number_faults(what: str, value: Any) -> Iterator[str]:
     """Why something is neither a time nor a size."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

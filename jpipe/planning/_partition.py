@@ -28,7 +28,13 @@ _TRIED, _PATIENCE, _FEW = 10_000, 40, 1_000
 
 
 class NoCut(ValueError):
-    """No cut meets a limit, or none was found that does."""
+    """No cut meets a limit, or none was found that does.
+
+    Attributes:
+      short: by how many bytes the fullest rank exceeds it at least.
+    """
+
+    short: float = 0.0
 
 
 def partition(
@@ -81,44 +87,30 @@ def partition(
       >>> partition([1, 2, 3, 4, 5, 6], 3)
       [3, 2, 1]
     """
-    problem = _checked(
-        costs,
-        num_stages,
-        objective=objective,
-        num_microbatches=num_microbatches,
-        bandwidth=bandwidth,
-        latency=latency,
-        max_bytes=max_bytes,
-        schedule=schedule,
-        remat=remat,
-    )
+    run = num_microbatches, schedule, remat
+    speed = bandwidth, latency
+    problem = _checked(costs, num_stages, objective, max_bytes, *run, *speed)
     found = _found(problem)
     short = problem.excess(np.array(found[:1])).item()
     if short > 0:
-        raise NoCut(_too_small(problem, found[0], short))
+        refusal = NoCut(_too_small(problem, found[0], short))
+        refusal.short = short
+        raise refusal
     if objective == "step" and schedule is not None:
         found = _by_simulation(problem, found)
     return [b - a for a, b in itertools.pairwise(found[0])]
 
 
-def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
-    """The most that a rank holds in the cut where that is least: see `partition`."""
-    problem = _checked(costs, num_stages, max_bytes=1, **arguments)
-    short = problem.excess(np.array(_found(problem)[:1])).item()
-    return 1 + max(short, 0.0)
-
-
 def _checked(
     costs: Any,
     num_stages: int,
-    *,
-    objective: str = "max",
-    num_microbatches: int | None = None,
-    bandwidth: float | None = None,
-    latency: float = 0.0,
-    max_bytes: Any = None,
-    schedule: Any = None,
-    remat: Any = "min_cut",
+    objective: str,
+    max_bytes: Any,
+    num_microbatches: int | None,
+    schedule: Any,
+    remat: Any,
+    bandwidth: float | None,
+    latency: float,
 ) -> PartitionProblem:
     """The arguments of `partition`.
 

@@ -9,11 +9,11 @@ from typing import Any
 from .._layers._stage import abbreviate
 from .._slices._cuts import Cuts
 from .._slices._names import in_parts
-from ..schedules import Action, Costs, Schedule, Skip
+from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT
 from ..schedules._costs import FIELDS
 from ..schedules._units import columns, duration, size
-from ._json import reading
+from ._json import reading, value_of
 
 # Columns of a grid beyond which its end is left out.
 _WIDEST = 160
@@ -188,29 +188,9 @@ class Plan:
         """
         with reading("no plan as Plan.to_json writes it", text) as fields:
             schedule = Schedule.from_json(json.dumps(fields.pop("schedule")))
-            forecast = fields.pop("forecast")
-            if forecast is not None:
-                forecast["memory"] = tuple(Memory(**own) for own in forecast["memory"])
-                costs = forecast["costs"]
-                costs["skips"] = tuple(Skip(*skip) for skip in costs["skips"])
-                forecast["costs"] = Costs(**costs)
-                forecast = Forecast(
-                    **forecast | {"reasons": tuple(forecast["reasons"])}
-                )
-            cuts = fields.pop("cuts")
-            plan = cls(
-                stages=tuple(
-                    StagePlan(**own | {"layers": tuple(own["layers"])})
-                    for own in fields.pop("stages")
-                ),
-                schedule=schedule,
-                forecast=forecast,
-                cuts=cuts and Cuts.of_fields(cuts),
-                ran=tuple(map(Action.parse, fields.pop("ran"))),
-                peak_bytes=tuple(map(tuple, fields.pop("peak_bytes"))),
-                skips=tuple(map(tuple, fields.pop("skips"))),
-                **fields,
-            )
+            actions = tuple(map(Action.parse, fields.pop("ran")))
+            plan = value_of(cls, fields | {"schedule": None})
+            plan = dataclasses.replace(plan, schedule=schedule, ran=actions)
             placement = tuple(stage.rank for stage in plan.stages)
             if placement != schedule.placement:
                 raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 from ..schedules import Costs, Skip
 from ..schedules._choose import called
 from . import _layer
-from ._json import reading
+from ._json import reading, value_of
 from ._layer import LayerProfile as LayerProfile
 from ._layer import SkipProfile as SkipProfile
 from ._sums import Matrix, copied, sums
@@ -93,11 +93,10 @@ class Profile:
         modes = self.modes(remat, len(sizes))
         faults = [*speed_faults(bandwidth, latency), *self.unknown(modes)]
         count = len(self.layers)
-        if min(sizes, default=0) < 1:
-            faults.append(f"balance={sizes}: every stage needs at least one layer")
-        elif sum(sizes) != count:
+        if min(sizes, default=0) < 1 or sum(sizes) != count:
             faults.append(
-                f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers"
+                f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers, "
+                f"of which every stage needs at least one"
             )
         if faults:
             raise ValueError(f"profile: {'; '.join(faults)}")
@@ -264,20 +263,10 @@ class Profile:
           True
         """
         with reading("no profile as Profile.to_json writes it", text) as fields:
-            profile = cls.of(fields)
+            profile = value_of(cls, fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
         return profile
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Profile":
-        """The profile of which `dataclasses.asdict` made these fields."""
-        parts = {
-            "layers": tuple(LayerProfile(**own) for own in fields["layers"]),
-            "skips": tuple(SkipProfile(**own) for own in fields["skips"]),
-            "ties": tuple(map(tuple, fields["ties"])),
-        }
-        return cls(**{**fields, **parts})
 
     def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
         """Of F, B, I and W of a stage; what is not known is half of a backward."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ..schedules._units import duration, size
 from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, transfers
-from ._plan import Forecast, Plan, named
+from ._plan import Forecast, Plan
 from ._space import Space
 
 
@@ -76,20 +76,17 @@ def _reasons(
             f"in a step, {duration(timeline.makespan - last)} of it"
         )
     fit = [c for c in candidates[1:] if c.fits(hardware)]
-    one, other = "one device per stage", "several"
-    if best.data > 1:
-        one, other = named(best.schedule, best.data), one
-    if shaped := [c for c in fit if (c.data > 1) != (best.data > 1)]:
-        takes = f"{_compared(shaped[0], best)}: {shaped[0]}"
-        yield f"shape: {one}; the best with {other} takes {takes}"
     if others := [c for c in fit if not _same(c, best)]:
-        yield f"runner-up: {others[0]}: {_compared(others[0], best)}"
+        more = others[0].seconds / best.seconds - 1 if best.seconds else 0.0
+        yield (
+            f"runner-up: {others[0]}: {duration(others[0].seconds)}, "
+            f"{abs(more):.1%} {'less' if more < 0 else 'more'}"
+        )
     if idle := hardware.num_devices - best.num_devices:
-        of_all = f"all {hardware.num_devices}"
-        instead = f"nothing that uses {of_all} was found"
-        if full := [c for c in fit if c.num_devices == hardware.num_devices]:
-            instead = f"with {of_all} it would take {duration(full[0].seconds)}"
-        yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
+        yield (
+            f"{idle} of {hardware.num_devices} devices are left idle: no better plan "
+            f"that uses them was found"
+        )
     if best.num_devices > 1 and measured_on_cpu(best.profile.made):
         yield (
             f"cores: {best.num_devices} devices share the {os.cpu_count() or 1} cores "
@@ -105,17 +102,10 @@ def _reasons(
         )
 
 
-def _compared(other: Candidate, best: Candidate) -> str:
-    """What another takes, and how much more that is, or less."""
-    more = other.seconds / best.seconds - 1 if best.seconds else 0.0
-    word = "less" if more < 0 else "more"
-    return f"{duration(other.seconds)}, {abs(more):.1%} {word}"
-
-
 def _same(one: Candidate, other: Candidate) -> bool:
     """Whether two differ in nothing but their residuals and names."""
-    parts = ((x.schedule.rows, x.balance, x.data) for x in (one, other))
-    return next(parts) == next(parts)
+    mesh = one.data == other.data and one.balance == other.balance
+    return mesh and one.schedule.rows == other.schedule.rows
 
 
 def _nothing_fits(nearest: Candidate, space: Space) -> str:

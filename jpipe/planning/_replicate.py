@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..schedules._units import columns, many
+from ._layer import count_faults
 from ._profile import Profile, speed_faults
 from ._sums import Matrix, sums
 
@@ -99,9 +100,7 @@ def replicate(
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
     """
     faults = [*profile.faults(), *speed_faults(bandwidth, 0.0)]
-    if num_devices < 1:
-        faults.append(f"num_devices={num_devices}; needs an int of at least 1")
-    if faults:
+    if faults := [*faults, *count_faults("num_devices", num_devices)]:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     speed = bandwidth or math.inf
     seconds, stages = _best(profile, speed, num_devices, num_devices)

@@ -19,7 +19,7 @@ from .._layers import _rng
 from .._run import _variables
 from .._slices import _arguments
 from ._estimate import Rates
-from ._layer import number_faults
+from ._layer import count_faults, number_faults
 
 PyTree = Any
 
@@ -69,9 +69,7 @@ class Request:
 
     def _faults(self) -> Iterator[str]:
         for name in ("num_microbatches", "rounds"):
-            count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                yield f"{name}={count!r}: needs an int of at least 1"
+            yield from count_faults(name, getattr(self, name))
         for name in ("peak_flops", "memory_bandwidth", "action_seconds"):
             rate = getattr(self, name)
             if rate is None:

@@ -61,21 +61,11 @@ def _candidates(space: Space) -> list[Candidate]:
     # The most hopeful first: beside them others need not be tried.
     in_order = counted("numbers of devices and micro-batches planned", sorted(branches))
     for least, ranks, shape in in_order:
-        to_beat = _incumbent(found, -ranks, shape.data, space.hardware)
+        fitting = (x.seconds for x in found if x.fits(space.hardware))
+        to_beat = min(fitting, default=math.inf)
         if least < to_beat:
             found += _of_branch(-ranks, shape, space, to_beat)
     return found
-
-
-def _incumbent(
-    found: Sequence[Candidate], num_ranks: int, data: int, hardware: Hardware
-) -> float:
-    """What takes longer is the best of no kind that the reasons name."""
-    fit = [each for each in found if each.fits(hardware)]
-    kinds = [[each for each in fit if (each.data > 1) == (data > 1)]]
-    if num_ranks * data == hardware.num_devices:
-        kinds.append([each for each in fit if each.num_devices == num_ranks * data])
-    return max(min((x.seconds for x in kind), default=math.inf) for kind in kinds)
 
 
 def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:

@@ -42,11 +42,6 @@ class Traced:
         """The mini-batch, all that is given of it as one tree."""
         return self.divided.batch
 
-    @property
-    def owner_layers(self) -> Sequence[int]:
-        """Of each leaf of the variables."""
-        return self.divided.layout.owner_stages
-
     @cached_property
     def paths(self) -> list[str]:
         """Where each leaf of the variables stands among them."""
@@ -84,8 +79,8 @@ class Traced:
 
     def variables(self, layer: int, are_params: bool) -> list[int]:
         """The numbers of the parameters that a layer owns, or of its other state."""
-        params = set(jax.tree.leaves(self.params))
-        pairs = enumerate(self.owner_layers)
+        params = set(self.divided.layout.params)
+        pairs = enumerate(self.divided.layout.owner_stages)
         return [i for i, at in pairs if at == layer and (i in params) == are_params]
 
     def specs(self, numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
@@ -94,17 +89,14 @@ class Traced:
 
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
-        users: dict[int, set[int]] = {}
-        params = set(jax.tree.leaves(self.params))
-        for i in range(len(self.names)):
-            for weight in params.intersection(self.stages.weights(i)):
-                users.setdefault(weight, set()).add(i)
+        read = [set(self.stages.weights(i)) for i in range(len(self.names))]
         groups: dict[int, set[int]] = {}
-        for found in users.values():
-            if len(found) > 1:  # the first of them owns it
-                groups.setdefault(min(found), set()).update(found)
+        for param in self.divided.layout.params:
+            readers = [i for i, own in enumerate(read) if param in own]
+            if len(readers) > 1:  # the first of them owns it
+                groups.setdefault(readers[0], set()).update(readers)
         for i in sorted(groups):
-            yield i, *sorted(groups[i] - {i})
+            yield tuple(sorted(groups[i]))
 
     def entering(self, layer: int) -> list[Any]:
         """What a layer reads of the output of the one before it, or of the input."""

@@ -111,7 +111,7 @@ def test_what_is_written_is_read():
     [
         ({"layers": [{"name": "a"}]}, "missing 2 required .* 'forward' and 'backward'"),
         ({"colour": "red"}, "colour"),
-        ({"skips": [["a", 0, 9, 1, 1]]}, "TypeError"),
+        ({"skips": [["a", 0, 9, 1, 1]]}, "KeyError"),
         ({"input_bytes": -1}, "input_bytes=-1; needs a number, finite and not neg"),
     ],
 )

@@ -110,7 +110,7 @@ def test_what_cannot_be_planned_is_refused():
         replicate(bad, 0, bandwidth=-1.0)
     for says in (
         "layer 0 (a): forward=-1.0; needs a number, finite and not negative",
-        "num_devices=0; needs an int of at least 1",
+        "num_devices=0: needs an int of at least 1",
         "bandwidth=-1.0; needs bytes per second, more than 0",
     ):
         assert says in str(refusal.value)
