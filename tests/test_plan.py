@@ -77,4 +77,4 @@ def test_min_cut_keeps_an_input_or_what_follows_from_it(layer, numbers):
     find = pipe.value_and_grad(lambda y, targets: jnp.mean(y**2))
     find(pipe.init(jax.random.key(0), x), x, targets)
     # Of each of four examples.
-    assert pipe.plan.stages[1].kept["min_cut"] == 4 * numbers * 4
+    assert pipe.plan.stages[1].residuals["min_cut"] == 4 * numbers * 4

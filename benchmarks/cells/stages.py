@@ -122,7 +122,7 @@ class Calls:
                 self.of[label] = self._number(instruction.reads, compiled)
 
     def _number(self, reads: Sequence[int], compiled: Compiled) -> int:
-        key = compiled.function, tuple(compiled.kept), tuple(compiled.donated)
+        key = compiled.function, tuple(compiled.live_results), tuple(compiled.donated)
         if key not in self._by_function:
             args = tuple(self._specs[slot] for slot in reads)
             self._by_function[key] = self._find(Call(compiled.run, args))

@@ -89,7 +89,7 @@ def measure(name: str, rounds: int, modes: tuple[str, ...] = MODES) -> dict[str,
         loss = float(metrics["loss"])
         found[mode] = {
             "first": time.perf_counter() - begin,
-            "held": [stage.held_bytes for stage in pipe.plan.stages],
+            "held": [stage.residual_bytes for stage in pipe.plan.stages],
             "peaks": [size for _, size in pipe.plan.peak_bytes],
             "loss": loss,
             "grads": jax.device_get(jax.tree.leaves(state.opt_state)),

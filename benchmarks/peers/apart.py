@@ -76,7 +76,7 @@ def held(schedule: str, remat: str) -> str:
         made.step()
     peak, plan = resident("VmHWM"), made.pipe.plan
     arrays = sum(size for _, size in plan.peak_bytes) - weights
-    kept = sum(stage.held_bytes or 0 for stage in plan.stages)
+    kept = sum(stage.residual_bytes or 0 for stage in plan.stages)
     report = made.pipe.compile(made.take, made.state, *made.batch)
     spaces = sorted(((p.workspace_bytes or 0), p.name) for p in report.programs)
     largest = ", ".join(f"{size / MIB:.1f} ({name})" for size, name in spaces[-2:])

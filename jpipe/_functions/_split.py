@@ -58,8 +58,8 @@ def split(
     if fewest:
         whole = _jaxpr.rest(opened, wanted_second, residuals)
         wanted = _read(whole, [*jaxpr.invars, *residuals])
-        held = [False] * len(constant)
-        residuals = _cheapest.cheapest(first, wanted, constant, held)
+        stored = [False] * len(constant)
+        residuals = _cheapest.cheapest(first, wanted, constant, stored)
     outvars = [*wanted_first, *residuals]
     first = core.ClosedJaxpr(first.jaxpr.replace(outvars=outvars), opened.consts)
     return Halves(first, _jaxpr.rest(opened, wanted_second, residuals))

@@ -86,9 +86,9 @@ def cut(
 
     def forward(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
         outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, remat)
-        held, structure = jax.tree.flatten(pullback)
+        stored, structure = jax.tree.flatten(pullback)
         tree.append(structure)
-        return outputs, aux, held
+        return outputs, aux, stored
 
     closed, (outputs, aux, _) = _jaxpr.trace(forward, weights, x, extra)
     structure = tree[-1]
@@ -101,8 +101,8 @@ def cut(
     def backward(
         weights: Leaves, x: Leaves, extra: Leaves, residuals: Leaves, *cotangents: Any
     ) -> Any:
-        held = again(*weights, *x, *extra, *residuals)
-        pullback = jax.tree.unflatten(structure, held)
+        stored = again(*weights, *x, *extra, *residuals)
+        pullback = jax.tree.unflatten(structure, stored)
         if divisors is not None:
             one = [jnp.ones((), out.dtype) for out in outputs]
             by = [(1 / x).astype(outputs[0].dtype) for x in cotangents]
@@ -171,8 +171,8 @@ def _residuals(
     """
     constant = [i == 0 for i, size in enumerate(sizes) for _ in range(size)]
     if fewest:
-        held = [i == 2 for i, size in enumerate(sizes) for _ in range(size)]
-        return _cheapest.cheapest(closed, variables, constant, held)
+        stored = [i == 2 for i, size in enumerate(sizes) for _ in range(size)]
+        return _cheapest.cheapest(closed, variables, constant, stored)
     data = _jaxpr.depending_on(closed, [not yes for yes in constant])
     stored = data.difference(closed.jaxpr.invars)
     read = [var for var in variables if not isinstance(var, core.Literal)]

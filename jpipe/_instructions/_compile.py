@@ -37,7 +37,7 @@ class Compiled:
     Attributes:
       function: what it computes.
       arguments: the specs of its arguments.
-      kept: the positions of the results that somebody reads.
+      live_results: the positions of the results that somebody reads.
       donated: those of the arguments whose memory these take over.
       device: where it runs.
       places: where the arguments are; of one that is nowhere yet less than zero.
@@ -51,7 +51,7 @@ class Compiled:
 
     function: Function
     arguments: Sequence[Any]
-    kept: Sequence[int]
+    live_results: Sequence[int]
     donated: Sequence[int]
     device: Device
     places: Sequence[int]
@@ -61,17 +61,17 @@ class Compiled:
     result_shardings: Sequence[Sharding] = ()
 
     def __post_init__(self) -> None:
-        function, kept, device = self.function, self.kept, self.device
+        function, live, device = self.function, self.live_results, self.device
 
         def run(*leaves: Any) -> Any:
             results = function.run(*leaves)
-            return tuple([results[i] for i in kept])
+            return tuple([results[i] for i in live])
 
         out: Any = None
         if isinstance(device, SubMesh):
             if self.mapped:
                 run = device.mapped(run, self.argument_shardings)
-            pairs = [(self.result_shardings[i], function.results[i]) for i in kept]
+            pairs = [(self.result_shardings[i], function.results[i]) for i in live]
             out = tuple(on(device, sharding, on_host(spec)) for sharding, spec in pairs)
         elif all(place < 0 for place in self.places):
             # What has no arguments in a place would land on the default device.

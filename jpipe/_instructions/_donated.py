@@ -49,12 +49,12 @@ def compiled(
     names = {function: named(function.name, own) for function, own in labels.items()}
     programs = []
     for (function, *_), own in calls.items():
-        first, kept = own[0][0], _kept(function, own, last)
+        first, live = own[0][0], _live(function, own, last)
         program = Compiled(
             function,
             [graph.specs[v] for v in first.reads],
-            kept,
-            _donated(graph, own, kept),
+            live,
+            _donated(graph, own, live),
             graph.devices[first.place],
             [graph.places[v] for v in first.reads],
             names[function],
@@ -81,25 +81,25 @@ def _owned(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
     return owned
 
 
-def _kept(
+def _live(
     function: Function, calls: Sequence[Call], last: dict[Value, int]
 ) -> list[int]:
     """The results that are read of some call; those on the host come last."""
-    kept = [
+    live = [
         i
         for i in range(len(function.results))
         if i not in function.same and any(call.writes[i] in last for call, _ in calls)
     ]
-    return sorted(kept, key=lambda i: on_host(function.results[i]))
+    return sorted(live, key=lambda i: on_host(function.results[i]))
 
 
-def _donated(graph: Graph, calls: Sequence[Call], kept: Sequence[int]) -> list[int]:
+def _donated(graph: Graph, calls: Sequence[Call], live: Sequence[int]) -> list[int]:
     """The arguments whose memory results take: what all calls read last.
 
     Args:
       graph: what is computed where.
       calls: the calls of a function in a place.
-      kept: the results. Memory goes to the first that fit, never to those on the host.
+      live: the results. Memory goes to the first that fit, never to those on the host.
     """
 
     def kind(value: Value) -> Any:
@@ -107,7 +107,7 @@ def _donated(graph: Graph, calls: Sequence[Call], kept: Sequence[int]) -> list[i
         return spec.shape, spec.dtype, graph.shardings[value]
 
     first, _ = calls[0]
-    made = [first.writes[i] for i in kept]
+    made = [first.writes[i] for i in live]
     free = Counter(kind(v) for v in made if not on_host(graph.specs[v]))
     # First what only an overwriting frees; then from the last, as sums are, which are
     # added to in place.

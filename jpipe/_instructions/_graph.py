@@ -284,12 +284,12 @@ class Graph:
             needed.update(self._source.get(value, value) for value in values)
 
         need(outputs)
-        kept = []
+        live = []
         for call in reversed(self.calls):
             assert call.function
             made = set(call.writes) - set(call.reads)
             if call.function.has_effects or not needed.isdisjoint(made):
-                kept.append(call)
+                live.append(call)
                 need(call.reads)
         copies: dict[Value, list[Value]] = {}
         for copy, value in self._source.items():
@@ -311,6 +311,6 @@ class Graph:
             ]
 
         done = moves([*self.arguments, *self.constants], "arguments")
-        for call in reversed(kept):
+        for call in reversed(live):
             done += [call, *moves(call.writes, call.label)]
         return done

@@ -27,7 +27,7 @@ class Instruction:
       source: of a move, where it comes from; of a call ``None``.
       function: what a call computes; of a move ``None``.
       reads: its arguments.
-      writes: its results; in a program those that are kept, in neighbouring slots.
+      writes: its results; in a program those that are read, in neighbouring slots.
       label: what it is: an action of the schedule, or words.
       layers: what runs, for messages.
       mapped: whether each shard of the place calls it by itself.

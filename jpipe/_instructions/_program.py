@@ -209,7 +209,7 @@ def _over_slots(
     for number, each in enumerate(instructions):
         program, new = each.compiled, each.writes
         if program:
-            new = [each.writes[i] for i in program.kept]
+            new = [each.writes[i] for i in program.live_results]
         start = len(slot)
         slot |= {v: start + i for i, v in enumerate(new)}
         reads = tuple([slot[v] for v in each.reads])

@@ -48,7 +48,7 @@ def cheapest(
     closed: core.ClosedJaxpr,
     wanted: Sequence[Any],
     constant: Sequence[bool],
-    held: Sequence[bool],
+    stored: Sequence[bool],
     named: Container[core.Var] | None = None,
 ) -> list[core.Var]:
     """The values to store so that others follow from them by cheap equations.
@@ -62,7 +62,7 @@ def cheapest(
       wanted: variables of it that are needed again.
       constant: which of its inputs are such that what follows from them alone may be
         computed again, whatever computes it.
-      held: which of its other inputs are stored anyway.
+      stored: which of its other inputs are stored anyway.
       named: the results that may be stored; default: all.
 
     Returns:
@@ -74,7 +74,7 @@ def cheapest(
     """
     jaxpr = closed.jaxpr
     costly = _jaxpr.depending_on(closed, [not yes for yes in constant])
-    at_hand = {var for var, yes in zip(jaxpr.invars, held, strict=True) if yes}
+    at_hand = {var for var, yes in zip(jaxpr.invars, stored, strict=True) if yes}
     sizes = {v: 0 if v in at_hand else nbytes(v) for v in _made(jaxpr) if v in costly}
     if named is not None:
         may = {*jaxpr.invars, *(var for var in sizes if var in named)}

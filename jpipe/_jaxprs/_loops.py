@@ -87,13 +87,13 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     }
     count = len(body.in_avals)
     # What it goes along, and what is the same each time, it has as a whole.
-    held = [i not in range(count)[carried] for i in range(count)]
+    stored = [i not in range(count)[carried] for i in range(count)]
     try:
         residuals = _cheapest.cheapest(
             differentiated,
             differentiated.jaxpr.outvars,
             [False] * count,
-            held,
+            stored,
             numbers,
         )
     except _cheapest.NoWayError:

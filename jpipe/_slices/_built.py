@@ -22,8 +22,8 @@ from ..schedules import Action
 from ..schedules._action import FORWARD
 from ._cuts import Cuts
 from ._join import Join, joined
-from ._kept import Kept
 from ._lower import Lowering
+from ._residuals import Residuals
 from ._stages import Stages
 
 PyTree = Any
@@ -232,10 +232,10 @@ class Built:
         labels = [i.label for i in self.program.instructions if not i.is_move]
         return tuple(label for label in labels if not isinstance(label, str))
 
-    def kept(self, stage: int) -> Kept | None:
-        """What a stage keeps of a micro-batch, if it has forwards of their own."""
+    def residuals(self, stage: int) -> Residuals | None:
+        """What a stage stores of a micro-batch, if it has forwards of their own."""
         by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
-        return self.stages.kept(stage) if by_itself else None
+        return self.stages.residuals(stage) if by_itself else None
 
     @paused()
     def _lowered(self, state: Sequence[int]) -> Program:

@@ -8,7 +8,7 @@ from typing import Any
 from .._functions import _remat, _split, _vjp
 from .._jaxprs import _loops
 from .._jaxprs._function import Function
-from . import _kept
+from . import _residuals
 from ._slice import Slice, specs
 
 
@@ -97,10 +97,12 @@ class StageFunctions:
         return any(self.arrives) or any(self.trained)
 
     @cached_property
-    def kept(self) -> _kept.Kept:
+    def stored(self) -> _residuals.Residuals:
         """The residuals of a micro-batch, and what is computed again."""
         part = self.part
         num_x = len(part.arrives) + len(part.inputs)
         sizes = len(part.weights), num_x, len(part.batch)
         cut = self._cut
-        return _kept.kept(cut.reads, cut.residuals, sizes, _remat.name(self._mode))
+        return _residuals.residuals(
+            cut.reads, cut.residuals, sizes, _remat.name(self._mode)
+        )

@@ -10,8 +10,8 @@ from .._functions import _remat
 from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
-from ._kept import Kept
 from ._program import OTHER_READS, Traced
+from ._residuals import Residuals
 from ._slice import Slice, once, slices, specs, with_gradient
 from ._state import State
 
@@ -110,7 +110,7 @@ class Stages:
         """What a stage reads that is the same for all micro-batches."""
         return self._weights[self._sizes[microbatch]][stage]
 
-    def held_by(self, stage: int) -> list[Weight]:
+    def weights_on(self, stage: int) -> list[Weight]:
         """What it reads, and what stays there though nobody reads it."""
         owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage]
         return [*dict.fromkeys([*self.weights(stage), *owned])]
@@ -209,9 +209,9 @@ class Stages:
             self._forwards[key] = Function.of("forward", closed)
         return self._forwards[key]
 
-    def kept(self, stage: int) -> Kept:
+    def residuals(self, stage: int) -> Residuals:
         """The residuals of the first micro-batch in a stage."""
-        return self.functions(stage, 0, self.mode(stage, 0)).kept
+        return self.functions(stage, 0, self.mode(stage, 0)).stored
 
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
         """Whether a backward has anything to compute."""

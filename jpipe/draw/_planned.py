@@ -16,7 +16,7 @@ _PARTS = {
     "parameters": "#6b5b95",
     "gradients": "#0072b2",
     "optimizer": "#56b4e9",
-    "held": "#e69f00",
+    "activations": "#e69f00",
     "workspace": "#b4bcc6",
 }
 _BUSY = palette.OPS["W"]

@@ -45,7 +45,7 @@ class Known(NamedTuple):
 def of_function(last: Built) -> Known:
     """What is known of a model or a loss function that is divided."""
     stages, layout = last.stages, last.layout
-    reads = [stages.held_by(s) for s in range(stages.num_stages)]
+    reads = [stages.weights_on(s) for s in range(stages.num_stages)]
     return Known(last.pipe, modules(stages), layout, reads, last)
 
 
@@ -77,7 +77,7 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
     )
 
 
-def _stage(known: Known, s: int, held_bytes: int | None) -> StagePlan:
+def _stage(known: Known, s: int, residual_bytes: int | None) -> StagePlan:
     pipe, built, layout = known.pipe, known.built, known.layout
     device, params, trained, local = pipe.devices[s], None, None, None
     cut: dict[str, int] = {}
@@ -99,7 +99,7 @@ def _stage(known: Known, s: int, held_bytes: int | None) -> StagePlan:
             trained = sum(
                 layout.specs[i][0].size for i in own if built.stages.trained[i]
             )
-    kept = built.kept(s) if built else None
+    one = built.residuals(s) if built else None
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
@@ -108,10 +108,10 @@ def _stage(known: Known, s: int, held_bytes: int | None) -> StagePlan:
         remat=_remat.name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),
         param_bytes=None if local is None else sum(local),
-        held_bytes=held_bytes,
+        residual_bytes=residual_bytes,
         num_trained=trained,
-        kept=kept.nbytes if kept else {},
-        again=kept.again if kept else None,
+        residuals=one.nbytes if one else {},
+        recomputed_flops=one.recomputed_flops if one else None,
         cut=cut,
         sent_bytes=_sent(known.last.stages, s) if known.last else None,
     )

@@ -228,7 +228,7 @@ def _memory(
     for i, mode in enumerate(way.remat):
         # One program computes such a stage both ways: what it stores, it stores itself.
         if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
-            residuals = profile.kept_of[profile.pending_mode(mode)]
+            residuals = profile.residuals_of[profile.pending_mode(mode)]
             workspace[i] += int(residuals[stages[i]])
     memory = []
     for rank, peak in enumerate(timeline.peak_bytes):
@@ -238,15 +238,15 @@ def _memory(
         whole = (profile.layers[at] for at in layers)
         lasting = sum(layer.param_bytes + layer.state_bytes for layer in whole)
         sums = [costs.accumulator_bytes[i] for i in own]
-        held = int(peak) - lasting - sum(sums)
-        # When nothing is held any more, what shards add up stands beside their sums,
+        activations = int(peak) - lasting - sum(sums)
+        # When no activations are left, what shards add up stands beside their sums,
         # stage by stage.
-        added = max(sums, default=0) - held if way.data > 1 else 0
+        added = max(sums, default=0) - activations if way.data > 1 else 0
         each = Memory(
             parameters=lasting - optimizer,
             gradients=sum(sums),
             optimizer=optimizer,
-            held=held,
+            activations=activations,
             workspace=max(added, *(workspace[i] for i in own)),
         )
         memory.append(each)

@@ -40,15 +40,15 @@ def fused_residuals(
     shares: list[dict[str, float]] = []
     for stage, size in zip(plan.stages, balance, strict=True):
         first = len(shares)
-        sums = {m: own[first, first + size] for m, own in alone.kept_of.items()}
-        share = {m: n / sums[m] for m, n in stage.kept.items() if sums.get(m)}
+        sums = {m: own[first, first + size] for m, own in alone.residuals_of.items()}
+        share = {m: n / sums[m] for m, n in stage.residuals.items() if sums.get(m)}
         # What "full" stores, the input of a stage, is no sum.
         shares += [share | {"full": 1.0}] * size
 
     def fused(at: int, layer: LayerProfile) -> LayerProfile:
-        kept = layer.kept_bytes.items()
+        kept = layer.residual_bytes.items()
         less = {mode: int(size * shares[at].get(mode, 1.0)) for mode, size in kept}
-        return dataclasses.replace(layer, kept_bytes=less)
+        return dataclasses.replace(layer, residual_bytes=less)
 
     return {
         number: dataclasses.replace(

@@ -29,7 +29,7 @@ class LayerProfile:
       state_bytes: of its other collections, such as batch statistics.
       output_bytes: what it gives to the next layer.
       cotangent_bytes: the gradient of that, which comes back.
-      kept_bytes: of its residuals, by remat mode.
+      residual_bytes: of its residuals, by remat mode.
       workspace_bytes: the most that one of its programs needs while it runs, besides
         arguments and results; ``None`` if it is not known.
       flops: of its forward; ``None`` if it is not known.
@@ -45,14 +45,14 @@ class LayerProfile:
     state_bytes: int = 0
     output_bytes: int = 0
     cotangent_bytes: int = 0
-    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    residual_bytes: Mapping[str, int] = field(default_factory=dict)
     workspace_bytes: int | None = None
     flops: float | None = None
 
     @property
     def has_backward(self) -> bool:
         """Whether anything follows its forward, be it of no time."""
-        return self.backward > 0 or any(self.kept_bytes.values())
+        return self.backward > 0 or any(self.residual_bytes.values())
 
     @property
     def halves(self) -> tuple[float, float]:
@@ -102,10 +102,10 @@ def faults(layers: Sequence[LayerProfile], **others: float) -> Iterator[str]:
         where = f"layer {i} ({layer.name})"
         for own in dataclasses.fields(layer)[1:]:
             value = getattr(layer, own.name)
-            if own.name != "kept_bytes" and not (value is own.default is None):
+            if own.name != "residual_bytes" and not (value is own.default is None):
                 yield from number_faults(f"{where}: {own.name}", value)
-        for mode, value in layer.kept_bytes.items():
-            yield from number_faults(f"{where}: kept_bytes[{mode!r}]", value)
+        for mode, value in layer.residual_bytes.items():
+            yield from number_faults(f"{where}: residual_bytes[{mode!r}]", value)
     for name, value in others.items():
         yield from number_faults(name, value)
 

@@ -31,13 +31,13 @@ class StagePlan:
       remat: which residuals it stores between forward and backward.
       num_params: the number of parameters; ``None`` while shapes are unknown.
       param_bytes: their bytes, on each of its devices.
-      held_bytes: the most that it stores between forward and backward in a step;
+      residual_bytes: the most that it stores between forward and backward in a step;
         ``None`` while no step is compiled.
       num_trained: how many of the parameters the step trains.
-      kept: the bytes of the residuals of one micro-batch, by remat modes, where they
-        are known: all where nothing is computed again by `jax.checkpoint`.
-      again: the floating-point operations that its backward takes for computing again
-        what was not stored; ``None`` if it is not known.
+      residuals: the bytes of those of one micro-batch, by remat modes, where they are
+        known: all where nothing is computed again by `jax.checkpoint`.
+      recomputed_flops: the floating-point operations that its backward takes for
+        computing again what was not stored; ``None`` if it is not known.
       cut: how many of the parameters are cut along each axis of the stage's own mesh.
       sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
         known.
@@ -50,10 +50,10 @@ class StagePlan:
     remat: str
     num_params: int | None = None
     param_bytes: int | None = None
-    held_bytes: int | None = None
+    residual_bytes: int | None = None
     num_trained: int | None = None
-    kept: Mapping[str, int] = field(default_factory=dict)
-    again: int | None = None
+    residuals: Mapping[str, int] = field(default_factory=dict)
+    recomputed_flops: int | None = None
     cut: Mapping[str, int] = field(default_factory=dict)
     sent_bytes: int | None = None
 
@@ -66,7 +66,7 @@ class Memory:
       parameters: and all else that a layer has, such as batch statistics.
       gradients: their sums over micro-batches.
       optimizer: its state.
-      held: activations: what waits between actions.
+      activations: what waits between actions.
       workspace: what the largest program needs while it runs, besides that; also the
         one that adds up the gradients of devices that share a stage.
     """
@@ -74,12 +74,12 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    held: int
+    activations: int
     workspace: int
 
     @property
     def lasting(self) -> int:
-        """What is there before and after what is held."""
+        """What is there before and after activations."""
         return self.parameters + self.gradients
 
     @property
@@ -226,8 +226,8 @@ class Plan:
         if any(stage.num_params is not None for stage in stages):
             found["parameters"] = [*map(_params, stages)]
             found["bytes"] = [_size(stage.param_bytes) for stage in stages]
-            if any(stage.held_bytes is not None for stage in stages):
-                found["held"] = [_size(stage.held_bytes) for stage in stages]
+            if any(stage.residual_bytes is not None for stage in stages):
+                found["residuals"] = [_size(stage.residual_bytes) for stage in stages]
         if all(stage.sent_bytes is not None for stage in stages):
             found["sent"] = [_size(stage.sent_bytes) for stage in stages]
         if any(stage.cut for stage in stages):
@@ -311,11 +311,13 @@ def shortened(grid: str) -> str:
 
 def _residuals(stages: Sequence[StagePlan]) -> list[str]:
     """The residuals of each stage under each mode, where they are known."""
-    known = [stage for stage in stages if stage.kept]
-    modes = list(dict.fromkeys(mode for stage in known for mode in stage.kept))
-    rows = [["kept of a micro-batch by", *modes, "flops for the rest"]]
+    known = [stage for stage in stages if stage.residuals]
+    modes = list(dict.fromkeys(mode for stage in known for mode in stage.residuals))
+    rows = [["residuals of a micro-batch by", *modes, "recomputed flops"]]
     for stage in known:
-        cells = [size(stage.kept[m]) if m in stage.kept else "" for m in modes]
-        again = "" if stage.again is None else f"{stage.again:,}"
+        cells = [
+            size(stage.residuals[m]) if m in stage.residuals else "" for m in modes
+        ]
+        again = "" if stage.recomputed_flops is None else f"{stage.recomputed_flops:,}"
         rows.append([f"stage {stage.index}", *cells, again])
     return [columns(rows, left=range(1))] if known else []

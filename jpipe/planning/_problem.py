@@ -166,7 +166,7 @@ class PartitionProblem:
         modes = [self.modes[s] for s in rank.stages]
         modes += [*map(self.profile.pending_mode, modes)]
         pairs = zip(modes, [*stages, *stages], strict=True)
-        residuals = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
+        residuals = [self.profile.residuals_of[mode][stage] for mode, stage in pairs]
         moments = np.tensordot(rank.counts, residuals, 1)
         return moments.max(axis=0) + sum(self._static[stage] for stage in stages)
 

@@ -74,7 +74,7 @@ class Profile:
         Args:
           balance: how many layers each stage has.
           remat: what is stored between forward and backward, one mode or one per stage:
-            ``"full"``, or one that ``kept_bytes`` of the layers names.
+            ``"full"``, or one that ``residual_bytes`` of the layers names.
           bandwidth: bytes per second between two ranks; ``None``: as many as there are.
           latency: seconds that a transfer takes whatever its size.
 
@@ -105,7 +105,7 @@ class Profile:
 
         def of_stages(modes: Iterable[str]) -> list[int]:
             pairs = zip(modes, stages, strict=True)
-            return [int(self.kept_of[mode][stage]) for mode, stage in pairs]
+            return [int(self.residuals_of[mode][stage]) for mode, stage in pairs]
 
         params = [int(self.params_of[stage]) for stage in stages]
         state = [int(self.state_of[stage]) for stage in stages]
@@ -164,11 +164,11 @@ class Profile:
 
     def unknown(self, modes: Sequence[str]) -> list[str]:
         """The modes whose residuals are not known, a line for each."""
-        listed = ", ".join(map(repr, sorted(self.kept_of)))
+        listed = ", ".join(map(repr, sorted(self.residuals_of)))
         return [
             f"what remat={called(mode)} keeps is not in the profile: choose {listed}"
             for mode in dict.fromkeys(modes)
-            if mode not in self.kept_of
+            if mode not in self.residuals_of
         ]
 
     def boundary_bytes(self, first: int) -> int:
@@ -193,9 +193,9 @@ class Profile:
         return sums([layer.state_bytes for layer in self.layers])
 
     @functools.cached_property
-    def kept_of(self) -> dict[str, Matrix]:
+    def residuals_of(self) -> dict[str, Matrix]:
         """By mode, what each stage stores between forward and backward."""
-        count, modes = len(self.layers), [layer.kept_bytes for layer in self.layers]
+        count, modes = len(self.layers), [layer.residual_bytes for layer in self.layers]
         known = set[str]().union(*modes[:1]).intersection(*modes)
         found = {mode: sums([own[mode] for own in modes]) for mode in sorted(known)}
         given = [*map(self.boundary_bytes, range(count)), 0]
@@ -212,7 +212,7 @@ class Profile:
         """The mode that stores about what the first half of a backward leaves."""
         if mode == "none":
             return mode
-        return next((m for m in ("min_cut", "none") if m in self.kept_of), mode)
+        return next((m for m in ("min_cut", "none") if m in self.residuals_of), mode)
 
     def check(self, made: Mapping[str, str]) -> None:
         """Refuses a profile that was made on something else.

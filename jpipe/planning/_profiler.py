@@ -165,7 +165,7 @@ def _layers(
             state_bytes=sum(map(nbytes, state)),
             output_bytes=output,
             cotangent_bytes=cotangent,
-            kept_bytes=stored[functions],
+            residual_bytes=stored[functions],
             flops=None if forward is None else float(flops(forward)),
         )
 
@@ -189,7 +189,7 @@ def _stored(model: Traced, number: int) -> dict[str, int]:
         return dict.fromkeys(MODES, 0)
 
     def by(mode: str) -> Mapping[str, int]:
-        return model.functions(number, mode).kept.nbytes
+        return model.functions(number, mode).stored.nbytes
 
     # What follows from no more than the input needs no trace of its own.
     return {mode: by("none" if mode == "full" else mode)[mode] for mode in MODES}

@@ -17,7 +17,7 @@ _HOW = {
 def table(profile: Any) -> str:
     """The text of a profile: what it was made on, a line for each layer, and sums."""
     layers = profile.layers
-    modes = dict.fromkeys(mode for layer in layers for mode in layer.kept_bytes)
+    modes = dict.fromkeys(mode for layer in layers for mode in layer.residual_bytes)
     # Of each column: how a number is written, and those of the layers.
     numbers = {
         **{
@@ -27,7 +27,10 @@ def table(profile: Any) -> str:
         "parameters": ("{:,}".format, [layer.num_params for layer in layers]),
         "output": (size, [layer.output_bytes for layer in layers]),
         **{
-            f"kept by {mode}": (size, [layer.kept_bytes.get(mode) for layer in layers])
+            f"residuals by {mode}": (
+                size,
+                [layer.residual_bytes.get(mode) for layer in layers],
+            )
             for mode in modes
         },
         "workspace": (size, [layer.workspace_bytes for layer in layers]),

@@ -48,7 +48,9 @@ def _lowered(candidate: Candidate, request: Request, subject: Subject) -> Candid
     plan = subject.planned(adjusted, *run)
     peaks = dict(plan.peak_bytes)
     memory = tuple(
-        dataclasses.replace(own, held=peaks[str(OnPaper(rank, data))] - own.lasting)
+        dataclasses.replace(
+            own, activations=peaks[str(OnPaper(rank, data))] - own.lasting
+        )
         for rank, own in enumerate(candidate.memory)
     )
     return dataclasses.replace(candidate, memory=memory, plan=plan)

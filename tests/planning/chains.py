@@ -29,7 +29,10 @@ def profile(rng: random.Random, num_layers: int, skips: int = 0, ties: int = 0):
             state_bytes=rng.randrange(10),
             output_bytes=rng.randrange(20),
             cotangent_bytes=rng.randrange(20),
-            kept_bytes={"none": rng.randrange(20, 60), "min_cut": rng.randrange(20)},
+            residual_bytes={
+                "none": rng.randrange(20, 60),
+                "min_cut": rng.randrange(20),
+            },
         )
         for i in range(num_layers)
     )

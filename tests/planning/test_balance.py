@@ -21,7 +21,7 @@ SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
 
 @pytest.mark.parametrize("kind", ["time", "flops", "params", "memory"])
 def test_a_balance_by_name(kind):
-    own = {"kept_bytes": {"min_cut": 0}}
+    own = {"residual_bytes": {"min_cut": 0}}
     profile = Profile(
         tuple(
             LayerProfile("a", t, t, param_bytes=int(t), flops=t, **own)

@@ -27,8 +27,8 @@ def test_bytes_are_those_of_a_pipeline_with_a_stage_for_each_layer(name, mode):
     assert [(x.name,) for x in made.layers] == [tuple(s.layers) for s in stages]
     assert [x.num_params for x in made.layers] == [s.num_params for s in stages]
     assert [x.param_bytes for x in made.layers] == [s.param_bytes for s in stages]
-    kept = [stage.kept[mode] for stage in stages]
-    assert [x.kept_bytes[mode] for x in made.layers] == kept
+    kept = [stage.residuals[mode] for stage in stages]
+    assert [x.residual_bytes[mode] for x in made.layers] == kept
     assert sum(kept) > 0
     assert len(made.skips) == (name == "skips")
 
@@ -79,7 +79,7 @@ def test_what_is_frozen_has_no_backward():
     made = jpipe.profile(layers, X, measure=False, trainable="1/*")
     first, second, third = made.layers
     assert times(first)[1:] == (0, 0, 0)
-    assert set(first.kept_bytes.values()) == {0}
+    assert set(first.residual_bytes.values()) == {0}
     assert second.input_grad == 0
     assert second.weight_grad == second.backward > 0
     assert third.weight_grad == 0

@@ -44,18 +44,23 @@ def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
     stages = pipe.plan.stages
     params = [sum(s.param_bytes for s in stages if s.rank == r) for r in (0, 1)]
     assert [memory.gradients for memory in plan.forecast.memory] == params
-    held = [stage.held_bytes for stage in stages]
+    held = [stage.residual_bytes for stage in stages]
     # The pipeline has a loss, whose residuals are a few numbers.
-    assert [s.held_bytes for s in plan.stages] == pytest.approx(held, abs=64)
+    assert [s.residual_bytes for s in plan.stages] == pytest.approx(held, abs=64)
     for said, own in zip(plan.stages, stages, strict=True):
         # Neither has the last stage of the other, where a forward has its own program.
-        assert said.kept.keys() == own.kept.keys()
-        assert list(said.kept.values()) == pytest.approx([*own.kept.values()], abs=64)
-        assert said.again == own.again or said.index == len(stages) - 1
+        assert said.residuals.keys() == own.residuals.keys()
+        assert list(said.residuals.values()) == pytest.approx(
+            [*own.residuals.values()], abs=64
+        )
+        assert (
+            said.recomputed_flops == own.recomputed_flops
+            or said.index == len(stages) - 1
+        )
     for (_, peak), memory in zip(
         pipe.plan.peak_bytes, plan.forecast.memory, strict=True
     ):
-        held = memory.parameters + memory.gradients + memory.held
+        held = memory.parameters + memory.gradients + memory.activations
         # Beside these: the mini-batch, its targets, losses, keys.
         assert held == pytest.approx(peak, abs=512)
 
@@ -67,7 +72,7 @@ def test_gradients_that_devices_add_up_stand_beside_their_sums():
     plan = jpipe.plan(*given, **options)
     for memory in plan.forecast.memory:
         # That little is gone at the end, when the totals are there.
-        assert memory.held < memory.gradients / 4
+        assert memory.activations < memory.gradients / 4
         assert memory.total >= memory.parameters + 2 * memory.gradients - 64
     # Half of the parameters three times, which no partition makes less.
     limit = 3 * sum(memory.parameters for memory in plan.forecast.memory) // 2 - 256

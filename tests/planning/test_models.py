@@ -60,10 +60,10 @@ def test_a_plan_of_a_model_is_built_and_gives_the_numbers_of_one_device(double):
     assert pipe.plan.cuts == read.cuts
     # What runs holds what the plan says that it does.
     assert [held for _, held in pipe.plan.peak_bytes] == [
-        memory.lasting + memory.held for memory in read.forecast.memory
+        memory.lasting + memory.activations for memory in read.forecast.memory
     ]
-    assert [stage.held_bytes for stage in pipe.plan.stages] == [
-        stage.held_bytes for stage in read.stages
+    assert [stage.residual_bytes for stage in pipe.plan.stages] == [
+        stage.residual_bytes for stage in read.stages
     ]
     assert "bottleneck: " in str(pipe)
 
@@ -187,7 +187,7 @@ def test_what_runs_holds_what_was_planned(double, model, options):
     outputs = pipe.apply(variables, TOKENS)
     found = pipe.value_and_grad(loss_fn)(variables, TOKENS, TOKENS)
     assert [held for _, held in pipe.plan.peak_bytes] == [
-        memory.lasting + memory.held for memory in made.forecast.memory
+        memory.lasting + memory.activations for memory in made.forecast.memory
     ]
 
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -208,7 +208,7 @@ def test_a_plan_of_some_parameters_is_of_those_that_are_trained(double):
     grads = pipe.value_and_grad(loss_fn, trainable="*/Dense_*")
     loss, found = grads(variables, TOKENS, TOKENS)
     assert [held for _, held in pipe.plan.peak_bytes] == [
-        memory.lasting + memory.held for memory in made.forecast.memory
+        memory.lasting + memory.activations for memory in made.forecast.memory
     ]
     expected, every = plain(variables)
     is_dense = [

@@ -147,7 +147,7 @@ def alike(count, **fields):
 
 
 def test_full_remat_is_time_but_not_in_the_last_stage():
-    given = alike(10, output_bytes=1, kept_bytes={"none": 9})
+    given = alike(10, output_bytes=1, residual_bytes={"none": 9})
     assert partition(given, 2, remat="none") == [5, 5]
     # Two thirds each of the first and of the last.
     assert partition(given, 2, remat="full") == [4, 6]
@@ -200,7 +200,7 @@ def test_a_question_that_makes_no_sense(question, fault):
 
 
 def test_a_limit_that_nothing_meets():
-    given = alike(4, param_bytes=1000, kept_bytes={"none": 100})
+    given = alike(4, param_bytes=1000, residual_bytes={"none": 100})
     with pytest.raises(ValueError, match="partition") as refusal:
         partition(given, 2, remat="none", max_bytes=4000)
     assert str(refusal.value) == (

@@ -167,7 +167,7 @@ def test_a_forecast_by_hand(remat, schedule, first, last, kept, workspace):
     """Layers of 1 s and 2 s, which need 1000 bytes; arrays are of 128 bytes."""
     layers = [nn.Dense(8), keep, nn.tanh, add, nn.Dense(4)]
     own = jpipe.profile(layers, SAMPLE, num_microbatches=4, measure=False)
-    known = {"kept_bytes": {"min_cut": 50, "none": 70}, "workspace_bytes": 1000}
+    known = {"residual_bytes": {"min_cut": 50, "none": 70}, "workspace_bytes": 1000}
     known |= {"forward": 1.0, "backward": 2.0, "input_grad": None, "weight_grad": None}
     each = tuple(dataclasses.replace(layer, **known) for layer in own.layers)
     given = {"num_devices": 2, "balance": [4, 1], "data": 1, "num_microbatches": 4}

@@ -21,7 +21,7 @@ def layer(name, scale, **fields):
         state_bytes=scale,
         output_bytes=10 * scale,
         cotangent_bytes=5 * scale,
-        kept_bytes={"none": 40 * scale, "min_cut": 20 * scale},
+        residual_bytes={"none": 40 * scale, "min_cut": 20 * scale},
         **fields,
     )
 
@@ -85,7 +85,8 @@ def test_what_no_stages_have_is_refused():
     with pytest.raises(ValueError, match="remat has 3 entries for 2 stages; give one"):
         GIVEN.costs([2, 2], remat=["none"] * 3)
     bare = dataclasses.replace(
-        GIVEN, layers=tuple(dataclasses.replace(x, kept_bytes={}) for x in GIVEN.layers)
+        GIVEN,
+        layers=tuple(dataclasses.replace(x, residual_bytes={}) for x in GIVEN.layers),
     )
     assert bare.costs([4], remat="full").residual_bytes == [7]
     with pytest.raises(ValueError, match="remat='min_cut' keeps is not in the profile"):

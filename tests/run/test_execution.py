@@ -89,7 +89,7 @@ HALF = nn.Sequential([nn.Dense(256, dtype=jnp.bfloat16) for _ in range(2)])
 def test_what_a_forward_keeps_for_its_backward(layer, remat, width, held):
     pipe = jpipe.pipeline([layer, ref.dense(4)], 1, remat=remat, schedule="gpipe")
     gradient_of(pipe, jnp.ones((2, width)), jnp.ones((2, 4)))
-    assert pipe.plan.stages[0].held_bytes == held
+    assert pipe.plan.stages[0].residual_bytes == held
 
 
 def test_offloaded_residuals_are_in_host_memory():

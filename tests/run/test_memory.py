@@ -29,7 +29,7 @@ def held(schedule, remat):
     pipe = jpipe.pipeline(layers, MICROBATCHES, schedule=schedule, remat=remat)
     x = jnp.ones((BATCH, WIDTH))
     check_exact(pipe, x, x)
-    return [stage.held_bytes // BOUNDARY for stage in pipe.plan.stages]
+    return [stage.residual_bytes // BOUNDARY for stage in pipe.plan.stages]
 
 
 def test_stages_hold_their_inputs_of_the_micro_batches_in_flight():

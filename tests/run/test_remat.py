@@ -70,7 +70,7 @@ def test_a_minimum_cut_keeps_least_and_gives_the_same_numbers(name):
     plans, values = zip(*(found(name, mode) for mode in MODES), strict=True)
     for value in values[:-1]:
         ref.assert_close(value, values[-1], ref.FLOAT64)
-    held = {m: p.stages[0].held_bytes for m, p in zip(MODES, plans, strict=True)}
+    held = {m: p.stages[0].residual_bytes for m, p in zip(MODES, plans, strict=True)}
     assert held["full"] <= held["min_cut"] <= held["none"]
     if name == "loops":  # what they carry is kept; a policy runs them again for it
         assert held["min_cut"] < held["none"]
@@ -82,8 +82,10 @@ def test_what_a_minimum_cut_keeps_is_counted_by_hand():
     """Of a block of two products: its input and the result of the first."""
     stage = found("perceptron", "min_cut")[0].stages[0]
     rows = 2 * 5 * WIDTH * 8  # [microbatch, time, width] in double precision
-    assert stage.kept["min_cut"] == 2 * (rows + 2 * rows)
-    assert stage.held_bytes == 2 * stage.kept["min_cut"]  # of two micro-batches
+    assert stage.residuals["min_cut"] == 2 * (rows + 2 * rows)
+    assert (
+        stage.residual_bytes == 2 * stage.residuals["min_cut"]
+    )  # of two micro-batches
 
 
 def test_equal_stages_keep_what_the_mode_of_each_says():
@@ -95,7 +97,7 @@ def test_equal_stages_keep_what_the_mode_of_each_says():
             layers, 4, balance=[1] * 4, remat=("none", *remat, "none")
         )
         pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, jnp.ones((6, 4)))
-        return [stage.held_bytes for stage in pipe.plan.stages[1:3]]
+        return [stage.residual_bytes for stage in pipe.plan.stages[1:3]]
 
     most, least = held("none", "none"), held("full", "full")
     assert all(a > b for a, b in zip(most, least, strict=True))
@@ -133,7 +135,7 @@ def test_masks_are_kept_and_no_backward_draws_them_again(schedule):
         flops[remat] = sum(p.flops for p in stage if "forward" not in p.name)
         if remat == "min_cut":
             # What each of two products is given, and a byte for each entry of a mask.
-            assert pipe.plan.stages[0].kept[remat] <= 2 * rows * (4 + 1)
+            assert pipe.plan.stages[0].residuals[remat] <= 2 * rows * (4 + 1)
     ref.assert_close(found["min_cut"], found["none"], ref.FLOAT32)
     # A draw takes a hundred operations for each element, one of 16 products 2.
     assert flops["min_cut"] <= flops["none"] + 20 * rows

@@ -8,31 +8,31 @@ from .._jaxprs import _cheapest, _flops, _jaxpr
 from .._jaxprs._cheapest import total_bytes
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """Known of one stage on one micro-batch.
 
     Attributes:
       nbytes: what is stored between forward and backward, by the names of remat modes:
         residuals, and the input where a backward reads it.
-      again: the floating-point operations that the backward takes for computing the
-        rest again; ``None`` if it is not known.
+      recomputed_flops: the floating-point operations that the backward takes for
+        computing the rest again; ``None`` if it is not known.
     """
 
     nbytes: dict[str, int]
-    again: int | None
+    recomputed_flops: int | None
 
 
-def kept(
+def residuals(
     reads: core.ClosedJaxpr,
-    residuals: list[core.Var],
+    stored: list[core.Var],
     sizes: tuple[int, int, int],
     mode: str,
-) -> Kept:
+) -> Residuals:
     """What is stored under the mode; and under others, if nothing is computed again.
 
     Args:
       reads: ``(weights, x, extra) ->`` all that the backward reads.
-      residuals: those of its variables that the forward hands on.
+      stored: those of its variables that the forward hands on.
       sizes: how many of its inputs are weights, x, and extra.
       mode: the mode that it was made with.
     """
@@ -44,9 +44,9 @@ def kept(
         pairs = zip(jaxpr.invars, live, strict=False)
         return total_bytes({*some, *(var for var, yes in pairs if yes and var in x)})
 
-    own = with_inputs(residuals)
+    own = with_inputs(stored)
     if mode not in ("none", "min_cut"):
-        return Kept({mode: own}, None)
+        return Residuals({mode: own}, None)
     constant = [i < sizes[0] for i in range(len(jaxpr.invars))]
     data = _jaxpr.depending_on(reads, [not yes for yes in constant])
     products = _cheapest.products(jaxpr, jaxpr.outvars) & data
@@ -58,5 +58,5 @@ def kept(
         "dots": total_bytes(products.difference(extra)),
         "none": total_bytes((outvars & data).difference(extra)),
     }
-    again = _jaxpr.rest(reads, jaxpr.outvars, residuals)
-    return Kept(nbytes, _flops.flops(again))
+    again = _jaxpr.rest(reads, jaxpr.outvars, stored)
+    return Residuals(nbytes, _flops.flops(again))
