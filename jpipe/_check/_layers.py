@@ -168,14 +168,14 @@ class Checking:
         """
         sizes, applied = self._sizes, functools.partial(apply, apart=normed)
         axes = [*_none(free[0]), *self._axes, *_none(fixed)]
-        in_all = in_parts(applied, axes, sizes)
-        (first, _), *_ = jax.eval_shape(in_all, free, fixed)
+        each_part = in_parts(applied, axes, sizes)
+        (first, _), *_ = jax.eval_shape(each_part, free, fixed)
         leaves = zip(*map(jax.tree.leaves, (specs[0], first)), strict=False)
-        found = [axis_of(*pair) for pair in leaves]
+        out_axes = [axis_of(*pair) for pair in leaves]
 
         def projected(made: PyTree) -> list[jax.Array]:
             # What is of no example may be a mean or a sum.
-            pairs = zip(jax.tree.leaves(made), found, strict=True)
+            pairs = zip(jax.tree.leaves(made), out_axes, strict=True)
             return [x for x, axis in pairs if axis is not None and is_inexact(x)]
 
         def at_once(free: PyTree, fixed: PyTree) -> Any:
@@ -184,12 +184,12 @@ class Checking:
             return projected(results[0]), (results, made)
 
         def divided(free: PyTree, fixed: PyTree) -> Any:
-            made, states = zip(*in_all(free, fixed), strict=True)
+            made, states = zip(*each_part(free, fixed), strict=True)
             made = joined("outputs", specs[0], made)
             return projected(made), (made, joined("state", specs[1], states))
 
         function = Function(at_once, divided, free, fixed)
-        return self._known.setdefault(function.form, function), found
+        return self._known.setdefault(function.form, function), out_axes
 
     def _compared(
         self,

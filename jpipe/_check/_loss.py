@@ -17,7 +17,8 @@ from .. import _compat
 from .._functions._batch import Batch
 from .._functions._objective import Objective, as_weight
 from .._jaxprs import _flow
-from ._compare import Difference, compare, floating, size, tolerance
+from . import _compare
+from ._compare import Difference, floating
 from ._function import Function, Way, differentiated, first_line, host, in_parts
 from ._report import Checked
 
@@ -29,8 +30,7 @@ ADVICE = (
     "computes any loss"
 )
 # The texts of programs of losses that passed: they are not run again.
-_passed: dict[bytes, None] = {}
-_MOST_PASSED = 256
+_passed: set[bytes] = set()
 # What is evaluated at once has at most so many elements.
 _MOST = 2**26
 # Two numbers that differ by less are the same but for rounding; by a weight such as
@@ -61,7 +61,7 @@ def _terms(
         if objective.reduction == "sum":
             return values
         if objective.reduction == "mean":
-            shares = [size / sum(sizes) for size in sizes]
+            shares = [n / sum(sizes) for n in sizes]
             return [value * share for value, share in zip(values, shares, strict=True)]
         weight = sum(as_weight(weight, total) for total, weight in values)
         weight = jax.lax.stop_gradient(weight)
@@ -91,11 +91,12 @@ def compared(
     ones = [np.ones((), leaf.dtype) for leaf in function.projected]
     whole, parts = function(*given, ones)
     limit = function.limit if tolerance is None else tolerance
-    found = [compare("outputs", whole.results, parts.results, [None], sizes, limit)]
+    values = whole.results, parts.results, [None]
+    found = [_compare.compare("outputs", *values, sizes, limit)]
     if whole.gradient is not None:
-        least = of_all * size(whole.gradient)
+        least = of_all * _compare.size(whole.gradient)
         gradients = whole.gradient, parts.gradient, floating(given[0], axes)
-        found.append(compare("gradients", *gradients, sizes, limit, least))
+        found.append(_compare.compare("gradients", *gradients, sizes, limit, least))
     return whole.results, tuple(filter(None, found))
 
 
@@ -191,7 +192,7 @@ def probe(
             return ""
         run = lowered.compile(compiler_options=_compat.quick_to_compile())
         found = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
-        eps = tolerance(_flow.dtypes(traced.jaxpr))
+        eps = _compare.tolerance(_flow.dtypes(traced.jaxpr))
     except Exception as error:
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"
@@ -211,9 +212,7 @@ def probe(
                 f"and {sizes[1]} (random outputs, the first of these targets), so "
                 f"micro-batches would train another loss; {ADVICE}"
             )
-    _passed[text] = None
-    if len(_passed) > _MOST_PASSED:
-        del _passed[next(iter(_passed))]
+    _passed.add(text)
     return ""
 
 

@@ -1,19 +1,22 @@
 """What to type after an error in a layer, by the error and by the layer."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from flax import errors
+from flax import errors, linen, nnx
 
-from . import _linen, _nnx, _switches
-from ._layer import Layer, split
+from ._layer import Layer
 
 PyTree = Any
+
 _IN_EVALUATION = (
     "what a layer holds is what it needs in evaluation: let it use the same parameters "
     "in training, or make there what only training uses: if train or "
     "self.is_initializing()"
+)
+_SEVERAL = (
+    "a layer maps one pytree to one pytree; where a module takes several, list "
+    "jpipe.layer(module, lambda module, x: module(x[0], mask=x[1])), or x['name']"
 )
 # Kinds of errors with what they say, and what to type.
 _KNOWN: dict[tuple[type[Exception], str], str] = {
@@ -31,7 +34,7 @@ _KNOWN: dict[tuple[type[Exception], str], str] = {
     "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}",
     (TypeError, "argument: 'rngs'"): "no keys were given: type rngs=key in the call of "
     "the pipeline, or let the layer do without them in evaluation (rngs=None)",
-    (ValueError, "for which there is no key"): "",  # of nnx: it says what to type
+    (TypeError, "required positional argument"): _SEVERAL,
 }
 
 
@@ -40,29 +43,5 @@ def advice(error: Exception, layer: Layer, x: PyTree) -> str:
     for (kind, says), text in _KNOWN.items():
         if isinstance(error, kind) and says in str(error):
             return text
-    module, method = split(layer.source)
-    is_module = _linen.is_module(module) or _nnx.is_module(module)
-    if not is_module or not isinstance(method, str):
-        return ""
-    # A layer maps one pytree: this may be a module that takes several arguments.
-    parameters = inspect.signature(getattr(type(module), method)).parameters
-    offered = {*_switches.switches(True), "rngs"}
-    required = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty
-        and p.kind not in _switches.VARIOUS
-        and name not in offered
-    ]
-    several = isinstance(x, Mapping | tuple | list)
-    if not several and len(required) < 3:  # self, and the input
-        return ""
-    called = "module" if method == "__call__" else f"module.{method}"
-    part = "'name'" if isinstance(x, Mapping) else "0"
-    return (
-        f"a layer maps one pytree to one pytree: this {type(module).__name__} takes "
-        f"({', '.join(parameters)}), and was given "
-        f"{f'a {type(x).__name__}' if several else 'one array'}; if that is meant to "
-        f"be taken apart, list jpipe.layer(module, lambda module, x: "
-        f"{called}(x[{part}], ...))"
-    )
+    is_module = isinstance(layer.source, linen.Module | nnx.Module)
+    return _SEVERAL if is_module and isinstance(x, Mapping | tuple | list) else ""

@@ -16,7 +16,7 @@ References:
 
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,11 +45,9 @@ class Record:
     it has traced for an equal block, where Python sees no call.
 
     Attributes:
-      layer: the number of the layer that is being applied.
       seen: the paths of the norms that left statistics.
     """
 
-    layer: int = 0
     seen: set[Path] = field(default_factory=set)
 
     def mark(
@@ -61,11 +59,6 @@ class Record:
           ValueError: if they cannot be merged.
         """
         name = "/".join(map(str, inner(path))) or "BatchNorm"
-        if isinstance(momentum, jax.Array):
-            raise ValueError(
-                f"the momentum of batch norm {name} is an array; give a Python number, "
-                f"or freeze the norm and write a rule of your own"
-            )
         if masked:
             raise ValueError(
                 f"batch norm {name} is given a mask: statistics of micro-batches are "
@@ -81,7 +74,7 @@ class Record:
                 f"each call, or take num_microbatches=1"
             )
         self.seen.add(path)
-        text = f"{MARK}{float(momentum)!r} {self.layer} {name}"
+        text = f"{MARK}{float(momentum)!r} {'/'.join(map(str, path)) or name}"
         return lambda x: checkpoint_name(x, text)
 
 
@@ -141,23 +134,16 @@ def are_merged() -> bool:
     return _are_merged.get()
 
 
-def enter_layer(number: int) -> None:
-    """Sets the number of the layer whose batch norms come now."""
-    record = _current.get()
-    if record is not None:
-        record.layer = number
-
-
 @contextmanager
-def meeting(mutable: Container[str]) -> Iterator[None]:
+def meeting(may_change: bool) -> Iterator[None]:
     """The scope in which a layer is applied, so that its batch norms are seen.
 
     `flax.linen.jit` would not run again what it has traced for an equal layer.
 
     Args:
-      mutable: the collections that the layer may change.
+      may_change: whether it may change statistics; else nothing is seen.
     """
-    if _COLLECTION not in mutable:
+    if not may_change:
         yield
         return
     with (

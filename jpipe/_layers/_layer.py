@@ -1,6 +1,5 @@
 """What a user may list as a layer, brought to one form: a call."""
 
-import functools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,9 +115,8 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 
 def is_model(source: Any) -> bool:
     """Whether something is one model, and no list of layers."""
-    if isinstance(source, Stage | Method | _skip.Isolated) or _is_module(source):
-        return True
-    return callable(source)
+    is_listed = isinstance(source, Stage | Method | _skip.Isolated)
+    return is_listed or _is_module(source) or callable(source)
 
 
 def _why_not(source: Any) -> str:
@@ -126,7 +124,10 @@ def _why_not(source: Any) -> str:
         return _why_not(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
-    if reason := _nnx.why_not(source) or _binds_module(source) or _holds_arrays(source):
+    module = source.module if isinstance(source, Method) else source
+    if reason := _linen.why_not(module) or _nnx.why_not(source):
+        return reason
+    if reason := _binds_module(source) or _holds_arrays(source):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if known or callable(source):
@@ -139,15 +140,11 @@ def _why_not(source: Any) -> str:
 
 def _binds_module(source: Any) -> str:
     """Why a method of a module cannot be a layer: the module would be a constant."""
-    function = source
-    while not _is_module(module := getattr(function, "__self__", function)):
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif (wrapped := getattr(function, "__wrapped__", None)) is not None:
-            function = wrapped  # by `jax.jit`, say
-        else:
-            return ""
-    if module is source:
+    function = getattr(source, "func", source)  # of a functools.partial
+    if not hasattr(function, "__self__"):
+        function = getattr(function, "__wrapped__", function)  # of a jax.jit
+    module = getattr(function, "__self__", function)
+    if module is source or not _is_module(module):
         return ""
     method = getattr(function, "__name__", "__call__")
     own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
@@ -159,12 +156,10 @@ def _binds_module(source: Any) -> str:
 
 def _holds_arrays(source: Any) -> str:
     """Why a callable cannot be a layer, if it is a pytree that would not be trained."""
-    if isinstance(source, Stage | Method | _skip.Isolated) or _is_module(source):
+    if not callable(source) or _is_module(source):
         return ""
-    leaves = jax.tree.leaves(source)
-    if not callable(source) or (len(leaves) == 1 and leaves[0] is source):
-        return ""
-    if not any(isinstance(x, jax.Array | np.ndarray) for x in leaves):
+    parts = (x for x in jax.tree.leaves(source) if x is not source)
+    if not any(isinstance(x, jax.Array | np.ndarray) for x in parts):
         return ""
     return (
         f"{type(source).__name__} is a pytree with arrays, which would be constants; "
@@ -185,17 +180,11 @@ def as_layer(source: Any) -> Layer:
         return replace(inner, namespace=both)
     if isinstance(source, Stage):
         return _from_stage(source)
-    module, method = split(source)
-    if _is_module(module):
-        return _from_module(source, module, method)
-    return _from_function(source)
-
-
-def split(source: Any) -> tuple[Any, str | Callable[..., PyTree]]:
-    """What was listed, and which method or function of it is called."""
     if isinstance(source, Method):
-        return source.module, source.method
-    return source, "__call__"
+        return _from_module(source, source.module, source.method)
+    if _is_module(source):
+        return _from_module(source, source, "__call__")
+    return _from_function(source)
 
 
 def _from_module(source: Any, module: Any, method: Any) -> Layer:
@@ -247,10 +236,7 @@ def _from_stage(stage: Stage) -> Layer:
         return dict(made)
 
     def call(variables, x, rngs, train):
-        asking = _switches.parameters(stage.apply, 1, x)
-        offered = _switches.offered(asking, train, rngs)
-        data, named = _inputs.arguments(x)
-        return stage.apply(variables, *data, **named, **offered)
+        return _switches.call(stage.apply, [variables], x, rngs, train)
 
     return Layer(stage.name, stage, call, init)
 
@@ -259,10 +245,7 @@ def _from_function(function: Callable[..., PyTree]) -> Layer:
 
     def call(variables, x, rngs, train):
         del variables
-        asking = _switches.parameters(function, 0, x)
-        offered = _switches.offered(asking, train, rngs)
-        data, named = _inputs.arguments(x)
-        return function(*data, **named, **offered)
+        return _switches.call(function, [], x, rngs, train)
 
     return Layer(_name(function), function, call)
 

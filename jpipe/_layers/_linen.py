@@ -8,7 +8,7 @@ import chex
 import jax
 from flax import linen
 
-from . import _batchnorm, _inputs, _modes, _switches
+from . import _batchnorm, _modes, _switches
 
 PyTree = Any
 # The name of a method, or a function of a module and its input.
@@ -27,6 +27,17 @@ NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 def is_module(source: Any) -> bool:
     """Whether an object is a linen module."""
     return isinstance(source, linen.Module)
+
+
+def why_not(source: Any) -> str:
+    """Why an object cannot be a layer, if linen is the reason; else empty."""
+    if not is_module(source) or source.scope is None:
+        return ""
+    return (
+        f"a {type(source).__name__} that is bound, of which others would not know what "
+        f"they share with it; list the module that is not bound, or a function of it: "
+        f"jpipe.layer(module, lambda module, x: module.part(x))"
+    )
 
 
 def is_box(node: Any) -> bool:
@@ -52,41 +63,20 @@ def call(method: Method) -> Callable[..., PyTree]:
     """``(module, x, rngs, train) -> y`` of a bound module."""
 
     def run(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
-        called, args, keywords = _called(module, method, x, rngs, train)
-        data, named = _inputs.arguments(x)
         asking = _asking(module, method, x)
-        known = [p.name for p in asking if _switches.is_switch(p)]
+        offered = _switches.offered(asking, train, rngs)
+        function: Any = method
+        if isinstance(method, str):
+            offered.pop("rngs", None)
+            function = getattr(type(module), method)
         changes = train and module.is_mutable_collection("batch_stats")
         with (
-            _modes.watching("", known, [], train),
-            _batchnorm.meeting(["batch_stats"] if changes else []),
+            _modes.watching("", [], [*offered], train),
+            _batchnorm.meeting(changes),
         ):
-            return called(module, *data, *args, **named, **keywords)
+            return _switches.bound(function, [module], x, asking, offered)()
 
     return run
-
-
-def _called(
-    module: linen.Module, method: Method, x: PyTree, rngs: PyTree, train: bool
-) -> tuple[Callable[..., PyTree], list[Any], dict[str, Any]]:
-    """What to call with a module and its input, and its further arguments.
-
-    A method receives what of the switches it names and the module has not set itself; a
-    function what it names.
-    """
-    asking = _asking(module, method, x)
-    offered = _switches.offered(asking, train, rngs)
-    if isinstance(method, str):
-        offered.pop("rngs", None)
-        args, keywords = _switches.arguments(asking, offered)
-        return getattr(type(module), method), args, keywords
-    args, keywords = _switches.arguments(asking, offered)
-
-    # Flax would take rngs for its own.
-    def call(module: linen.Module, *data: PyTree, **named: PyTree) -> PyTree:
-        return method(module, *data, *args, **named, **keywords)
-
-    return call, [], {}
 
 
 def _asking(module: linen.Module, method: Method, x: PyTree) -> list[inspect.Parameter]:

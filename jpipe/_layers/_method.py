@@ -1,6 +1,5 @@
 """A method of a module, or a function that calls it, as a layer."""
 
-import inspect
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
       What to list as a layer.
 
     Raises:
-      ValueError: if the module has no such method, or the function does not take the
-        module and its input.
+      ValueError: if the module has no such method.
       TypeError: if it is not a module.
 
     Example:
@@ -73,19 +71,9 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
     if isinstance(method, str):
         if not callable(getattr(type(module), method, None)):
             raise ValueError(f"{kind} has no method {method!r}")
-    elif not _takes_both(method):
+    elif not callable(method):
         raise ValueError(
             f"layer({kind}, {reprlib.repr(method)}): needs the name of a method, or a "
-            f"function of the module and its input, such as "
-            f"lambda module, x: module(x)"
+            f"function such as lambda module, x: module(x)"
         )
     return Method(module, method)
-
-
-def _takes_both(function: Any) -> bool:
-    """Whether a function can be called with a module and its input."""
-    try:
-        inspect.signature(function).bind_partial(None, None)
-    except (TypeError, ValueError):
-        return False
-    return True

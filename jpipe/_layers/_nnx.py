@@ -5,15 +5,12 @@ path, and makes a new module of them inside of each trace: the user's is only re
 """
 
 import inspect
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 
-from . import _batchnorm, _inputs, _modes, _nnx_rngs, _nnx_values, _switches
-from ._nnx_rngs import dotted
+from . import _batchnorm, _modes, _nnx_rngs, _nnx_values, _switches
 
 PyTree = Any
 _ATTRIBUTES = ("deterministic", "use_running_average")
@@ -39,20 +36,6 @@ def why_not(source: Any) -> str:
 
 
 def _unfit(module: nnx.Module) -> str:
-    if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
-        return (
-            f"a {name(module)} writes what it normalizes to its parameters in every "
-            f"call, which training would lose; write a module that computes the weight "
-            f"in its call, and does not write it; to evaluate list jpipe.layer(module, "
-            f"lambda module, x: module(x))"
-        )
-    for path, node in nnx.iter_graph(module, graph=True):
-        if isinstance(node, nnx.Variable) and _is_abstract(node):
-            return (
-                f"{name(module)}: {dotted(path)} holds a shape and no value, as of "
-                f"nnx.eval_shape; make the module itself: its values are replaced by "
-                f"those given as variables="
-            )
     try:
         for leaf in _nnx_values.flat(module)[1].values():
             _nnx_values.collection(leaf)
@@ -61,11 +44,6 @@ def _unfit(module: nnx.Module) -> str:
     return (
         "" if callable(module) else f"{name(module)} is an nnx module without __call__"
     )
-
-
-def _is_abstract(variable: nnx.Variable) -> bool:
-    leaves = jax.tree.leaves(variable.get_raw_value())
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -82,22 +60,19 @@ def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
         keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, own)
         asking = _asking(own, method, x, frozen=train)
         offered = _switches.offered(asking, train, keys)
-        args, keywords = _switches.arguments(asking, offered)
-        known = [given for given in offered if given != "rngs"]
-        graphdef, leaves = _nnx_values.structure(own)
+        graphdef, _ = _nnx_values.flat(own)
         nodes = (node for _, node in nnx.iter_graph(own, graph=True))
         has_norms = train and any(isinstance(x, nnx.BatchStat) for x in nodes)
         with (
-            _modes.watching(name(own), known, asking, train),
-            _batchnorm.meeting(["batch_stats"] if has_norms else []),
+            _modes.watching(name(own), asking, [*offered], train),
+            _batchnorm.meeting(has_norms),
             _nnx_rngs.needed(lacking),
         ):
-            data, named = _inputs.arguments(x)
-            y = _method(own, method)(*data, *args, **named, **keywords)
+            # Which the scopes above may have replaced.
+            function = getattr(type(own), method) if isinstance(method, str) else method
+            y = _switches.bound(function, [own], x, asking, offered)()
         nnx.pop(own, nnx.Intermediate)  # results that the call has sown
-        after, new = _nnx_values.structure(own)
-        _nnx_values.check_same(own, leaves, new)
-        if train and after != graphdef:
+        if train and _nnx_values.flat(own)[0] != graphdef:
             raise ValueError(
                 f"a call of this {name(own)} changes its structure or attributes in "
                 f"training, which is lost when the call ends: every step would start "
@@ -108,11 +83,6 @@ def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
         return y
 
     return run
-
-
-def _method(own: nnx.Module, method: str | Callable[..., PyTree]) -> Callable[..., Any]:
-    """What is called with an input."""
-    return getattr(own, method) if isinstance(method, str) else partial(method, own)
 
 
 def _has_mode(path: Any, node: Any) -> bool:
@@ -157,29 +127,9 @@ def _asking(
             for parameter in _switches.parameters(getattr(type(own), method), 0, x)
             if parameter.kind not in _switches.VARIOUS
         ]
-    held = set()
-    if frozen:
-        nodes = [node for _, node in nnx.iter_graph(own, graph=True)]
-        held = {
-            n for n in _ATTRIBUTES if any(getattr(x, n, None) is True for x in nodes)
-        }
-    if held:
-        asking = [p for p in asking if not _is_frozen(module, p, held)]
-    return asking
-
-
-def _is_frozen(
-    own: nnx.Module, parameter: inspect.Parameter, held: Collection[str]
-) -> bool:
-    """Whether a module that holds something frozen decides where nobody fills this.
-
-    Args:
-      own: the module.
-      parameter: of its call.
-      held: by which of their attributes parts of it are frozen.
-    """
-    if parameter.default is None:
-        # An attribute of that name, of the module or of what it hands the argument to.
-        return parameter.name in {*vars(own), *held}
-    has_default = parameter.default is not inspect.Parameter.empty
-    return has_default and getattr(own, parameter.name, None) is True
+    if not frozen:
+        return asking
+    nodes = [node for _, node in nnx.iter_graph(own, graph=True)]
+    held = {n for n in _ATTRIBUTES if any(getattr(x, n, None) is True for x in nodes)}
+    # An argument would overrule the attributes; without it they decide.
+    return [p for p in asking if p.name not in held or p.default not in (None, False)]

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Path = tuple[Any, ...]
 Keys = Mapping[str, chex.PRNGKey] | None
 # By which nnx.RNN makes what it starts from: zeros, unless its cell says otherwise.
 _CARRY = "carry"
@@ -25,7 +24,7 @@ def seed(module: nnx.Module, rngs: Keys) -> list[str]:
     Returns:
       The names of the streams without a key: to draw from one is an error of JAX.
     """
-    streams = _streams(module).values()
+    streams = _streams(module)
     tags = dict.fromkeys(stream.tag for stream in streams)
     keys: dict[str, Any] = {
         tag: key for tag in tags if (key := _key_of(rngs, tag)) is not None
@@ -62,11 +61,6 @@ def needed(lacking: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def shapes(module: nnx.Module) -> dict[Path, tuple[int, ...]]:
-    """The shapes of the random streams, by path: all that `seed` keeps of them."""
-    return {path: stream.key.shape for path, stream in _streams(module).items()}
-
-
 def as_rngs(rngs: Mapping[str, chex.PRNGKey], module: nnx.Module) -> nnx.Rngs:
     """The keys for a ``__call__`` that asks for them, other than those of `seed`.
 
@@ -86,17 +80,9 @@ def as_rngs(rngs: Mapping[str, chex.PRNGKey], module: nnx.Module) -> nnx.Rngs:
     )
 
 
-def dotted(path: Path) -> str:
-    """A path in a module, as Python writes attributes."""
-    return ".".join(map(str, path))
-
-
-def _streams(module: nnx.Module) -> dict[Path, nnx.RngStream]:
-    return {
-        tuple(path): node
-        for path, node in nnx.iter_graph(module, graph=True)
-        if isinstance(node, nnx.RngStream)
-    }
+def _streams(module: nnx.Module) -> list[nnx.RngStream]:
+    nodes = (node for _, node in nnx.iter_graph(module, graph=True))
+    return [node for node in nodes if isinstance(node, nnx.RngStream)]
 
 
 def _key_of(rngs: Keys, stream: str) -> chex.PRNGKey | None:

@@ -10,12 +10,11 @@ import numpy as np
 from flax import nnx
 
 from .._faults import refuse
-from . import _linen
-from ._nnx_rngs import Path, dotted
 from ._slots import inner
 from ._tree import nested
 
 PyTree = Any
+Path = tuple[Any, ...]
 
 
 def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
@@ -71,6 +70,12 @@ def collection(leaf: Any) -> str | None:
     if isinstance(leaf, nnx.RngState | nnx.Intermediate):
         return None
     kind = type(leaf).__name__
+    values = jax.tree.leaves(leaf.get_raw_value())
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
+        raise ValueError(
+            f"a {kind} holds a shape and no value, as of nnx.eval_shape; make the "
+            f"module itself: its values are replaced by those given as variables="
+        )
     if leaf.ref or leaf.hijax:
         raise ValueError(
             f"a {kind} that is a reference (ref or hijax) cannot be given to a "
@@ -123,15 +128,6 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             except (KeyError, TypeError, IndexError):
                 missing.append(f"{kept}/{dotted(inner(path))}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-    refuse(
-        f"an nnx module keeps how a value is partitioned beside it: give this "
-        f"{type(module).__name__} plain arrays, as flax.linen.unbox(variables) makes",
-        [
-            dotted(inner(path))
-            for path, leaf in state.items()
-            if _linen.is_box(_value(leaf))
-        ],
-    )
     refuse(f"the variables are not those of {_called(module)}: missing", missing)
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
     nnx.pop(merged, nnx.Intermediate)  # results of a call before
@@ -144,30 +140,6 @@ def _called(module: nnx.Module) -> str:
     return ", ".join(f"this {type(one).__name__}" for one in several)
 
 
-def structure(module: nnx.Module) -> tuple[Any, dict[Path, tuple[Any, ...]]]:
-    """What of a module is static; and its leaves: types, collections, shapes."""
-    graphdef, leaves = flat(module)
-    return graphdef, {
-        path: (type(leaf).__name__, kept, jax.tree.map(np.shape, _value(leaf)))
-        for path, leaf in leaves.items()
-        if (kept := collection(leaf)) is not None
-    }
-
-
-def check_same(module: nnx.Module, before: Any, after: Any) -> None:
-    """Checks that a call left the `structure` of a module as it was.
-
-    Raises:
-      ValueError: if it made Variables, or gave one another shape.
-    """
-    faults = []
-    for path, (kind, kept, now) in after.items():
-        if path not in before:
-            faults.append(f"it made the {kind} {dotted(path)}")
-        elif (was := before[path][-1]) != now:
-            faults.append(f"{kept}/{dotted(path)} was {was} and became {now}")
-    refuse(
-        f"a call of this {type(module).__name__} changes which variables there are, or "
-        f"their shapes; make them in __init__, in their final shape",
-        faults,
-    )
+def dotted(path: Path) -> str:
+    """A path in a module, as Python writes attributes."""
+    return ".".join(map(str, path))

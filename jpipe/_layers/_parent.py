@@ -11,10 +11,10 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 from flax import linen, nnx
 from flax.core import DenyList
 
-from .._faults import refuse
 from . import _batchnorm, _linen, _nnx, _nnx_values
 from ._layer import Layer
 from ._slots import Slot, Slots, inner, slot
@@ -36,14 +36,10 @@ class Parent:
 
     Attributes:
       is_list: likewise.
-
-    Raises:
-      ValueError: if a bound module is a part of another.
     """
 
     def __init__(self, layers: Sequence[Layer], is_list: bool = True) -> None:
         self._layers, self.is_list = layers, is_list
-        _check_bound(layers)
         owners = [layer.owner for layer in layers]
         ids = [*map(id, owners)]
         # Of each layer the first one with the same module.
@@ -51,25 +47,21 @@ class Parent:
         self._linen = [i for i, own in enumerate(owners) if _linen.is_module(own)]
         self._nnx = [i for i, own in enumerate(owners) if _nnx.is_module(own)]
         self._root = self._tree = owners[0]
-        # Where the module of a layer stands among those of nnx.
-        self._place: dict[int, int] = {}
+        # By layer the names that lead to its variables, under the parent.
+        self._prefix: dict[int, Names] = dict.fromkeys([*self._linen, *self._nnx], ())
         if is_list:
-            is_linen = map(_linen.is_module, owners)
-            slots = (
-                Slot(own) if yes else None
-                for own, yes in zip(owners, is_linen, strict=True)
-            )
+            slots = [Slot(own) if _linen.is_module(own) else None for own in owners]
             self._root = Slots(tuple(slots))
-            firsts = dict.fromkeys(self._first[i] for i in self._nnx)
+            firsts = [*dict.fromkeys(self._first[i] for i in self._nnx)]
             self._tree = nnx.List(owners[i] for i in firsts)
-            self._place = {first: place for place, first in enumerate(firsts)}
-
-    def _is_module(self, layer: int) -> bool:
-        return layer in self._linen or layer in self._nnx
+            for i in self._nnx:
+                self._prefix[i] = (firsts.index(self._first[i]),)
+            for i in self._linen:
+                self._prefix[i] = slot(self._first[i])
 
     def first(self, layer: int) -> int:
         """The first layer with the same module, if it has one."""
-        return self._first[layer] if self._is_module(layer) else layer
+        return self._first[layer] if layer in self._prefix else layer
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -78,17 +70,11 @@ class Parent:
 
     def _names(self, layer: int, names: Names) -> Names:
         """Where a variable of a layer stands under the parent."""
-        if not self.is_list:
-            return names
         collection, *inner = names
-        first = self._first[layer]
-        own = (self._place[first],) if layer in self._nnx else slot(first)
-        return collection, *own, *inner
+        return collection, *self._prefix[layer], *inner
 
     def _under(self, layers: Sequence[int], entries: Entries) -> dict[str, PyTree]:
         """The variables of some layers, under the parent."""
-        if not self.is_list:
-            return dict(entries[0]) if layers else {}
         return nested(
             {
                 self._names(i, names): value
@@ -101,8 +87,6 @@ class Parent:
         self, layers: Sequence[int], tree: Mapping[str, PyTree], entries: Entries
     ) -> dict[int, dict[str, PyTree]]:
         """The inverse: what of the variables of layers is in such a tree."""
-        if not self.is_list:
-            return {0: dict(tree)} if layers else {}
         values, found = flat(tree), dict[int, dict[str, PyTree]]()
         for i in layers:
             places = ((names, self._names(i, names)) for names in flat(entries[i]))
@@ -111,17 +95,17 @@ class Parent:
 
     def like(self, specs: Entries, entries: Entries) -> list[Mapping[str, PyTree]]:
         """Checked variables, each in the entry in which it is among some specs."""
-        known = flat(self._under([*self._linen, *self._nnx], entries))
+        known = flat(self._under([*self._prefix], entries))
         return [
             nested({n: known[self._names(i, n)] for n in flat(own)})
-            if self._is_module(i)
+            if i in self._prefix
             else entries[i]
             for i, own in enumerate(specs)
         ]
 
     def same(self, layer: int, names: Names) -> Names:
         """What is equal for one variable in the entries of several layers."""
-        return self._names(layer, names) if self._is_module(layer) else (layer, *names)
+        return self._names(layer, names) if layer in self._prefix else (layer, *names)
 
     def held(self, given: Entries) -> list[dict[str, PyTree]]:
         """The variables that modules of nnx hold, the arrays themselves, by layer.
@@ -130,20 +114,13 @@ class Parent:
           given: by layer variables that are there already; where those of a module are
             in the entry of a later layer, the first has none.
         """
-        later = {self._first[i] for i, own in enumerate(given) if own} - {
-            i for i, own in enumerate(given) if own
-        }
-        if not self._nnx:
-            return [{} for _ in self._layers]
-        tree = _nnx_values.values(self._tree)
-        if not self.is_list:
-            return [tree]
+        there = [i for i, own in enumerate(given) if own]
+        later = {self._first[i] for i in there} - {*there}
+        tree = _nnx_values.values(self._tree) if self._nnx else {}
         return [
-            {
-                name: own[self._place[i]]
-                for name, own in tree.items()
-                if i not in later and self._place.get(i) in own
-            }
+            _within(tree, self._prefix[i])
+            if i in self._nnx and i == self._first[i] and i not in later
+            else {}
             for i in range(len(self._layers))
         ]
 
@@ -173,8 +150,7 @@ class Parent:
         if layer in self._linen:
             return bound.layer[layer].module if self.is_list else bound
         if layer in self._nnx:
-            first = self._first[layer]
-            return merged[self._place[first]] if self.is_list else merged
+            return merged[self._prefix[layer][0]] if self.is_list else merged
         return others[layer]
 
     def __call__(
@@ -202,15 +178,14 @@ class Parent:
         after: Mapping[str, PyTree] = {}
         if not self._linen:
             result = whole(None)
-        elif not mutable:
-            result = linen.apply(whole, self._root)(before, rngs=rngs)
         else:
             given = linen.apply(whole, self._root, mutable=mutable)
             result, after = given(before, rngs=rngs)
-            _check_none_made(before, after)
+            _check_same(before, after)
         changed = self._by_layer(self._linen, after, entries)
         if merged is not None:
             values = _nnx_values.values(merged)
+            _check_same(self._under(self._nnx, entries), values)
             changed |= self._by_layer(self._nnx, values, entries)
         return result, [changed.get(i, {}) for i in range(len(self._layers))]
 
@@ -260,60 +235,43 @@ class Parent:
             whole, self._root, mutable=DenyList("intermediates")
         )
         result, variables = make(_linen.streams(key))
-        if not self.is_list:
-            return result, [dict(variables)]
         found: list[dict[Names, PyTree]] = [{} for _ in count]
         for first in dict.fromkeys(self._first[i] for i in self._linen):
-            name, module = slot(first)
-            own = {
-                collection: tree[name].get(module, {})
-                for collection, tree in variables.items()
-                if name in tree
-            }
-            for names, value in flat(own).items():
+            for names, value in flat(_within(variables, self._prefix[first])).items():
                 found[maker.get((first, names), first)][names] = value
         return result, [*map(nested, found)]
 
 
-def _check_bound(layers: Sequence[Layer]) -> None:
-    """Checks that no module that is bound is a part of another one that is listed."""
-    bound = [
-        (number, layer, layer.owner.scope.root, layer.owner.path)
-        for number, layer in enumerate(layers)
-        if _linen.is_module(layer.owner) and layer.owner.scope is not None
-    ]
-    refuse(
-        "modules that are bound are listed apart, so that what they share would not be "
-        "shared; list methods or functions of the whole one: "
-        "jpipe.layer(module, lambda module, x: module.part(x))",
-        [
-            f"layer {i} ({part.name}) is a part of layer {k} ({whole.name})"
-            for i, part, root, path in bound
-            for k, whole, other, start in bound
-            if root is other and path != start and path[: len(start)] == start
-        ],
-    )
+def _within(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
+    """What stands in each collection behind some names."""
+    found = {}
+    for collection, own in tree.items():
+        for name in prefix:
+            own = own.get(name, {})
+        if own:
+            found[collection] = own
+    return found
 
 
-def _check_none_made(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> None:
-    """Checks that a call only changed what there was, and there only arrays.
+def _check_same(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> None:
+    """Checks that a call made no variables, and left the others their shapes.
 
     Raises:
       ValueError: with what it made, or what it made something else of.
     """
-    old = flat({name: before[name] for name in after})
     was, now = (
-        {n: jax.tree.structure(x) for n, x in t.items()} for t in (old, flat(after))
+        {names: jax.tree.map(np.shape, x) for names, x in flat(tree).items()}
+        for tree in (before, after)
     )
     faults = [
         f"{'/'.join(map(str, (names[0], *inner(names[1:]))))} was "
-        f"{was.get(names, 'not there')} and became {now.get(names, 'nothing')}"
-        for names in {**was, **now}
-        if was.get(names) != now.get(names)
+        f"{was.get(names, 'not there')} and became {shape}"
+        for names, shape in now.items()
+        if was.get(names) != shape
     ]
     if faults:
         raise ValueError(
-            f"a call changes which variables there are, or their structure: "
+            f"a call changes which variables there are, or their shapes: "
             f"{'; '.join(faults)}. A pipeline keeps arrays in the structure that they "
-            f"were made in; {_linen.NOT_SOWN}"
+            f"were made in, in init or __init__; {_linen.NOT_SOWN}"
         )

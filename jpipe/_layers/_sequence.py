@@ -10,7 +10,7 @@ import jax
 
 from .._faults import refuse
 from .._jaxprs import _jaxpr
-from . import _batchnorm, _rng, _skip
+from . import _rng, _skip
 from ._advice import advice
 from ._layer import Layer
 from ._parent import Entries, Parent
@@ -154,7 +154,6 @@ class Sequential:
         """
         skips = _skip.Skips()
         for i, layer in enumerate(self.layers):
-            _batchnorm.enter_layer(i)
             use = _skip.Use(i, layer.name, self._stages[i])
             with self._naming(i, x), jax.named_scope(layer.name):
                 with _skip.applying(skips, use, layer.namespace):

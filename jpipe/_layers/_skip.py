@@ -176,7 +176,6 @@ def pop(name: Hashable) -> PyTree:
 
 
 def _frame(function: str, name: Hashable, instead: str) -> _Frame:
-    _check_hashable(f"{function}({name!r})", name, "name")
     frame = _current.get()
     if frame is None:
         raise RuntimeError(
@@ -189,16 +188,6 @@ def _frame(function: str, name: Hashable, instead: str) -> _Frame:
             f"such as jax.jit, jax.checkpoint, vmap, scan or nn.remat; {instead}"
         )
     return frame
-
-
-def _check_hashable(call: str, value: Any, what: str) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"{call}: needs a hashable {what}, such as a string; this is a "
-            f"{type(value).__name__}"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -220,9 +209,6 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
     Returns:
       The layer, to be listed in its place.
 
-    Raises:
-      TypeError: if the namespace is not hashable.
-
     Example:
       >>> import jax.numpy as jnp, jpipe
       >>> def keep(x):
@@ -235,7 +221,6 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
       >>> pipe.apply(({},) * 4, jnp.zeros(2)).shape
       (2,)
     """
-    _check_hashable(f"isolate(..., {namespace!r})", namespace, "namespace")
     return Isolated(layer, namespace)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 from . import _inputs
 
+PyTree = Any
 # What is known while tracing.
 BOOL = (bool, int, np.bool_)
 _TRAINING = ("train", "training", "is_training")
@@ -81,12 +82,6 @@ def is_set(module: Any, name: str) -> bool:
     return name in fields and getattr(module, name) is not None
 
 
-def is_default(module: Any, name: str) -> bool:
-    """Whether a field of a linen module has the default of its class."""
-    default = type(module).__dataclass_fields__[name].default
-    return default is not None and getattr(module, name) is default
-
-
 def receiver(module: Any, method: str) -> Call:
     """What takes the switches of a call: of a Sequential, its first layer.
 
@@ -104,13 +99,8 @@ def receiver(module: Any, method: str) -> Call:
     return module, getattr(type(module), method), 1
 
 
-def means_training(name: str, value: Any) -> bool:
-    """Whether a value of a switch means training."""
-    return switches(True)[name] == bool(value)
-
-
 def arguments(
-    asking: Iterable[inspect.Parameter], offered: Mapping[str, Any]
+    asking: Sequence[inspect.Parameter], offered: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call, of what is offered.
 
@@ -124,16 +114,47 @@ def arguments(
     Returns:
       The arguments by position and those by name.
     """
-    asking = list(asking)
-    names = [p.name for p in asking if p.kind not in VARIOUS and p.name in offered]
-    by_position = {p.name for p in asking if p.kind in _POSITIONAL} & set(names)
+    positions = [
+        i for i, p in enumerate(asking) if p.kind in _POSITIONAL and p.name in offered
+    ]
     args: list[Any] = []
-    for parameter in asking:
+    for parameter in asking[: max(positions, default=-1) + 1]:
         value = offered.get(parameter.name, parameter.default)
-        missing = value is inspect.Parameter.empty
-        given = {p.name for p in asking[: len(args)]}
-        if missing or parameter.kind not in _POSITIONAL or by_position <= given:
+        if value is parameter.empty or parameter.kind not in _POSITIONAL:
             break
         args.append(value)
-    given = {parameter.name for parameter in asking[: len(args)]}
-    return args, {name: offered[name] for name in names if name not in given}
+    passed = {parameter.name for parameter in asking[: len(args)]}
+    return args, {n: value for n, value in offered.items() if n not in passed}
+
+
+def bound(
+    function: Callable[..., PyTree],
+    before: Sequence[Any],
+    x: PyTree,
+    asking: Sequence[inspect.Parameter],
+    offered: Mapping[str, Any],
+) -> Callable[[], PyTree]:
+    """A call with all of its arguments.
+
+    Args:
+      function: what is called.
+      before: what comes before its input, such as the module.
+      x: its input.
+      asking: its parameters after the input.
+      offered: values of these by name.
+    """
+    args, keywords = arguments(asking, offered)
+    data, named = _inputs.arguments(x)
+    return functools.partial(function, *before, *data, *args, **named, **keywords)
+
+
+def call(
+    function: Callable[..., PyTree],
+    before: Sequence[Any],
+    x: PyTree,
+    rngs: Any,
+    train: bool,
+) -> PyTree:
+    """Calls a function of the user's own with what it names of switches and keys."""
+    asking = parameters(function, len(before), x)
+    return bound(function, before, x, asking, offered(asking, train, rngs))()

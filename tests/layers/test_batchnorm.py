@@ -273,9 +273,3 @@ def test_class_with_a_rule_of_its_own_keeps_it():
     (mean,) = jax.tree.leaves(state.model_state[0])
     # The mean over the micro-batches of what each has made of it.
     np.testing.assert_allclose(mean, 0.5 * X.mean(0), rtol=1e-5, atol=1e-6)
-
-
-def test_momentum_that_is_an_array_is_refused():
-    layer = LayerNnx(lambda own, x: own.a(x), momentum=jnp.asarray(0.5))
-    with pytest.raises(ValueError, match=r"momentum of batch norm .* is an array"):
-        committed(jpipe.sequential([layer, ref.dense(4)], 2), X, TARGETS)

@@ -83,6 +83,11 @@ class Grows(nnx.Module):
 
     def __call__(self, x):
         self.cache.set_value(jnp.concatenate([self.cache[...], x]))
+        return x
+
+
+class Late(nnx.Module):
+    def __call__(self, x):
         self.late = nnx.Param(jnp.ones(3))
         return x
 
@@ -95,8 +100,9 @@ CHANGES = {
         "changes its structure or attributes in training": ActNorm(),
         "its structure or attributes in training": Remat(ActNorm()),
         "random key that is no random stream": SplitsKey(),
-        "this Grows changes which variables ... make them in __init__ ... cache/cache "
-        "was (1, 3) and became (3, 3) ... it made the Param late": Grows(),
+        "changes which variables there are, or their shapes ... cache/cache was (1, 3) "
+        "and became (3, 3)": Grows(),
+        "this Late changes its structure or attributes in training": Late(),
     }
 }
 

@@ -62,7 +62,7 @@ REACHED_BY = {
     "schedules": "schedules",
 }
 
-CHECK = [("_loss", "size / sum(sizes) for size", "0.5 for size")]
+CHECK = [("_loss", "n / sum(sizes) for n", "0.5 for n")]
 FUNCTIONS = [
     ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
@@ -101,8 +101,7 @@ LAYERS = [
     ("_rng", "fold_in(rng, step)", "fold_in(rng, 0 * step)"),
     ("_rng", "fold_in(key, 2**31 - 1)", "fold_in(key, 0)"),
     ("_parent", "setdefault((first, names), layer)", "setdefault((first, names), 0)"),
-    ("_parent", "own = (self._place[first],) if", "own = (layer,) if"),
-    ("_parent", "path[: len(start)] == start", "path == start"),
+    ("_parent", "(firsts.index(self._first[i]),)", "(i,)"),
     ("_sequence", "_rng.layer_rngs(rngs, i)", "_rng.layer_rngs(rngs, 0)"),
     (
         "_skip",

@@ -106,7 +106,7 @@ def test_integers_are_of_the_last_whichever_forwards_wait_for_backwards(remat):
         (
             lambda x, held: Counted(held.mean, held.count + 1),
             Counted(0.0),
-            r"or their structure: state/held",
+            r"or their shapes: state/held",
         ),
         (
             lambda _, key: jax.random.split(key)[0],
