@@ -160,7 +160,7 @@ class Fitting(Checks):
         specs = _microbatch.specs(tuple(variables), "variables")
         stages = self._division.owners(specs)
         shardings = self.listed.shardings(self._pipe, specs, stages)
-        marks = jax.tree.leaves(Trainable().marks(self._pipe.layers, specs))
+        marks = jax.tree.leaves(self.listed.marks(specs, Trainable()))
         known = stages, shardings, marks, True, self.listed.advice
         self.layout = Layout(self._pipe, specs, *known)
 

@@ -49,7 +49,9 @@ def train_state(
     """The state at step 0, of variables in place that it may overwrite."""
     _rng.check_key(key)
     pipe, params = owner.pipe, _variables.params(variables)
-    trained = jax.tree.leaves(_variables.params(owner.marks(variables, trainable)))
+    trained = jax.tree.leaves(
+        _variables.params(owner.function.marks(variables, trainable))
+    )
     if pipe.copies is not None:
         agree_on_key(key)
     rng, step = _first(pipe, key, np.int32(0))

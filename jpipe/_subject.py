@@ -132,7 +132,7 @@ class Subject(ABC):
         outputs: list[PyTree] = []
 
         def marks(variables: PyTree) -> list[bool]:
-            return jax.tree.leaves(self.marks(variables, trainable))
+            return jax.tree.leaves(self.function.marks(variables, trainable))
 
         works = {
             train: self.function.loss(objective, train, outputs)
@@ -227,11 +227,6 @@ class Subject(ABC):
         self.function.entries(variables)
         # There are models that draw in evaluation.
         return self._forwards[False].locate(variables, (x, _rng.key_spec()))
-
-    def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
-        """Whether each leaf of the variables, or of their specs, is trained."""
-        entries = self.function.entries(variables)
-        return self.function.of_entries(trainable.marks(self.function.layers, entries))
 
     def modules(self, variables: PyTree) -> Any:
         """The layers with values: see `Pipeline.modules`."""

@@ -82,7 +82,7 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
       ValueError: if ``axes`` does not fit the tree.
     """
     if isinstance(axes, Inputs) and isinstance(tree, Inputs):
-        axes, tree = axes.beside(tree)
+        axes, tree = axes.prefix_of(tree)
     try:
         full = jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
     except ValueError as error:

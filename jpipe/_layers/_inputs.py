@@ -35,7 +35,7 @@ class Inputs:
         )
         return [*args], dict(kwargs)
 
-    def beside(self, other: "Inputs") -> tuple[Any, Any]:
+    def prefix_of(self, other: "Inputs") -> tuple[Any, Any]:
         """What is said of the inputs, such as their axes, in the form of the inputs.
 
         Args:

@@ -107,7 +107,7 @@ class Parent:
         """What is equal for one variable in the entries of several layers."""
         return self._names(layer, names) if layer in self._prefix else (layer, *names)
 
-    def held(self, given: Entries) -> list[dict[str, PyTree]]:
+    def nnx_values(self, given: Entries) -> list[dict[str, PyTree]]:
         """The variables that modules of nnx hold, the arrays themselves, by layer.
 
         Args:
@@ -207,7 +207,7 @@ class Parent:
         """
         count = range(len(self._layers))
         merged = self._merged(
-            [{**a, **b} for a, b in zip(self.held(given), given, strict=True)]
+            [{**a, **b} for a, b in zip(self.nnx_values(given), given, strict=True)]
         )
         # By the first layer of a module and the names of a variable, who has it.
         maker = {

@@ -73,7 +73,7 @@ class Initial:
         self._closed, self._numbers = lifted(on_zeros)
         self.routes = tuple(routes)
         self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
-        held = layers.parent.held(known)
+        held = layers.parent.nnx_values(known)
         held_specs = jax.eval_shape(lambda trees: jax.tree.map(strong, trees), held)
         self.specs: tuple[PyTree, ...] = tuple(
             {name: _like(x, own.get(name)) for name, x in of_nnx.items()} or made

@@ -11,6 +11,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from .._functions._batch import Axes, Batch, explained
 from .._functions._objective import Objective
+from .._functions._trainable import Trainable
 from .._instructions._sharding import Sharding
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _rng
@@ -79,6 +80,11 @@ class Modules(ABC):
     def of_entries(self, entries: Sequence[PyTree]) -> PyTree:
         """The inverse."""
         return entries[0]
+
+    def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
+        """Whether each leaf of the variables, or of their specs, is trained."""
+        entries = self.entries(variables)
+        return self.of_entries(trainable.marks(self.layers, entries))
 
     def look_again(self) -> None:
         """Traces layers anew from now on.

@@ -134,7 +134,7 @@ class Subject:
         trainable = Trainable(request.trainable, by_layer=own.parent.is_list)
 
         def trained(variables: PyTree) -> list[bool]:
-            return jax.tree.leaves(trainable.marks(own.layers, own.entries(variables)))
+            return jax.tree.leaves(own.marks(variables, trainable))
 
         try:
             initial = own.initial(own.sample(request.sample, division))
