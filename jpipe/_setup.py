@@ -1,8 +1,6 @@
 """What `jpipe.pipeline` is given, checked: every fault found before any work."""
 
-import itertools
 import operator
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._faults import refuse
 from ._instructions import _transfer
 from ._instructions._sharding import DATA, SubMesh
 from ._instructions._transfer import Device
-from ._layers._layer import Layer
 from ._warn import warn
 from .planning._plan import Plan
 from .schedules import Schedule
@@ -45,64 +41,6 @@ def check_for_one(balance: Any, sample: Any) -> None:
             f"{', '.join(refused)}: of a list of layers; one model is divided by "
             f"itself: give num_stages=, or list its layers"
         )
-
-
-def given_with_plan(**given: Any) -> list[str]:
-    """The names of arguments that were given, of those that a plan decides."""
-    defaults = {"schedule": "1f1b", "remat": "min_cut"}
-    return [name for name, value in given.items() if value != defaults.get(name)]
-
-
-def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) -> Plan:
-    """Returns a plan if it is one, is for these layers, and decides alone.
-
-    Args:
-      plan: what was given as one.
-      layers: of the pipeline; ``None``: of one model or function that is divided.
-      given: the names of arguments that were given with it and that it decides.
-
-    Raises:
-      TypeError: if it is not a plan.
-      ValueError: with every fault.
-    """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan={reprlib.repr(plan)} is a {type(plan).__name__}; needs what "
-            f"jpipe.plan returned, or jpipe.Plan.from_json(text)"
-        )
-    faults = [
-        f"it decides {name}, which was given too: leave {name}= out" for name in given
-    ]
-    if (plan.cuts is None) != (layers is not None):
-        what = "a list of layers" if plan.cuts is None else "one model or function"
-        faults.append(f"it is of {what}; make one of what is given here")
-    if layers is not None and not faults:
-        names = [name for stage in plan.stages for name in stage.layers]
-        listed = [layer.name for layer in layers]
-        pairs = itertools.zip_longest(listed, names, fillvalue="missing")
-        faults = [
-            f"layer {i} is {has}, in the plan {name}"
-            for i, (has, name) in enumerate(pairs)
-            if name != has
-        ]
-    refuse("plan", faults)
-    return plan
-
-
-def decided(
-    plan: Any, layers: Sequence[Layer] | None, given: Sequence[str], *where: Any
-) -> tuple[Any, ...]:
-    """What a plan decides, checked: see `check_plan` and `planned_mesh`.
-
-    Returns:
-      The number of micro-batches, the balance, the schedule, what stages store, the
-      cuts, the mesh and the devices.
-    """
-    plan = check_plan(plan, layers, given)
-    mesh, devices = planned_mesh(plan, *where)
-    schedule = plan.schedule
-    known = schedule.num_microbatches, plan.balance, schedule, plan.remat, plan.cuts
-    return *known, mesh, devices
 
 
 def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ import jax
 from jax.sharding import Mesh
 
 from . import _setup
-from ._divide import divide
 from ._functions._batch import Axes
 from ._instructions import _transfer
 from ._instructions._transfer import Device
@@ -15,6 +14,7 @@ from ._layers._layer import Layer, as_layers, is_model
 from ._layers._stage import check_balance, fuse
 from ._list import LayerList
 from ._model import OneModel
+from ._options import Options
 from ._pipeline import Pipeline
 from ._processes._elsewhere import is_here
 from ._processes._start import check_joined
@@ -141,53 +141,42 @@ def pipeline(
             f"num_stages={num_stages} is for one model that is divided by itself; of "
             f"a list of layers type balance=, how many layers each stage takes"
         )
-    cuts = None
-    if plan is not None:
-        names = _setup.given_with_plan(
-            num_microbatches=num_microbatches,
-            balance=balance,
-            num_stages=num_stages,
-            schedule=schedule,
-            remat=remat,
-            replicas=replicas,
-        )
-        own = _setup.decided(plan, None if is_one else layers, names, mesh, devices)
-        num_microbatches, balance, schedule, remat, cuts, mesh, devices = own
-    number = _setup.check_num_microbatches(num_microbatches)
-    devices = _setup.check_mesh(mesh, devices, sharding, gather)
+    options = Options(
+        num_microbatches,
+        num_stages,
+        devices,
+        mesh,
+        sharding,
+        gather,
+        replicas,
+        schedule,
+        remat,
+        balance,
+    )
+    options = options.planned(plan, None if is_one else layers).checked()
     axes = Axes(in_axes, target_axes, out_axes)
     forecast = getattr(plan, "forecast", None)
+    if is_one:
+        division = options.division(is_lasting=True)
+        return Pipeline(_of_model(layers[0], division, axes), forecast)
+    balance = options.balance
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 
         balance = balanced(
             balance,
             stages,
-            number,
+            options.num_microbatches,
             sample,
-            _setup.one_of_each_rank(devices),
+            _setup.one_of_each_rank(options.devices),
             schedule,
             remat,
             in_axes,
         )
-    groups = () if is_one else fuse(layers, check_balance(balance, len(layers)))
-    division = divide(
-        number,
-        num_stages if is_one else len(groups),
-        devices,
-        schedule=schedule,
-        remat=remat,
-        replicas=replicas,
-        rule=sharding,
-        gather=gather,
-        is_lasting=is_one,
-        cuts=cuts,
-    )
-    if is_one:
-        return Pipeline(_of_model(layers[0], division, axes), forecast)
-    pipe = division.pipe(len(groups), groups)
-    if replicas is None and not isinstance(schedule, Schedule):
-        _setup.warn_of_idle(devices, pipe.schedule)
+    groups = fuse(layers, check_balance(balance, len(layers)))
+    pipe = options.division(len(groups)).pipe(len(groups), groups)
+    if replicas is None and not isinstance(options.schedule, Schedule):
+        _setup.warn_of_idle(options.devices, pipe.schedule)
     return Pipeline(LayerList(pipe, axes), forecast)
 
 

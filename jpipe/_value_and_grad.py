@@ -5,11 +5,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from . import _setup
-from ._divide import divide
 from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
 from ._functions._trainable import Trainable
+from ._options import Options
 from ._processes._start import check_joined
 from ._run._param_sharding import Rule
 from .planning._plan import Plan
@@ -102,31 +101,20 @@ def value_and_grad(
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
-    cuts = None
-    if plan is not None:
-        names = _setup.given_with_plan(
-            num_microbatches=num_microbatches,
-            num_stages=num_stages,
-            schedule=schedule,
-            remat=remat,
-            replicas=replicas,
-        )
-        decided = _setup.decided(plan, None, names, mesh, devices)
-        num_microbatches, _, schedule, remat, cuts, mesh, devices = decided
-    division = divide(
-        _setup.check_num_microbatches(num_microbatches),
+    options = Options(
+        num_microbatches,
         num_stages,
-        _setup.check_mesh(mesh, devices, sharding, gather),
-        schedule=schedule,
-        remat=remat,
-        replicas=replicas,
-        rule=sharding,
-        gather=gather,
-        cuts=cuts,
+        devices,
+        mesh,
+        sharding,
+        gather,
+        replicas,
+        schedule,
+        remat,
     )
     return FunctionGradient(
         fun,
-        division,
+        options.planned(plan, None).checked().division(),
         has_aux=has_aux,
         aux_axes=aux_axes,
         in_axes=in_axes,
