@@ -18,7 +18,7 @@ CLOSE = functools.partial(pytest.approx, abs=0.02)  # what the file is rounded t
 def test_bars_are_as_long_as_what_they_say():
     plan = planned(2, schedules="1f1b", memory_limit=1 << 17)
     root = parsed(plan)
-    kinds = "parameters|gradients|optimizer|held|workspace"
+    kinds = "parameters|gradients|optimizer|activations|workspace"
     parts = [box for _, box in boxes(root, kinds)]
     hatched = root.findall(f"{SVG}g[@fill='url(#jpipe-idle)']/{SVG}rect")
     ends_at = [

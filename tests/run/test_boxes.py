@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import jpipe
 
@@ -68,12 +67,3 @@ def test_boxed_variables_give_the_same_bits_and_stay_boxed(plain, model_is_boxed
     params = tuple(entry.get("params", {}) for entry in variables)
     assert jax.tree.structure(actual[1]) == jax.tree.structure(params)
     ref.assert_equal(jax.tree.leaves(actual), jax.tree.leaves(expected))
-
-
-def test_a_box_for_an_nnx_module_is_refused():
-    pipe = jpipe.pipeline([nnx.Linear(3, 2, rngs=nnx.Rngs(0))], 2)
-    (variables,) = pipe.init(KEY, X)
-    kernel = nn.Partitioned(variables["params"]["kernel"], ("rows", "columns"))
-    boxed = {"params": {**variables["params"], "kernel": kernel}}
-    with pytest.raises(ValueError, match=r"(?s)plain arrays.*linen\.unbox.*kernel"):
-        pipe.apply((boxed,), X)
