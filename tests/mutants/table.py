@@ -66,7 +66,7 @@ CHECK = [("_loss", "n / sum(sizes) for n", "0.5 for n")]
 FUNCTIONS = [
     ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
-    ("_vjp", "held = [i == 2 for", "held = [i >= 1 for"),
+    ("_vjp", "stored = [i == 2 for", "stored = [i >= 1 for"),
     ("_weights", "[old + x.astype(old.dtype) for", "[x.astype(old.dtype) for"),
     ("_weights", "dtype.itemsize < 4", "dtype.itemsize < 2"),
 ]
