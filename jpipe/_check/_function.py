@@ -1,5 +1,6 @@
 """A function, run with all examples at once and in micro-batches."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._functions._weights import is_inexact
 from .._jaxprs import _alike, _flow, _jaxpr
 from . import _compare
 
@@ -128,22 +130,71 @@ def in_parts(
       axes: where the examples are in each leaf of these.
       sizes: how many each micro-batch has.
     """
+    ends = [0, *itertools.accumulate(sizes)]
 
     def run(*args: PyTree) -> list[PyTree]:
-        leaves, structure = jax.tree.flatten(args)
-        results, start = [], 0
-        for size in sizes:
-            part = [
-                leaf
-                if axis is None
-                else jax.lax.slice_in_dim(leaf, start, start + size, axis=axis)
-                for leaf, axis in zip(leaves, axes, strict=True)
-            ]
-            results.append(function(*structure.unflatten(part)))
-            start += size
-        return results
+        return [
+            function(*part(args, axes, start, stop, ends[-1]))
+            for start, stop in itertools.pairwise(ends)
+        ]
 
     return run
+
+
+def part(
+    tree: PyTree, axes: Sequence[int | None], start: int, stop: int, count: int
+) -> PyTree:
+    """Some of as many examples as there are, which may have several rows each.
+
+    Args:
+      tree: what has examples.
+      axes: where they are in each leaf.
+      start: the first of them.
+      stop: where they end.
+      count: how many there are.
+    """
+
+    def some(leaf: Any, axis: int | None) -> Any:
+        if axis is None:
+            return leaf
+        rows = leaf.shape[axis]
+        ends = rows * start // count, rows * stop // count
+        return jax.lax.slice_in_dim(leaf, *ends, axis=axis)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(some(*pair) for pair in zip(leaves, axes, strict=True))
+
+
+def with_own(tree: PyTree, own: Sequence[Any], number: int) -> PyTree:
+    """A micro-batch, with what it has by itself in place of what has no examples.
+
+    Args:
+      tree: the micro-batch; what it has no examples in is that of all of them.
+      own: for each leaf what each micro-batch has, along the first axis; ``None``: what
+        all have. The gradients of both are added up. Empty: nothing.
+      number: that of the micro-batch.
+    """
+    if not own:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        leaf if each is None else _in_place_of(leaf, each[number])
+        for leaf, each in zip(leaves, own, strict=True)
+    )
+
+
+def _in_place_of(leaf: Any, value: Any) -> Any:
+    return _with_gradient_of(leaf, value) if is_inexact(leaf) else value
+
+
+@jax.custom_jvp
+def _with_gradient_of(leaf: Any, value: Any) -> Any:
+    """A value, whose gradient is that of something else."""
+    del leaf
+    return value
+
+
+_with_gradient_of.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def host(leaf: Any) -> Any:

@@ -30,7 +30,14 @@ from ._compare import (
     named,
     size,
 )
-from ._function import Function, Result, first_line, host, in_parts
+from ._function import (
+    Function,
+    Result,
+    first_line,
+    host,
+    in_parts,
+    with_own,
+)
 from ._report import Checked
 
 PyTree = Any
@@ -67,6 +74,8 @@ class Checking:
         self._stopped = ""
         self._sizes, self._train, self._tolerance = sizes, train, tolerance
         self._keys = _half.like(rngs)
+        # What of this each micro-batch has by itself: see `with_own`.
+        self._own: list[Any] = [None] * len(axes)
         # What was stashed and not popped yet.
         self._skips: dict[_skip.Key, PyTree] = {}
         # Equal layers on equal shapes are compiled once.
@@ -85,7 +94,7 @@ class Checking:
             return Checked(name, notes=(self._stopped,))
         entries = jax.tree.map(host, entries)
         free = _of(entries, True), (self._x, [*self._skips.values()])
-        fixed = _of(entries, False), self._keys
+        fixed = self._own, _of(entries, False), self._keys
         # Those of Flax normalize each micro-batch by itself, which is known: here they
         # return what they are given.
         normed = self._train and any("batch_stats" in entry for entry in entries)
@@ -121,6 +130,8 @@ class Checking:
             notes.append(f"without gradients: {function.error}")
         self._x, skips = made
         self._axes, self._skips = axes, dict(zip(names, skips, strict=True))
+        pairs = zip(jax.tree.leaves(parts.results[0]), axes, strict=True)
+        self._own = [leaf if axis is None else None for leaf, axis in pairs]
         return Checked(name, differences, compared, tuple(notes), advice)
 
     def _apply(
@@ -137,10 +148,10 @@ class Checking:
           layers: the layers.
           names: becomes the keys of what may be popped after it.
           free: parameters; its input, and what it may pop.
-          fixed: the other variables, and keys.
+          fixed: the other variables, and keys, behind what only parts read.
           apart: whether batch norms of Flax return their input.
         """
-        (params, (x, skips)), (state, keys) = free, fixed
+        (params, (x, skips)), (_, state, keys) = free, fixed
         after = dict(zip(self._skips, skips, strict=True))
         with (
             jax.default_matmul_precision("highest"),
@@ -166,11 +177,19 @@ class Checking:
         Raises:
           Unlike: if it returns something else in micro-batches.
         """
-        sizes, applied = self._sizes, functools.partial(apply, apart=normed)
-        axes = [*_none(free[0]), *self._axes, *_none(fixed)]
-        each_part = in_parts(applied, axes, sizes)
-        (first, _), *_ = jax.eval_shape(each_part, free, fixed)
-        leaves = zip(*map(jax.tree.leaves, (specs[0], first)), strict=False)
+        applied = functools.partial(apply, apart=normed)
+        axes = [*_none(free[0]), *self._axes]
+        cut = in_parts(lambda *free: free, axes, self._sizes)
+
+        def each_part(free: PyTree, fixed: PyTree) -> list[PyTree]:
+            return [
+                applied((params, with_own(given, fixed[0], i)), fixed)
+                for i, (params, given) in enumerate(cut(*free))
+            ]
+
+        outputs, _ = zip(*jax.eval_shape(each_part, free, fixed), strict=True)
+        jax.eval_shape(lambda made: joined("outputs", specs[0], made), outputs)
+        leaves = zip(*map(jax.tree.leaves, (specs[0], outputs[0])), strict=True)
         out_axes = [axis_of(*pair) for pair in leaves]
 
         def projected(made: PyTree) -> list[jax.Array]:
@@ -229,7 +248,8 @@ class Checking:
             return Checked(name, notes=(self._stopped,))
         axes = self._axes, target_axes
         return _loss.check(
-            objective, self._x, targets, axes, self._sizes, self._tolerance
+            *(objective, self._x, targets, axes, self._sizes, self._tolerance),
+            self._own,
         )
 
 

@@ -5,7 +5,10 @@ or a quotient of sums. A loss that is none of these, such as a mean over the tok
 mask, would train another model, and nothing would show it.
 """
 
+import contextlib
+import functools
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +22,16 @@ from .._functions._objective import Objective, as_weight
 from .._jaxprs import _flow
 from . import _compare
 from ._compare import Difference, floating
-from ._function import Function, Way, differentiated, first_line, host, in_parts
+from ._function import (
+    Function,
+    Way,
+    differentiated,
+    first_line,
+    host,
+    in_parts,
+    part,
+    with_own,
+)
 from ._report import Checked
 
 PyTree = Any
@@ -42,8 +54,10 @@ _PERIOD = 65521
 
 def _terms(
     objective: Objective, axes: Sequence[int | None], sizes: Sequence[int]
-) -> Callable[[PyTree, PyTree], list[jax.Array]]:
+) -> Callable[..., list[jax.Array]]:
     """``(outputs, targets)`` to what each micro-batch adds to the loss.
+
+    A third argument is what each has by itself of the outputs: see `with_own`.
 
     Args:
       objective: the loss.
@@ -51,13 +65,16 @@ def _terms(
       sizes: how many each micro-batch has.
     """
 
-    def part(outputs: PyTree, targets: PyTree) -> Any:
+    def of_part(outputs: PyTree, targets: PyTree) -> Any:
         with jax.default_matmul_precision("highest"):
             value, _ = objective.of_part(outputs, targets)
         return value
 
-    def run(outputs: PyTree, targets: PyTree) -> list[jax.Array]:
-        values = in_parts(part, axes, sizes)(outputs, targets)
+    def run(
+        outputs: PyTree, targets: PyTree, own: Sequence[Any] = ()
+    ) -> list[jax.Array]:
+        each = in_parts(lambda *given: given, axes, sizes)(outputs, targets)
+        values = [of_part(with_own(y, own, i), t) for i, (y, t) in enumerate(each)]
         if objective.reduction == "sum":
             return values
         if objective.reduction == "mean":
@@ -106,7 +123,8 @@ def check(
     targets: PyTree,
     axes: tuple[Sequence[int | None], Sequence[int | None]],
     sizes: Sequence[int],
-    tolerance: float | None = None,
+    tolerance: float | None,
+    own: Sequence[Any],
 ) -> Checked:
     """What is found of a loss of the outputs of a model.
 
@@ -117,31 +135,53 @@ def check(
       axes: where the examples are in each of these.
       sizes: how many examples each micro-batch has.
       tolerance: how far numbers may be apart; ``None``: as far as rounding explains.
+      own: what each micro-batch has by itself of the outputs: see `with_own`.
     """
     name = f"loss_fn with reduction={objective.reduction!r}"
     if objective.reduction == "microbatch_mean":
         return Checked(name, notes=("not compared: each micro-batch by itself",))
-    given, count = (outputs, jax.tree.map(host, targets)), sum(sizes)
+    targets, count = jax.tree.map(host, targets), sum(sizes)
+    given = outputs, (targets, own)
 
-    def loss(sizes: Sequence[int]) -> Way:
+    def loss(sizes: Sequence[int], order: slice | None = None) -> Way:
         terms = _terms(objective, [*axes[0], *axes[1]], sizes)
-        return differentiated(lambda *given: sum(terms(*given)))
 
-    jax.eval_shape(loss([count]), *given)  # raises what is wrong with any examples
+        def run(outputs: PyTree, fixed: PyTree) -> jax.Array:
+            targets, own = fixed
+            each = () if order is None else jax.tree.map(lambda x: x[order], own)
+            return functools.reduce(operator.add, terms(outputs, targets, each))
+
+        return differentiated(run)
+
     try:
         # The examples of one micro-batch may count by chance as all do.
-        for own in (sizes, sizes[::-1]):
-            function = Function(loss([count]), loss(own), *given)
-            whole, found = compared(function, given, axes[0], own, tolerance)
+        for order in (slice(None), slice(None, None, -1)):
+            divided = loss(sizes[order], order)
+            function = Function(loss([count]), divided, *given)
+            whole, found = compared(function, given, axes[0], sizes[order], tolerance)
             if found:
                 break
     except Exception as error:
+        both = outputs, targets
+        y, few = part(both, [*axes[0], *axes[1]], 0, sizes[0], count)
+        first = with_own(y, own, 0), (few, own)
+        if not _runs_on_some(loss([count]), given, first):
+            raise  # what is wrong with any examples
         return Checked(name, notes=(f"not compared: {first_line(error)}",))
     notes = [f"{whole:.6g}"]
     if function.error:
         notes.append(f"without its gradient: {function.error}")
     what = ("outputs",) if function.error else ("outputs", "gradients")
     return Checked(name, found, what, tuple(notes), ADVICE)
+
+
+def _runs_on_some(function: Callable[..., Any], *given: tuple[Any, ...]) -> bool:
+    """Whether a function can be traced with some of several arguments."""
+    for args in given:
+        with contextlib.suppress(Exception):
+            jax.eval_shape(function, *args)
+            return True
+    return False
 
 
 def probe(
@@ -181,8 +221,14 @@ def probe(
     count = sum(sizes)
     specs, axes = _whole(outputs, batch.sizes[0], count, axis)
     ways = [_terms(objective, [*axes, *target_axes], n) for n in ([count], sizes)]
+    total = sum(batch.sizes) * batch.num_shards
+
+    def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
+        own = part(targets, target_axes, 0, count, total)
+        return [terms(outputs, own) for terms in ways]
+
     try:
-        both = jax.jit(lambda *given: [terms(*given) for terms in ways])
+        both = jax.jit(losses)
         traced = both.trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"

@@ -140,11 +140,14 @@ def _why_not(source: Any) -> str:
 
 def _binds_module(source: Any) -> str:
     """Why a method of a module cannot be a layer: the module would be a constant."""
-    function = getattr(source, "func", source)  # of a functools.partial
-    if not hasattr(function, "__self__"):
-        function = getattr(function, "__wrapped__", function)  # of a jax.jit
-    module = getattr(function, "__self__", function)
-    if module is source or not _is_module(module):
+    function = source
+    while not _is_module(module := getattr(function, "__self__", function)):
+        # What a functools.partial or a jax.jit calls.
+        inner = getattr(function, "func", getattr(function, "__wrapped__", None))
+        if inner is None:
+            return ""
+        function = inner
+    if module is source:
         return ""
     method = getattr(function, "__name__", "__call__")
     own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"

@@ -81,9 +81,14 @@ def watching(
             if name not in given.arguments and not _switches.is_set(module, name)
         ]
         is_flaxs = type(module).__module__.startswith("flax.")
-        left = _left(f"{type(module).__name__}.{at.method_name}", open_)
         is_given = any(isinstance(value, bool) for value in given.arguments.values())
-        calls.append((is_given, [] if is_flaxs else left))
+        # Who is given a switch by its name leaves other options, not that.
+        has_switch = any(
+            isinstance(given.arguments.get(name), _switches.BOOL)
+            for name in _switches.switches(True)
+        )
+        left = _left(f"{type(module).__name__}.{at.method_name}", open_)
+        calls.append((is_given, [] if is_flaxs or has_switch else left))
         try:
             return call(*args, **keywords)
         finally:

@@ -27,8 +27,10 @@ def check(
 ) -> CheckReport:
     """See `FunctionGradient.check`."""
     count = sliced.num_examples(args)
-    first = max(1, count // 3)
-    parts = check_parts(parts or (first, count - first), count)
+    if parts is None:
+        first = max(1, count // 3)
+        parts = first, count - first
+    parts = check_parts(parts, count)
     args = jax.tree.map(_without_chance, tuple(args))
     given: tuple[PyTree, PyTree] = jax.tree.map(host, (params, args))
     with (

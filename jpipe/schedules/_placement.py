@@ -1,5 +1,6 @@
 """Where stages are: the shapes of the catalogue, and which rank runs what."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -43,7 +44,8 @@ def rank_of(
       >>> rank_of((0, 2), rows, ((0, 1), (2, 3)))[1]
       [1, 3]
     """
-    found = defaultdict[int, list[int]](lambda: list(placement))
+    # A schedule is pickled with what is known of it.
+    found = defaultdict[int, list[int]](functools.partial(list, placement))
     for rank, row in enumerate(rows if replicas else ()):
         for _, stage, microbatch in row:
             found[microbatch][stage] = rank

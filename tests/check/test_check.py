@@ -283,3 +283,68 @@ def test_equal_layers_are_compiled_once():
 def test_half_precision_is_compared_with_its_rounding():
     assert checked([*ref.mlp(jnp.bfloat16)[:4]], batch(jnp.bfloat16))
     assert not checked([lambda x: x - x.mean(0)], batch(jnp.bfloat16))
+
+
+def test_examples_of_several_rows_are_compared():
+    """As of a fold of times into examples."""
+    layers = [
+        nn.Dense(WIDTH),
+        lambda x: x.reshape(-1, WIDTH),
+        nn.Dense(WIDTH),
+        lambda x: x.reshape(-1, 3, WIDTH),
+    ]
+    report = checked(layers, loss_fn=ref.mse, targets=batch())
+    assert report, report
+    assert all("outputs" in layer.compared for layer in report.layers)
+    flat = {"loss_fn": lambda y, t: ref.mse(y, t.reshape(-1, WIDTH))}
+    report = checked(layers[:3], targets=batch(), **flat)
+    assert report.loss.compared == ("outputs", "gradients")
+    assert report, report
+
+
+def of_all(x):
+    return x, x.mean(0)
+
+
+def kept_of_all(x):
+    jpipe.stash("mean", x.mean(0))
+    return x
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [of_all, lambda given: given[0] - given[1]],
+        [kept_of_all, lambda x: x - jpipe.pop("mean")],
+    ],
+    ids=["output", "stashed"],
+)
+def test_next_layer_is_given_what_a_micro_batch_has_by_itself(layers):
+    report = checked(layers)
+    assert [layer.is_same for layer in report.layers] == [True, False]
+
+
+def test_loss_is_given_what_a_micro_batch_has_by_itself():
+    def loss_fn(outputs, targets):
+        y, total = outputs
+        return ref.mse(y, targets) + total
+
+    options = {"targets": batch(), "loss_fn": loss_fn}
+    assert checked([lambda x: (x, jnp.sin(x).mean())], **options)
+    report = checked([lambda x: (x, jnp.sin(x).sum())], **options)
+    assert report.layers[0].is_same
+    assert not report.loss.is_same
+
+
+@pytest.mark.parametrize("few", [0, 1])
+def test_other_structure_in_micro_batches_is_reported(few):
+    layers = [lambda x: (x,) * (2 if (len(x) < BATCH) == few else 1), lambda x: x[0]]
+    with pytest.raises(ValueError, match=r"layer 0 .*: outputs are .* at once"):
+        checked(layers).raise_if_different()
+
+
+def test_loss_that_runs_in_micro_batches_alone_is_not_compared():
+    options = {"targets": batch(), "loss_fn": ref.mse, "parts": (4, 8)}
+    report = checked([lambda x: x[:4]], **options)
+    assert not report.layers[0].is_same
+    assert "not compared: " in report.loss.notes[0]

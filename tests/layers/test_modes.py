@@ -155,10 +155,36 @@ class Fixed(nn.Module):
         return Inner()(x, train=False)
 
 
+class Optional(nn.Module):
+    """Receives the switch, and leaves an option that is none."""
+
+    @nn.compact
+    def __call__(self, x, train, causal=False):
+        return nn.Dropout(0.5, deterministic=True)(x)
+
+
+class AttributeAndDefault(NamedNnx):
+    """Has its mode as an attribute, and as an argument with a default."""
+
+    def __init__(self):
+        super().__init__()
+        self.deterministic = False
+
+    def __call__(self, x, deterministic=True):  # pyright: ignore
+        return self.dropout(x, deterministic=deterministic)
+
+
+def evaluated(module):
+    module.eval()
+    return module
+
+
 @pytest.mark.parametrize(
     "listed",
     [
         nn.Dropout(0.5, deterministic=True),
+        Optional(),
+        evaluated(AttributeAndDefault()),
         Chosen(training=False),
         Fixed(),
         nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)),

@@ -1,5 +1,8 @@
 """Modules of nnx that a pipeline cannot carry, and why."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -45,14 +48,18 @@ def test_modules_that_cannot_be_layers_are_all_listed():
             self.value = nnx.Param(jnp.ones(2), ref=True)
 
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    called = [linear.__call__, jax.jit(functools.partial(linear.__call__))]
+    called.append(jax.jit(jax.checkpoint(linear)))
     with pytest.raises(TypeError) as error:
-        jpipe.pipeline([linear, Takes(), Tree(), Reference(), linear.__call__], 2)
+        jpipe.pipeline([linear, Takes(), Tree(), Reference(), *called], 2)
     lines = str(error.value).splitlines()[1:]
     expected = [
         "layer 1: Takes: the Variable type Params takes the name of what is trained",
         "layer 2: Tree is an nnx.Pytree; derive it from nnx.Module",
         "layer 3: Reference: a Param that is a reference",
         "layer 4: a function that calls a Linear",
+        "layer 5: a function that calls a Linear",
+        "layer 6: a function that calls a Linear",
     ]
     for line, start in zip(lines, expected, strict=True):
         assert line.startswith(f"  * {start}")

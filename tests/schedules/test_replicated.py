@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 import random
 
 import pytest
@@ -102,3 +103,11 @@ def test_who_shares_a_stage_is_checked(change, says):
     with pytest.raises(ScheduleError) as refusal:
         schedule.validate()
     assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
+def test_schedule_in_use_is_pickled(replicas):
+    schedule = replicated(replicas, 4)
+    schedule.simulate()
+    assert list(schedule.rank_of[3]) == [replicas[0] - 1, replicas[0]]
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
