@@ -16,6 +16,7 @@ from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _meshes, _order, _program, _summands
 from ._built import Built, Layout
+from ._cuts import Cuts
 from ._division import ByLayer, Division
 from ._join import Join
 from ._program import Traced
@@ -235,10 +236,17 @@ class Sliced:
         return _arguments.batch(args, work.in_axes, names, *number, few)
 
     def _built(self, call: _Call, runs: bool = True) -> Built:
-        with explained(call.batch), _batchnorm.merging(call.batch.num_parts > 1):
-            return self._in_stages(call, runs)
+        work, batch = self._work, call.batch
+        with explained(batch), _batchnorm.merging(batch.num_parts > 1):
+            pipe, stages, layout, cuts = self._in_stages(call, runs)
+        aux, last = map(work.aux_of, (stages.first, stages.program(-1)))
+        each = [size for size in batch.sizes for _ in range(batch.num_shards)]
+        joins = work.joins(aux, last, each) if runs else None
+        return Built(pipe, stages, layout, cuts, batch, aux, joins)
 
-    def _in_stages(self, call: _Call, runs: bool) -> Built:
+    def _in_stages(
+        self, call: _Call, runs: bool
+    ) -> tuple[Pipe, Stages, Layout, Cuts | None]:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
         state = State()
@@ -260,10 +268,7 @@ class Sliced:
         shardings = work.shardings(pipe, call.specs, owner_stages)
         known = call.trained, work.modules is not None, work.advice
         layout = Layout(pipe, call.specs, owner_stages, shardings, *known)
-        aux, last = map(work.aux_of, (stages.first, stages.program(-1)))
-        each = [size for size in sizes for _ in range(call.batch.num_shards)]
-        joins = work.joins(aux, last, each) if runs else None
-        return Built(pipe, stages, layout, cuts, call.batch, aux, joins)
+        return pipe, stages, layout, cuts
 
     @paused()
     def _made(self, params: PyTree, *args: PyTree) -> Built:

@@ -117,7 +117,7 @@ def unknown_mode(mode: object) -> str:
 
 def count_faults(what: str, value: Any) -> Iterator[str]:
     """Why something is no number of things."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
         yield f"{what}={value!r}: needs an int of at least 1"
 
 

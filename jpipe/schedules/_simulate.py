@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ._action import FORWARD, Action
+from ._action import BACKWARD, FORWARD, INPUT, Action
 from ._costs import Costs, at, faults_of
 from ._tables import Run, Tables
 from ._timeline import Exchange, MemoryEvent, Timeline
@@ -87,6 +87,8 @@ def deadlock(run: Run) -> str:
         number = stuck[rank]
         need = next(read[number] for read, _ in tables.reads if end[read[number]] < 0)
         owner, action = runs.get(need, (None, tables.action(need)))
+        if owner is None and all(label.op != INPUT for _, label in runs.values()):
+            action = action._replace(op=BACKWARD)  # no backward is split
         path.append(rank)
         waits[rank] = f"rank {rank}: {tables.action(number)} waits for {action}, "
         if owner is None:
