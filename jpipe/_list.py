@@ -6,7 +6,6 @@ from typing import Any
 import chex
 
 from ._check._report import CheckReport
-from ._checking import checked
 from ._fitting import Fitting
 from ._functions._batch import Axes
 from ._layers._skip import label
@@ -77,4 +76,6 @@ class LayerList(Subject):
 
     def check(self, variables: PyTree, *given: Any) -> CheckReport:
         """Runs each layer and the loss at once and in micro-batches."""
+        from ._checking import checked  # which a step does not need
+
         return checked(self._pipe, self._fits, variables, *given)
