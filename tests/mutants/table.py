@@ -186,7 +186,7 @@ SLICES = [
     ("_program", "microbatch_key(leaf, number) if", "leaf if"),
     ("_sliced", "whole = sum(sizes) * batch.num_shards", "whole = sum(sizes)"),
     ("_sliced", "part[: 1 + work.has_loss] if", "part[:0] if"),
-    ("_sliced", "merging(call.batch.num_parts > 1)", "merging(True)"),
+    ("_sliced", "merging(batch.num_parts > 1)", "merging(True)"),
     (
         "_stages",
         "key = self.kind(stage, microbatch), mode",
