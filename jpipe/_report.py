@@ -88,5 +88,5 @@ def compiled(lower: Callable[[], Program]) -> Report:
         )
         for each in program.programs
     ]
-    held = zip(map(str, program.devices), peaks(program), strict=True)
-    return Report(tuple(found), tuple(held), time.perf_counter() - begin)
+    peak = zip(map(str, program.devices), peaks(program), strict=True)
+    return Report(tuple(found), tuple(peak), time.perf_counter() - begin)

@@ -130,12 +130,14 @@ def _asking(
     if not frozen:
         return asking
     nodes = [node for _, node in nnx.iter_graph(own, graph=True)]
-    held = {n for n in _ATTRIBUTES if any(getattr(x, n, None) is True for x in nodes)}
+    switched = {
+        n for n in _ATTRIBUTES if any(getattr(x, n, None) is True for x in nodes)
+    }
     # An argument would overrule the attributes; without it they decide.
     return [
         p
         for p in asking
-        if p.name not in held
+        if p.name not in switched
         or (
             p.default not in (None, False) and getattr(module, p.name, None) is not True
         )

@@ -102,9 +102,9 @@ def values(module: nnx.Module) -> dict[str, PyTree]:
     """What a module holds: by collection, then nested as its attributes are."""
     return nested(
         {
-            (kept, *path): _value(leaf)
+            (name, *path): _value(leaf)
             for path, leaf in flat(module)[1].items()
-            if (kept := collection(leaf)) is not None
+            if (name := collection(leaf)) is not None
         }
     )
 
@@ -120,13 +120,13 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
     graphdef, leaves = flat(module)
     state, missing = {}, []
     for path, leaf in leaves.items():
-        kept = collection(leaf)
+        name = collection(leaf)
         value = _value(leaf)
-        if kept is not None:
+        if name is not None:
             try:
-                value = _get(variables, (kept, *path))
+                value = _get(variables, (name, *path))
             except (KeyError, TypeError, IndexError):
-                missing.append(f"{kept}/{dotted(inner(path))}")
+                missing.append(f"{name}/{dotted(inner(path))}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
     refuse(f"the variables are not those of {_called(module)}: missing", missing)
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))

@@ -137,8 +137,8 @@ class _Bytes:
         """What it reads in each micro-batch, and what stays there; no constants."""
         stages, count = self._stages, self._stages.first.num_params
         constants = range(count - len(stages.first.constants), count)
-        held = [weight for weight in stages.weights_on(s) if weight not in constants]
-        return sum(nbytes(stages.spec_of(weight)) for weight in held)
+        weights = [weight for weight in stages.weights_on(s) if weight not in constants]
+        return sum(nbytes(stages.spec_of(weight)) for weight in weights)
 
     def sums(self, s: int) -> int:
         """Its sums of gradients, of the loss and of what micro-batches write."""

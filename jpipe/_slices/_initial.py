@@ -73,16 +73,18 @@ class Initial:
         self._closed, self._numbers = lifted(on_zeros)
         self.routes = tuple(routes)
         self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
-        held = layers.parent.nnx_values(known)
-        held_specs = jax.eval_shape(lambda trees: jax.tree.map(strong, trees), held)
+        own_values = layers.parent.nnx_values(known)
+        own_specs = jax.eval_shape(
+            lambda trees: jax.tree.map(strong, trees), own_values
+        )
         self.specs: tuple[PyTree, ...] = tuple(
             {name: _like(x, own.get(name)) for name, x in of_nnx.items()} or made
-            for of_nnx, own, made in zip(held_specs, known, specs, strict=True)
+            for of_nnx, own, made in zip(own_specs, known, specs, strict=True)
         )
         # Of each leaf its value, or the variable of the jaxpr that is its value.
         self._sources: list[Any] = []
         results = iter(self._closed.jaxpr.outvars)
-        for own, made in zip(held, specs, strict=True):
+        for own, made in zip(own_values, specs, strict=True):
             drawn = [next(results) for _ in jax.tree.leaves(made)]
             self._sources += jax.tree.leaves(own) or drawn
 

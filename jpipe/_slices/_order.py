@@ -100,8 +100,8 @@ def _order(program: Traced) -> list[int]:
         after = [at for var in eqn.outvars for at in readers.get(var, ())]
         if after and not eqn.effects and returned.isdisjoint(eqn.outvars):
             first = min(after)
-            held = {v for v in read & of_stages if max(readers.get(v, [0])) < first}
-            if total_bytes(held) <= total_bytes(eqn.outvars):
+            instead = {v for v in read & of_stages if max(readers.get(v, [0])) < first}
+            if total_bytes(instead) <= total_bytes(eqn.outvars):
                 place[i] = first
         for var in read:
             readers.setdefault(var, []).append(place[i])

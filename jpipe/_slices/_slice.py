@@ -134,20 +134,20 @@ def _closed(
     def before(atom: Any) -> Any:
         return atom if isinstance(atom, core.Literal) else was.get(atom, atom)
 
-    kept = []
+    unmarked = []
     for eqn in eqns:
         if is_mark(eqn):
             was[eqn.outvars[0]] = before(eqn.invars[0])
         elif was.keys() & _jaxpr.variables(eqn.invars):
-            kept.append(eqn.replace(invars=[*map(before, eqn.invars)]))
+            unmarked.append(eqn.replace(invars=[*map(before, eqn.invars)]))
         else:
-            kept.append(eqn)
+            unmarked.append(eqn)
     jaxpr = program.closed.jaxpr.replace(
         constvars=[*consts],
         invars=invars,
         outvars=[*map(before, outvars)],
-        eqns=kept,
-        effects={effect for eqn in kept for effect in eqn.effects},
+        eqns=unmarked,
+        effects={effect for eqn in unmarked for effect in eqn.effects},
     )
     return core.ClosedJaxpr(jaxpr, [*consts.values()])
 

@@ -230,11 +230,11 @@ class _Compiled:
     ) -> tuple[TrainState, dict[str, Any]]:
         """What a step returns, of the outputs of its program."""
         count = self._tree.num_leaves
-        held = leaves[:count]
-        state = jax.tree.unflatten(self._tree, held)
+        own = leaves[:count]
+        state = jax.tree.unflatten(self._tree, own)
         if self._form is None:  # that of what was given, but for weak types
-            self._form = by.form(self._tree, held)
-        note(state, Made(weakref.ref(by), self._form, held))
+            self._form = by.form(self._tree, own)
+        note(state, Made(weakref.ref(by), self._form, own))
         loss, aux, _ = self.gradient.returned(leaves[count:])
         return state, {"loss": loss, "aux": aux} if self._has_aux else {"loss": loss}
 

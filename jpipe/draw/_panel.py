@@ -46,7 +46,7 @@ def _pitch(timeline: Timeline, frame: Frame) -> float:
 
 
 def _has_memory(timeline: Timeline, frame: Frame) -> bool:
-    """Whether there is a curve to draw: nothing is held where all costs are time."""
+    """Whether there is a curve to draw: nothing is live where all costs are time."""
     return bool(timeline.memory) and frame.most_bytes > 0
 
 
@@ -98,7 +98,7 @@ def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator
     if not steps:
         return
     scale = (_MEMORY - 1) / frame.most_bytes
-    curve = tuple((frame.x(time), bottom - held * scale) for time, held in steps)
+    curve = tuple((frame.x(time), bottom - live * scale) for time, live in steps)
     yield Path((*curve, (curve[-1][0], bottom), (curve[0][0], bottom)), palette.MEMORY)
     yield Path(curve, stroke=palette.MEMORY_LINE)
     label, size = peak_label(timeline.peak_bytes[rank], frame.in_seconds), LABEL - 1

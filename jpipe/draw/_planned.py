@@ -59,7 +59,7 @@ def bars(plan: Any, timeline: Timeline, width: float) -> Picture:
         )
         for rank, time in enumerate(timeline.busy)
     ]
-    held = [
+    memory = [
         Bar(
             [
                 Part(getattr(own, name), fill, f"{name}: {size(getattr(own, name))}")
@@ -76,7 +76,7 @@ def bars(plan: Any, timeline: Timeline, width: float) -> Picture:
         f"{plan.schedule.name}, {many(count, 'micro-batch')}, "
         f"{shape}{duration(seconds)} a step predicted",
         [_name(plan, rank) for rank in range(len(busy))],
-        [Column("busy in a step", busy, seconds), Column(head, held, scale)],
+        [Column("busy in a step", busy, seconds), Column(head, memory, scale)],
         {"busy": _BUSY, **_PARTS},
         width,
     )

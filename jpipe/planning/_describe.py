@@ -57,16 +57,16 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
       forecast: of the plan that it was built by, if any.
     """
     pipe, built = known.pipe, known.built
-    held: Sequence[int | None] = [None] * len(pipe.stages)
+    most: Sequence[int | None] = [None] * len(pipe.stages)
     peaks: tuple[tuple[str, int], ...] = ()
     ran: tuple[Action, ...] = ()
     if built is not None:
         program, ran = built.program, built.ran
-        held = most_residuals(program, len(pipe.stages))
+        most = most_residuals(program, len(pipe.stages))
         names = map(pipe.called, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
-        tuple(_stage(known, s, size) for s, size in enumerate(held)),
+        tuple(_stage(known, s, size) for s, size in enumerate(most)),
         pipe.schedule,
         ran,
         peaks,

@@ -46,8 +46,8 @@ def fused_residuals(
         shares += [share | {"full": 1.0}] * size
 
     def fused(at: int, layer: LayerProfile) -> LayerProfile:
-        kept = layer.residual_bytes.items()
-        less = {mode: int(size * shares[at].get(mode, 1.0)) for mode, size in kept}
+        stored = layer.residual_bytes.items()
+        less = {mode: int(size * shares[at].get(mode, 1.0)) for mode, size in stored}
         return dataclasses.replace(layer, residual_bytes=less)
 
     return {

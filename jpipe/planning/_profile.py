@@ -199,14 +199,14 @@ class Profile:
         known = set[str]().union(*modes[:1]).intersection(*modes)
         found = {mode: sums([own[mode] for own in modes]) for mode in sorted(known)}
         given = [*map(self.boundary_bytes, range(count)), 0]
-        kept = np.triu(np.repeat(np.array(given, float)[:, None], count + 1, 1), 1)
+        entering = np.triu(np.repeat(np.array(given, float)[:, None], count + 1, 1), 1)
         readers: dict[tuple[int, str, int, bool], list[int]] = {}
         for skip in self.skips:
             key = skip.source, skip.name, skip.bytes, skip.is_output
             readers.setdefault(key, []).append(skip.target)
         for (source, _, size, is_output), targets in readers.items():
-            copied(kept, source + 1 + is_output, sorted(targets), size)
-        return {**found, "full": kept}
+            copied(entering, source + 1 + is_output, sorted(targets), size)
+        return {**found, "full": entering}
 
     def pending_mode(self, mode: str) -> str:
         """The mode that stores about what the first half of a backward leaves."""

@@ -124,7 +124,7 @@ def _repeated(
         ]
         rows.append([number for _, number in sorted(cells)])
     run, whole = tables.run(rows), block is _whole
-    most = max(held for *_, held in tables.memory(run.by_end()))
+    most = max(live for *_, live in tables.memory(run.by_end()))
     for _ in range(_ROUNDS):
         # Everything late, then early in that order.
         rows = list_schedule(tables, latest_starts(run), [most] * num_ranks, whole)

@@ -42,9 +42,9 @@ def predicted(schedule: Any, run: Run) -> Timeline:
     end = dict(zip(ran, run.ends, strict=True))
     memory = [MemoryEvent(0.0, *each) for each in enumerate(tables.at_start)]
     now = [0.0] * len(rows)
-    for number, rank, held in tables.memory(map(tables.number, schedule.order())):
+    for number, rank, live in tables.memory(map(tables.number, schedule.order())):
         now[rank] = max(now[rank], end[actions[number]])
-        memory.append(MemoryEvent(now[rank], rank, held))
+        memory.append(MemoryEvent(now[rank], rank, live))
     return Timeline(
         schedule.name,
         tables.placement,

@@ -177,17 +177,17 @@ class Tables:
 
     def _at_start(self) -> list[float]:
         """The bytes of each rank before the first action."""
-        costs, held = self.costs, [0.0] * self.num_ranks
+        costs, live = self.costs, [0.0] * self.num_ranks
         for stage in range(self.num_stages):
             for i in range(self.num_microbatches):
                 rank = self.rank_of[i][stage]
-                held[rank] += at(costs.extra_bytes, stage, i)
-                held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
+                live[rank] += at(costs.extra_bytes, stage, i)
+                live[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
             lasting = at(costs.parameter_bytes, stage) + at(costs.shared_bytes, stage)
             lasting += at(costs.accumulator_bytes, stage) if self.training else 0
             for rank in self.ranks_of[stage]:
-                held[rank] += lasting
-        return held
+                live[rank] += lasting
+        return live
 
     def memory(self, order: Iterable[int]) -> Iterator[tuple[int, int, float]]:
         """What ranks hold after each change, where actions run one after the other.
@@ -201,7 +201,7 @@ class Tables:
         Yields:
           An action, a rank whose bytes it changes, and how many it then holds.
         """
-        held, shared = [*self.at_start], self.costs.shared_bytes
+        live, shared = [*self.at_start], self.costs.shared_bytes
         count = self.num_microbatches
         # Of what the micro-batches of a stage share on a rank.
         readers = Counter(
@@ -220,8 +220,8 @@ class Tables:
                     freed = rank, change - at(shared, stage)
                     changes = [freed, *changes[1:]]
             for rank, change in changes:
-                held[rank] += change
-                yield number, rank, held[rank]
+                live[rank] += change
+                yield number, rank, live[rank]
 
     @functools.cached_property
     def dispatch(self) -> "Tables":
@@ -309,9 +309,9 @@ class Run:
         """The most bytes that each rank holds, as `Timeline.peak_bytes`."""
         tables, peaks = self.tables, [*self.tables.at_start]
         order = tables.dispatch.run(self.rows).by_end()
-        for _, rank, held in tables.memory(order):
-            if held > peaks[rank]:
-                peaks[rank] = held
+        for _, rank, live in tables.memory(order):
+            if live > peaks[rank]:
+                peaks[rank] = live
         return peaks
 
     def fits(self, most: Sequence[float] | None) -> bool:

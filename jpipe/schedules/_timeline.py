@@ -149,8 +149,8 @@ class Timeline:
     def peak_bytes(self) -> tuple[float, ...]:
         """The most that each rank holds at any time."""
         peaks = [0.0] * len(self.rows)
-        for _, rank, held in self.memory:
-            peaks[rank] = max(peaks[rank], held)
+        for _, rank, live in self.memory:
+            peaks[rank] = max(peaks[rank], live)
         return tuple(peaks)
 
     def order(self) -> tuple[Action, ...]:

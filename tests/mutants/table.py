@@ -147,7 +147,7 @@ SCHEDULES = [
     ("_costs", "[*neighbours, *self.skips]", "[*neighbours]"),
     ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
     ("_tables", "own -= sum(at(", "own -= 0 * sum(at("),
-    ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
+    ("_tables", "live[rank] += 0 if stage else at(", "live[rank] += at("),
 ]
 SLICES = [
     ("_composed", "        start += size\n", ""),
@@ -171,7 +171,7 @@ SLICES = [
     ("_marks", "        number: i + 1\n", "        number: i\n"),
     ("_marks", "if i + 1 not in at and i + 1", "if i + 1"),
     ("_order", "place[i] = first", "place[i] = i"),
-    ("_order", "if total_bytes(held) <= total_bytes(eqn.outvars):", "if True:"),
+    ("_order", "if total_bytes(instead) <= total_bytes(eqn.outvars):", "if True:"),
     ("_program", "microbatch_key(leaf, number) if", "microbatch_key(leaf, 0) if"),
     ("_program", "microbatch_key(key, args[-1])", "microbatch_key(key, 0)"),
     ("_slice", "return tangent & to_loss", "return tangent"),
