@@ -1,5 +1,6 @@
 """What a user may list as a layer, brought to one form: a call."""
 
+import functools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -143,7 +144,8 @@ def _binds_module(source: Any) -> str:
     function = source
     while not _is_module(module := getattr(function, "__self__", function)):
         # What a functools.partial or a jax.jit calls.
-        inner = getattr(function, "func", getattr(function, "__wrapped__", None))
+        is_partial = isinstance(function, functools.partial)
+        inner = function.func if is_partial else getattr(function, "__wrapped__", None)
         if inner is None:
             return ""
         function = inner
