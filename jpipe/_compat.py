@@ -4,7 +4,6 @@ Where one is there no more, or behaves otherwise, the public way is taken, which
 the same arrays and distinguishes the same settings; or a check is left out.
 """
 
-import functools
 import importlib
 import io
 import pickle
@@ -230,11 +229,21 @@ def loaded(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:
     return jax.stages.Compiled(*given, no_kwargs=no_kwargs)
 
 
-@functools.cache
 def can_load(source: Any, target: Any) -> bool:
     """Whether `loaded` gives to one device what was compiled for another."""
     if source.device_kind != target.device_kind or source.client is not target.client:
         return False
+    kind = source.client, source.device_kind
+    if kind not in _loads:
+        _loads[kind] = _loads_on(source, target)
+    return _loads[kind]
+
+
+# Of a kind of devices whether a program for one was loaded for another.
+_loads: dict[Any, bool] = {}
+
+
+def _loads_on(source: Any, target: Any) -> bool:
     at, to = map(SingleDeviceSharding, (source, target))
     try:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):

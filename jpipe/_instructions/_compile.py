@@ -1,11 +1,9 @@
 """A function compiled for one place."""
 
-import hashlib
 import os
-import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._jaxprs import _jaxpr
+from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, SubMesh
@@ -23,9 +21,6 @@ from ._transfer import Device, located, on
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
-_NAME = re.compile(r"module @\S+")
-# A call of Python in the text of a program.
-_CALLBACK = re.compile(r"custom_call @\w*callback")
 # How many of the stages that share a program its name lists.
 _NAMED = 4
 
@@ -86,16 +81,43 @@ class Compiled:
         )
         self.seconds = 0.0
 
-    def trace(self) -> Any:
-        """Traced for XLA; ``None`` if what it is given may be of other kinds each time.
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it is compiled before it is called.
 
-        So is what is in no place, or in the memory of the host. Nothing is compiled
-        under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` finds where.
+        What it is given may be of other kinds each time where that is in no place, or
+        in the memory of the host. Nothing is compiled under `jax.disable_jit`; and
+        where NaNs are looked for, `jax.jit` finds where.
         """
         kinds = *self.arguments, *self.function.results
         is_placed = all(place >= 0 for place in self.places)
-        if not is_placed or any(map(on_host, kinds)) or not is_ahead():
-            return None
+        return is_placed and not any(map(on_host, kinds)) and is_ahead()
+
+    @property
+    def kind(self) -> Hashable:
+        """What is equal for programs of one function that differ by their devices."""
+        mesh = self.device if isinstance(self.device, SubMesh) else None
+        arguments = ((x.shape, x.dtype, x.weak_type) for x in self.arguments)
+        indices = tuple(self.live_results), tuple(self.donated)
+        return self.function, mesh, self.mapped, *indices, *self._shardings, *arguments
+
+    @property
+    def _shardings(self) -> list[Sharding]:
+        return [*self.argument_shardings, *self.result_shardings]
+
+    def form(self, traced: Any) -> Hashable:
+        """What is equal for programs that compute the same, of a trace of this one.
+
+        One that calls Python, as any with an effect, is like no other.
+        """
+        jaxpr = traced.jaxpr
+        if jaxpr.effects or _jaxpr.contains(jaxpr, "pure_callback"):
+            return object()
+        arguments = tuple(self.donated), *self._shardings
+        return *_alike.form(jaxpr, derivatives=False), *arguments
+
+    def trace(self) -> Any:
+        """Traced for XLA."""
         shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
         pairs = zip(self.arguments, shardings, strict=True)
         return self.run.trace(
@@ -119,28 +141,6 @@ def is_ahead() -> bool:
     """Whether anything is compiled before it is called, under the settings of JAX."""
     debug = _config.jax_debug_nans or _config.jax_debug_infs
     return not (_config.jax_disable_jit or debug)
-
-
-def _key(traced: Any, lowered: Any, options: Any) -> Any:
-    """What tells one executable from another: all of it but the device.
-
-    The text has memory layouts, donation and what is computed. It has no Python
-    functions that are called and no `jax.Ref` that is read: a program with these, as
-    one with any effect, is like no other. Of keys and weakly typed arrays it has only
-    what they are made of.
-    """
-    # But for its name: equal stages have names of their own.
-    text = _NAME.sub("module", lowered.as_text(), count=1)
-    calls_python = _CALLBACK.search(text) or _jaxpr.contains(
-        traced.jaxpr, "pure_callback"
-    )
-    if calls_python or traced.jaxpr.effects:
-        return object()
-    text = hashlib.sha256(text.encode()).digest()
-    avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
-    settings = sorted(_compat.settings().items())
-    kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
-    return text, kinds, lowered.in_tree, repr(settings), repr(options)
 
 
 # Executables by what was compiled, so that a cell of a notebook that makes the same
@@ -173,28 +173,33 @@ def compiling() -> Iterator[Callable[..., Executable]]:
     `jax.default_matmul_precision`, does not reach other threads.
 
     Yields:
-      A function ``(traced, device, options) -> executable`` that starts to compile what
-      was traced, unless that was compiled before.
+      A function ``(form, trace, device, options) -> executable``: of what is equal for
+      programs that compute the same, of what traces this one, of where it runs, and of
+      the options of XLA. It starts to compile, unless that was compiled before.
     """
+    settings = repr(sorted(_compat.settings().items()))
     found: dict[Any, Executable] = {}
     running: dict[Future[tuple[Any, float]], Executable] = {}
     # Where each program is compiled first.
     first: dict[Any, tuple[Device, Future[tuple[Any, float]]]] = {}
 
-    def add(traced: Any, device: Device, options: Any = None) -> Executable:
-        lowered = traced.lower()
-        program = _key(traced, lowered, options)
+    def add(
+        form: Hashable, trace: Callable[[], Any], device: Device, options: Any = None
+    ) -> Executable:
+        program = form, settings, repr(options)
         key = program, device
         if key not in found:
             found[key] = Executable(_executables.get(key))
             if key in _executables:
                 return found[key]
-            if program in first and _is_again(first[program][0], device):
-                once = first[program][1]
-                future = loaders.submit(_again, once, device, lowered, options)
+            source, once = first.get(program, (device, None))
+            if once and _can_load(source, device):
+                future = loaders.submit(_loaded, once, device)
+            elif once and _can_read(source, device):
+                future = loaders.submit(_timed, trace().lower(), options, once)
             else:
-                future = compilers.submit(_timed, lowered, options)
-                first.setdefault(program, (device, future))
+                future = compilers.submit(_timed, trace().lower(), options)
+                first[program] = device, future
             running[future] = found[key]
         return found[key]
 
@@ -217,40 +222,59 @@ def compiling() -> Iterator[Callable[..., Executable]]:
             _keep({key: made.run for key, made in found.items() if made.run})
 
 
-def _is_again(source: Device, device: Device) -> bool:
-    """Whether what is compiled for one device is had for another in less time."""
+def _can_load(source: Device, device: Device) -> bool:
+    """Whether what is compiled for one device can be loaded for another."""
     if isinstance(source, SubMesh) or isinstance(device, SubMesh):
         return False
-    if _config.jax_compilation_cache_dir:
-        # On CPU what JAX reads there cannot be loaded for another device, and the key
-        # under which it is found has the device; on GPUs it has not.
-        return device.platform == "gpu"
-    return _compat.can_load(source, device)
+    # What JAX has read from a directory cannot.
+    is_read = _config.jax_compilation_cache_dir
+    return not is_read and _compat.can_load(source, device)
 
 
-def _again(
-    once: Future[tuple[Any, float]], device: Device, lowered: Any, options: Any
-) -> tuple[Any, float]:
+def _can_read(source: Device, device: Device) -> bool:
+    """Whether JAX finds what it compiled for one device in its directory for another.
+
+    The key under which it is there has the device on CPU; on GPUs it has not.
+    """
+    platforms = [getattr(each, "platform", None) for each in (source, device)]
+    return bool(_config.jax_compilation_cache_dir) and platforms == ["gpu", "gpu"]
+
+
+def _loaded(once: Future[tuple[Any, float]], device: Device) -> tuple[Any, float]:
     """What is compiled for another device, for this one, and in how many seconds."""
     compiled, _ = once.result()
     start = time.monotonic()
-    if not _config.jax_compilation_cache_dir:
-        with suppress(Exception):  # the public way does the same, in more time
-            return _compat.loaded(compiled, device), time.monotonic() - start
-    return _timed(lowered, options)
+    with suppress(Exception):  # then `jax.jit` compiles it when it is called
+        return _compat.loaded(compiled, device), time.monotonic() - start
+    return None, 0.0
 
 
 def compile_all(programs: Iterable[Compiled]) -> None:
     """Compiles programs side by side."""
+    forms: dict[Any, Any] = {}
     with compiling() as add:
-        traced = ((program, program.trace()) for program in programs)
         found = [
-            (own, add(each, own.device)) for own, each in traced if each is not None
+            (program, add(*_ahead(program, forms), program.device))
+            for program in programs
+            if program.is_ahead
         ]
     for program, executable in found:
-        program.run = executable.run
+        program.run = executable.run or program.run
         # Of programs that share an executable the first took the time.
         program.seconds, executable.seconds = executable.seconds, 0.0
+
+
+def _ahead(
+    program: Compiled, forms: dict[Any, Any]
+) -> tuple[Hashable, Callable[[], Any]]:
+    """The form of a program, of which each kind is traced once, and what traces it."""
+    if program.kind in forms:
+        return forms[program.kind], program.trace
+    traced = program.trace()
+    form = program.form(traced)
+    if type(form) is tuple:
+        forms[program.kind] = form
+    return form, lambda: traced
 
 
 def drawing_options(device: Device) -> dict[str, Any] | None:
@@ -275,7 +299,12 @@ def _keep(found: Mapping[Any, Any]) -> None:
         _executables.popitem(last=False)
 
 
-def _timed(lowered: Any, options: Any = None) -> tuple[Any, float]:
+def _timed(
+    lowered: Any, options: Any, once: Future[Any] | None = None
+) -> tuple[Any, float]:
+    """What is compiled, after another if it is to be, and in how many seconds."""
+    if once:
+        once.result()
     start = time.monotonic()
     compiled = lowered.compile(compiler_options=options)
     return compiled, time.monotonic() - start

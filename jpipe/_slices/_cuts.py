@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 from . import _marks
@@ -59,13 +60,14 @@ class Cuts:
             return cls.none(about)
         reads = _reads_before(program, count)
         around = _around(program, reads)
+        at, total = reads[list(positions)].tolist(), reads[-1].tolist()
         return cls(
             tuple(positions),
             len(program.closed.jaxpr.eqns),
             _names(program),
-            tuple(reads[i] for i in positions),
+            tuple(map(tuple, at)),
             tuple(around[i] for i in positions),
-            reads[-1],
+            tuple(total),
             about,
         )
 
@@ -91,21 +93,20 @@ class Cuts:
             return list(self.positions)
         reads = _reads_before(other, len(self.totals))
         # What dropout or a penalty reads another number of times tells nothing.
-        pairs = enumerate(zip(self.totals, reads[-1], strict=True))
-        alike = [i for i, (total, now) in pairs if total == now]
+        alike = reads[-1] == np.asarray(self.totals)
         crossing, around = crossing_bytes(other), _around(other, reads)
         found, last = list[int](), len(other.closed.jaxpr.eqns)
         for cut, counts, distance in zip(
             self.positions, self.reads, self.around, strict=True
         ):
+            readings = abs(reads - np.asarray(counts))[:, alike].sum(axis=1)
 
             def apart(
-                i: int, cut: int = cut, counts: Reads = counts, distance: Any = distance
+                i: int, cut: int = cut, readings: Any = readings, own: Any = distance
             ) -> Any:
                 """How much a place differs: in readings, distance, bytes, position."""
-                readings = sum(abs(reads[i][k] - counts[k]) for k in alike)
                 share = abs(i - cut / self.size * len(reads))
-                return readings, around[i] != distance, crossing[i], share
+                return readings[i], around[i] != own, crossing[i], share
 
             # Stages of the loss alone have nothing to compute in evaluation; with a
             # loss each has something.
@@ -121,39 +122,37 @@ def _names(program: Traced) -> str:
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _reads_before(program: Traced, count: int) -> list[Reads]:
-    """How often each parameter is read before each equation, and before the end.
+def _reads_before(program: Traced, count: int) -> np.ndarray:
+    """Before each equation, and before the end, how often each parameter is read.
 
     A reading is one by an equation of a stage, directly or through what each stage
     computes for itself.
     """
-    counts = [0] * count
     through: dict[core.Var, Reads] = {
         var: (i,) for i, var in enumerate(program.params[:count])
     }
-    found, eqns = list[Reads](), program.closed.jaxpr.eqns
-    for eqn, kind in zip(eqns, program.kinds, strict=True):
-        found.append(tuple(counts))
+    eqns = program.closed.jaxpr.eqns
+    found = np.zeros((len(eqns) + 1, count), np.int32)
+    for after, eqn, kind in zip(found[1:], eqns, program.kinds, strict=True):
         read = [a for a in eqn.invars if not isinstance(a, core.Literal)]
         params = tuple(dict.fromkeys(p for a in read for p in through.get(a, ())))
         if kind == "stage":
-            for p in params:
-                counts[p] += 1
+            after[list(params)] = 1
         else:
             through |= dict.fromkeys(eqn.outvars, params)
-    return [*found, tuple(counts)]
+    return found.cumsum(axis=0)
 
 
-def _around(program: Traced, reads: Sequence[Reads]) -> list[tuple[int, int]]:
+def _around(program: Traced, reads: np.ndarray) -> list[tuple[int, int]]:
     """The equations of stages since the last reading, and until the next.
 
     Behind the last reading there may be a loss or none: nothing is counted until then.
     """
     before = [0, *accumulate(kind == "stage" for kind in program.kinds)]
-    first = {own: before[i] for i, own in reversed([*enumerate(reads)])}
-    last = {own: before[i] for i, own in enumerate(reads)}
-    end = reads[-1]
+    numbers = reads.sum(axis=1).tolist()
+    first = {own: before[i] for i, own in reversed([*enumerate(numbers)])}
+    last = {own: before[i] for i, own in enumerate(numbers)}
     return [
-        (at - first[own], 0 if own == end else last[own] - at)
-        for at, own in zip(before, reads, strict=True)
+        (at - first[own], 0 if own == numbers[-1] else last[own] - at)
+        for at, own in zip(before, numbers, strict=True)
     ]

@@ -1,5 +1,6 @@
 """Initial variables, leaf by leaf: each needs room for itself alone."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -112,15 +113,12 @@ class Initial:
                     runs.append(source if is_wanted else None)
                     continue
                 closed, numbers = self._drawn(source)
-                kind = _alike.form(closed)
-                if kind not in known:
-                    run = jax.jit(_named(core.jaxpr_as_fun(closed)))
-                    known[kind] = (
-                        add(run.trace(key, *numbers), device, drawing_options(device))
-                        if is_ahead()
-                        else Executable(run)
-                    )
-                runs.append((known[kind], numbers))
+                run = jax.jit(_named(core.jaxpr_as_fun(closed)))
+                form = _alike.form(closed, derivatives=False)
+                if form not in known and is_ahead():
+                    trace = functools.partial(run.trace, key, *numbers)
+                    known[form] = add(form, trace, device, drawing_options(device))
+                runs.append((known.setdefault(form, Executable(run)), numbers))
         for one in runs:
             if isinstance(one, tuple):
                 executable, numbers = one
