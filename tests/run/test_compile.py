@@ -163,7 +163,9 @@ def test_what_was_compiled_before_an_error_is_kept(error, compiled):
     assert len(compiled) == 6 - (len(begun) - 1)
 
 
-def test_a_program_is_found_again_whatever_its_functions_are_called(compiled):
+def test_a_program_is_found_again_whatever_its_functions_are_called(
+    compiled, monkeypatch
+):
     x, targets = ref.regression(8)
 
     def gradients():
@@ -180,8 +182,41 @@ def test_a_program_is_found_again_whatever_its_functions_are_called(compiled):
     first = gradients()
     assert any("stage0" in name for name in compiled)
     compiled.clear()
+    lowered, lower = [], jax.stages.Traced.lower
+
+    def lowering(traced, *args, **options):
+        lowered.append(traced.fun_name)
+        return lower(traced, *args, **options)
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lowering)
     ref.assert_equal(gradients(), first)
     assert compiled == []
+    # Only what tells whether the loss has passed before.
+    assert set(lowered) <= {"losses"}
+
+
+def test_programs_that_differ_by_a_number_are_never_taken_for_each_other():
+    x = jnp.ones((2, 4), jnp.float16)
+    for factor in (2, 3, 2.0, np.float32(2), -0.0, 0.0):
+        apply = jpipe.sequential([lambda x, factor=factor: x / factor]).apply
+        ref.assert_equal(apply(({},), x), x / factor)
+
+
+def test_an_array_that_was_written_to_is_read_again():
+    x, table = jax.device_put(jnp.ones(4), jax.devices()[0]), np.zeros(4, np.float32)
+    for factor in (2, 3):
+        table[:] = factor
+        times = jpipe.sequential([jnp.abs]).jit(lambda x: x * table)
+        ref.assert_equal(times(x), factor * x)
+
+
+def test_a_program_that_overwrites_is_not_taken_for_one_that_does_not():
+    pipe, tree = jpipe.sequential([jnp.abs]), jnp.arange(41.0)
+    for donated in (0, ()):
+        given = jax.device_put(tree + 1, jax.devices()[0])
+        twice = pipe.jit(lambda x: 2 * x, donate_argnums=donated)(given)
+        ref.assert_equal(twice, 2 * (tree + 1))
+        assert given.is_deleted() == (donated == 0)
 
 
 def test_a_program_is_compiled_anew_under_other_settings_by_either_way(
