@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
 from .fuzz.programs import Program, programs
 
-EXAMPLES = int(os.environ.get("JPIPE_FUZZ_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("JPIPE_FUZZ_EXAMPLES", "10"))
 SEED = int(os.environ.get("JPIPE_FUZZ_SEED", "0"))
 # One test of pytest, so that workers share them; after it, JAX forgets what it traced,
 # which is 40 MiB for each program.

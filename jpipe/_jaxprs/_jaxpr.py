@@ -80,8 +80,6 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     For programs that hold nothing but a backward: next to its forward, XLA would find
     what is computed again and keep it instead.
     """
-    if all(eqn.primitive.name not in CHECKPOINTS for eqn in closed.jaxpr.eqns):
-        return closed
     return _retrace(closed, (*_CALLS, *CHECKPOINTS))
 
 
@@ -96,8 +94,14 @@ def _retrace(
     opened: Mapping[int, Groups] = MappingProxyType({}),
     ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
+    def is_call(eqn: core.JaxprEqn) -> bool:
+        return eqn.primitive.name in calls or id(eqn) in calls
+
+    if not (opened or ending or any(map(is_call, closed.jaxpr.eqns))):
+        return closed
+
     def rule(eqn: core.JaxprEqn) -> Rule | None:
-        if eqn.primitive.name in calls or id(eqn) in calls:
+        if is_call(eqn):
             (inner,) = inside(eqn)
             return lambda operands: evaluate(inner, operands, rule)
         if id(eqn) in opened:

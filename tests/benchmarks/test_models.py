@@ -42,8 +42,8 @@ small_unet = partial(profile, unet, 5, 64, sample=PHOTOGRAPHS), 0
 # from one stage to another: Kim et al. (2020), and those of AmoebaNet-D of Huang et al.
 # (2019), table 1.
 CUTS = [
-    (*resnet, [135, 235], [7_426_112, 37_123_048], {}),
-    (
+    slow(*resnet, [135, 235], [7_426_112, 37_123_048], {}),
+    slow(
         *resnet,
         [44, 92, 124, 110],
         [406_080, 7_020_032, 12_551_680, 24_571_368],

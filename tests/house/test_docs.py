@@ -231,7 +231,8 @@ def test_examples_run_and_write_where_git_ignores(command, shown, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"build"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_examples_of_several_stages_run_on_one_device(name):
     program = accelerated((ROOT / "examples" / f"{name}.py").read_text())
     shown = run("-c", program, "--steps=1", devices=1)

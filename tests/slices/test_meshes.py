@@ -48,7 +48,12 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
+MORE = "ranks take turns at the first", "ranks with meshes take turns"
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in MORE)) for row in ROWS]
+)
 def test_two_steps_of_a_model(row):
     name, options = ROWS[row]
     case, options = case_of(name), {"num_microbatches": 2} | options

@@ -287,7 +287,14 @@ def merged(weights, old, news):
     return unflatten_dict({p: v.astype(old[p].dtype) for p, v in new.items()})
 
 
-@pytest.mark.parametrize("name", CASES)
+# What these have, others have too.
+MORE = "bert", "vit", "mixer", "vae"
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_variables_and_outputs_are_those_of_the_model(double, name):
     case, pipe, variables = made(name)
     if isinstance(case.model, nnx.Module):
@@ -325,7 +332,7 @@ def test_loss_gradients_and_what_is_written(double, name):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_steps_are_those_of_a_plain_loop(double, name):
     """Of the optimizer's state the first moment tells the gradients."""
     _, pipe, variables = made(name)
