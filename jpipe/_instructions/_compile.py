@@ -20,6 +20,8 @@ from ._transfer import Device, located, on
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
+# What a `with` block around the caller sets, which all settings of JAX do not show.
+_of_traces = _compat.settings_reader()
 
 # How many of the stages that share a program its name lists.
 _NAMED = 4
@@ -177,7 +179,7 @@ def compiling() -> Iterator[Callable[..., Executable]]:
       programs that compute the same, of what traces this one, of where it runs, and of
       the options of XLA. It starts to compile, unless that was compiled before.
     """
-    settings = repr(sorted(_compat.settings().items()))
+    settings = _of_traces(), repr(sorted(_compat.settings().items()))
     found: dict[Any, Executable] = {}
     running: dict[Future[tuple[Any, float]], Executable] = {}
     # Where each program is compiled first.

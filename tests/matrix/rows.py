@@ -116,8 +116,8 @@ def own(num_stages: int, num_microbatches: int) -> str:
 # parameters are sharded and gathered once in a step: "s", for each micro-batch: "m"),
 # and the dtype, if it is not double.
 TABLE = """
-mlp        33      2/4  1f1b            dots        mean      every_other   all     2 f32
-mlp        33      2/8  1f1b            except_last each+     every_other   lora    1 bf16
+mlp     33      2/4  1f1b            dots        mean      every_other   all     2 f32
+mlp     33      2/8  1f1b            except_last each+     every_other   lora    1 bf16
 equal      17      1/2  zb_h2           mixed       mean+     adafactor     all     2s
 conv_norm  1221    1/2  interleaved     except_last weighted  sgd           all     1
 conv_norm  33      2/10 v_half          full        each      lion          later   2
