@@ -198,7 +198,7 @@ def test_every_option_of_the_main_job_is_documented():
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("digits.py", r"9[5-9]\.\d"),
+        slow("digits.py", r"9[5-9]\.\d"),
         slow("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
         slow(
             "mixed_precision.py",
@@ -216,7 +216,7 @@ def test_every_option_of_the_main_job_is_documented():
             "unet.py --steps=3 --batch-size=4 --patch=16 --width=4 --schedule=zb_h1",
             r"gradients +differ by at most \d",
         ),
-        slow(
+        (
             "tied_lm.py --steps=2 --width=16 --blocks=2 --batch-size=8 "
             "--microbatches=4 --schedule=zb_v",
             r"differ from one device by at most \d\.\de-(0[6-9]|\d\d)|most 0\.0e",

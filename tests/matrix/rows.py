@@ -86,7 +86,7 @@ TRAINABLE: dict[str, Callable[[tuple[Any, ...], Any], bool] | None] = {
     "later": lambda path, leaf: path[0] > 1,
     "vectors": lambda path, leaf: leaf.ndim < 2,
     "kernels": lambda path, leaf: path[-1] == "kernel",
-    "lora": lambda path, leaf: path[-1].startswith("lora_"),
+    "lora": lambda path, leaf: str(path[-1]).startswith("lora_"),
 }
 
 
