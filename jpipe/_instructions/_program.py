@@ -25,7 +25,8 @@ from ._compile import compile_all
 from ._donated import compiled, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, called
-from ._sharding import SubMesh
+from ._sharding import Sharding, SubMesh
+from ._transfer import Device
 
 Slot = int
 
@@ -42,7 +43,6 @@ class Program:
       devices: the device of each place.
       instructions: what runs, in order, in all processes.
       specs: what each slot holds; where a place is several devices, one shard of it.
-      nbytes: the bytes of each slot, on each device of its place.
       places: where.
       constants: the slots of what stays from run to run.
       outputs: the slots of what a run returns.
@@ -66,7 +66,7 @@ class Program:
         self.instructions = _over_slots(graph, listed, last, slot)
         self.specs = [graph.specs[v] for v in slot]
         self.places = [graph.places[v] for v in slot]
-        self.nbytes = [_nbytes(graph, v) for v in slot]
+        self._shardings = [graph.shardings[v] for v in slot]
         heads = {process: i for i, process in enumerate(graph.heads)}
         mine = heads.get(jax.process_index(), 0)
         self.outputs = tuple(
@@ -95,6 +95,12 @@ class Program:
         )
         self._first_overwriting = next(overwriting, None)
         self._is_compiled = False
+
+    @functools.cached_property
+    def nbytes(self) -> list[int]:
+        """The bytes of each slot, on each device of its place."""
+        places = (self.devices[at] if at >= 0 else None for at in self.places)
+        return [*map(_nbytes, places, self.specs, self._shardings)]
 
     def _is_own(self, instruction: Instruction) -> bool:
         """Whether this process has a part in it."""
@@ -269,10 +275,8 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
     )
 
 
-def _nbytes(graph: Graph, value: Value) -> int:
+def _nbytes(device: Device | None, spec: Any, sharding: Sharding) -> int:
     """What each device of its place holds of a value."""
-    spec, place = graph.specs[value], graph.places[value]
     count = spec.size * spec.dtype.itemsize
-    if place >= 0 and isinstance(device := graph.devices[place], SubMesh):
-        return device.local_bytes(count, graph.shardings[value])
-    return count
+    is_mesh = isinstance(device, SubMesh)
+    return device.local_bytes(count, sharding) if is_mesh else count

@@ -209,8 +209,10 @@ class Lowering:
 
     def _start_sums(self) -> None:
         count, by_place = self._stages.num_stages, dict[Place, list[int]]()
-        # Specs of the loss and of what micro-batches write, by stage.
+        # Specs of the loss and of what micro-batches write, by stage; shardings of
+        # sums of gradients.
         self._sum_specs = [*map(self._specs_of_sums, range(count))]
+        self._grads_shardings = [*map(self._shardings_of_grads, range(count))]
         for s in range(count):
             for place in self._pipe.places_of(s):
                 by_place.setdefault(place, []).append(s)
@@ -222,7 +224,7 @@ class Lowering:
                 sums = self._sum_specs[s]
                 parts += [(self._grads, s, self._specs_of_grads(s))]
                 parts += [(self._sums, s, sums)]
-                shardings += [*self._grads_shardings(s), *[one] * len(sums)]
+                shardings += [*self._grads_shardings[s], *[one] * len(sums)]
             flat = [spec for *_, specs in parts for spec in specs]
             values = iter(())
             if flat:
@@ -242,7 +244,7 @@ class Lowering:
         loss = [sum_spec(self._stages.first.closed.out_avals[0])] * is_last
         return [*loss, *self._stages.states[stage].sum_specs]
 
-    def _grads_shardings(self, stage: int) -> list[Sharding]:
+    def _shardings_of_grads(self, stage: int) -> list[Sharding]:
         """The shardings of the sums of gradients of a stage: those of their weights."""
         known = self._graph.shardings
         found = [
@@ -342,7 +344,7 @@ class Lowering:
         elif count:
             at = stage, self._pipe.place(stage, m)
             reads = [*self._grads[at], *results[:count]]
-            shardings = self._grads_shardings(stage) if self._is_spread else None
+            shardings = self._grads_shardings[stage] if self._is_spread else None
             self._grads[at] = self._call(self._adding(stage), action, reads, shardings)
             self._graph.fuse()
         if follows:
