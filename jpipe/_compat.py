@@ -250,7 +250,7 @@ def _loads_on(source: Any, target: Any) -> bool:
             spec = jax.ShapeDtypeStruct((), jnp.float32, sharding=at)
             double = jax.jit(lambda x: 2 * x, donate_argnums=0)
             result = loaded(double.lower(spec).compile(), target)(
-                jax.device_put(1.0, to)
+                jax.device_put(np.float32(1), to)
             )
     except Exception:
         return False

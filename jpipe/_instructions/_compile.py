@@ -1,6 +1,8 @@
 """A function compiled for one place."""
 
+import hashlib
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._jaxprs import _alike, _jaxpr
+from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, SubMesh
@@ -20,9 +22,10 @@ from ._transfer import Device, located, on
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
-# What a `with` block around the caller sets, which all settings of JAX do not show.
-_of_traces = _compat.settings_reader()
 
+_NAME = re.compile(r"module @\S+")
+# A call of Python in the text of a program.
+_CALLBACK = re.compile(r"custom_call @\w*callback")
 # How many of the stages that share a program its name lists.
 _NAMED = 4
 
@@ -100,23 +103,9 @@ class Compiled:
         """What is equal for programs of one function that differ by their devices."""
         mesh = self.device if isinstance(self.device, SubMesh) else None
         arguments = ((x.shape, x.dtype, x.weak_type) for x in self.arguments)
+        shardings = *self.argument_shardings, *self.result_shardings
         indices = tuple(self.live_results), tuple(self.donated)
-        return self.function, mesh, self.mapped, *indices, *self._shardings, *arguments
-
-    @property
-    def _shardings(self) -> list[Sharding]:
-        return [*self.argument_shardings, *self.result_shardings]
-
-    def form(self, traced: Any) -> Hashable:
-        """What is equal for programs that compute the same, of a trace of this one.
-
-        One that calls Python, as any with an effect, is like no other.
-        """
-        jaxpr = traced.jaxpr
-        if jaxpr.effects or _jaxpr.contains(jaxpr, "pure_callback"):
-            return object()
-        arguments = tuple(self.donated), *self._shardings
-        return *_alike.form(jaxpr, derivatives=False), *arguments
+        return self.function, mesh, self.mapped, *indices, *shardings, *arguments
 
     def trace(self) -> Any:
         """Traced for XLA."""
@@ -143,6 +132,28 @@ def is_ahead() -> bool:
     """Whether anything is compiled before it is called, under the settings of JAX."""
     debug = _config.jax_debug_nans or _config.jax_debug_infs
     return not (_config.jax_disable_jit or debug)
+
+
+def _key(traced: Any, lowered: Any, options: Any) -> Any:
+    """What tells one executable from another: all of it but the device.
+
+    The text has memory layouts, donation and what is computed. It has no Python
+    functions that are called and no `jax.Ref` that is read: a program with these, as
+    one with any effect, is like no other. Of keys and weakly typed arrays it has only
+    what they are made of.
+    """
+    # But for its name: equal stages have names of their own.
+    text = _NAME.sub("module", lowered.as_text(), count=1)
+    calls_python = _CALLBACK.search(text) or _jaxpr.contains(
+        traced.jaxpr, "pure_callback"
+    )
+    if calls_python or traced.jaxpr.effects:
+        return object()
+    text = hashlib.sha256(text.encode()).digest()
+    avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
+    settings = sorted(_compat.settings().items())
+    kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
+    return text, kinds, lowered.in_tree, repr(settings), repr(options)
 
 
 # Executables by what was compiled, so that a cell of a notebook that makes the same
@@ -175,20 +186,30 @@ def compiling() -> Iterator[Callable[..., Executable]]:
     `jax.default_matmul_precision`, does not reach other threads.
 
     Yields:
-      A function ``(form, trace, device, options) -> executable``: of what is equal for
-      programs that compute the same, of what traces this one, of where it runs, and of
-      the options of XLA. It starts to compile, unless that was compiled before.
+      A function ``(trace, device, options, kind) -> executable`` that starts to compile
+      what is traced, unless that was compiled before. Of programs of one kind, which
+      differ by their devices alone, one is traced and lowered where that suffices.
     """
-    settings = _of_traces(), repr(sorted(_compat.settings().items()))
+    # Of each kind what tells its executables from others.
+    kinds: dict[Hashable, Any] = {}
     found: dict[Any, Executable] = {}
     running: dict[Future[tuple[Any, float]], Executable] = {}
     # Where each program is compiled first.
     first: dict[Any, tuple[Device, Future[tuple[Any, float]]]] = {}
 
     def add(
-        form: Hashable, trace: Callable[[], Any], device: Device, options: Any = None
+        trace: Callable[[], Any],
+        device: Device,
+        options: Any = None,
+        kind: Hashable = None,
     ) -> Executable:
-        program = form, settings, repr(options)
+        lowered, program = None, kinds.get(kind)
+        if program is None:
+            traced = trace()
+            lowered = traced.lower()
+            program = _key(traced, lowered, options)
+            if kind is not None and isinstance(program, tuple):
+                kinds[kind] = program
         key = program, device
         if key not in found:
             found[key] = Executable(_executables.get(key))
@@ -198,10 +219,12 @@ def compiling() -> Iterator[Callable[..., Executable]]:
             if once and _can_load(source, device):
                 future = loaders.submit(_loaded, once, device)
             elif once and _can_read(source, device):
-                future = loaders.submit(_timed, trace().lower(), options, once)
+                lowered = lowered or trace().lower()
+                future = loaders.submit(_timed, lowered, options, once)
             else:
-                future = compilers.submit(_timed, trace().lower(), options)
-                first[program] = device, future
+                lowered = lowered or trace().lower()
+                future = compilers.submit(_timed, lowered, options)
+                first.setdefault(program, (device, future))
             running[future] = found[key]
         return found[key]
 
@@ -253,10 +276,9 @@ def _loaded(once: Future[tuple[Any, float]], device: Device) -> tuple[Any, float
 
 def compile_all(programs: Iterable[Compiled]) -> None:
     """Compiles programs side by side."""
-    forms: dict[Any, Any] = {}
     with compiling() as add:
         found = [
-            (program, add(*_ahead(program, forms), program.device))
+            (program, add(program.trace, program.device, kind=program.kind))
             for program in programs
             if program.is_ahead
         ]
@@ -264,19 +286,6 @@ def compile_all(programs: Iterable[Compiled]) -> None:
         program.run = executable.run or program.run
         # Of programs that share an executable the first took the time.
         program.seconds, executable.seconds = executable.seconds, 0.0
-
-
-def _ahead(
-    program: Compiled, forms: dict[Any, Any]
-) -> tuple[Hashable, Callable[[], Any]]:
-    """The form of a program, of which each kind is traced once, and what traces it."""
-    if program.kind in forms:
-        return forms[program.kind], program.trace
-    traced = program.trace()
-    form = program.form(traced)
-    if type(form) is tuple:
-        forms[program.kind] = form
-    return form, lambda: traced
 
 
 def drawing_options(device: Device) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._processes._digest import fingerprint
 from . import _jaxpr
 
 # The names that jpipe gives to values tell them apart, not what they are.
@@ -27,98 +26,80 @@ class Same:
         return id(self._value)
 
 
-def form(closed: core.ClosedJaxpr, derivatives: bool = True) -> tuple[Hashable, ...]:
+def form(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
     """The equations of a jaxpr, without the names of its variables.
 
-    Args:
-      closed: the jaxpr.
-      derivatives: whether the derivative of a function that has one of its own is a
-        part of the form.
+    Where a function has a derivative of its own, this is a part of the form.
     """
-    return _Form(derivatives).of(closed)
+    jaxpr = closed.jaxpr
+    made = [*jaxpr.constvars, *jaxpr.invars]
+    made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    number = {var: i for i, var in enumerate(made)}
 
+    def atom(one: Any) -> Hashable:
+        is_literal = isinstance(one, core.Literal)
+        return _value(one.val) if is_literal else number[one], str(one.aval)
 
-class _Form:
-    """Makes forms: see `form`."""
-
-    def __init__(self, derivatives: bool) -> None:
-        self._derivatives = derivatives
-
-    def of(self, closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
-        """The form of a jaxpr."""
-        jaxpr = closed.jaxpr
-        made = [*jaxpr.constvars, *jaxpr.invars]
-        made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
-        number = {var: i for i, var in enumerate(made)}
-
-        def read(one: Any) -> Hashable:
-            if isinstance(one, core.Literal):
-                return self._value(one.val), str(one.aval)
-            return number[one]
-
-        eqns = [
-            (
-                eqn.primitive.name,
-                self._params(jaxpr, eqn),
-                str(eqn.ctx),  # such as how random bits are made
-                *map(read, eqn.invars),
-                *(str(var.aval) for var in eqn.outvars),
-            )
-            for eqn in jaxpr.eqns
-        ]
-        given = (str(var.aval) for var in [*jaxpr.constvars, *jaxpr.invars])
-        consts = (  # by value: an array of NumPy may be written to
-            fingerprint(x) if isinstance(x, jax.Array | np.ndarray) else Same(x)
-            for x in closed.consts
+    eqns = [
+        (
+            eqn.primitive.name,
+            _params(jaxpr, eqn),
+            str(eqn.ctx),  # such as how random bits are made
+            *map(atom, eqn.invars),
+            *map(atom, eqn.outvars),
         )
-        return (*consts,), (*eqns,), (*given, *map(read, jaxpr.outvars))
+        for eqn in jaxpr.eqns
+    ]
+    ends = *map(atom, jaxpr.invars), *map(atom, jaxpr.outvars)
+    return tuple(map(Same, closed.consts)), tuple(eqns), ends
 
-    def _params(self, jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
-        """The parameters of an equation; in place of rules what they make."""
-        name, params = eqn.primitive.name, eqn.params
-        if name == "name" and params["name"].startswith(_OWN):
-            return ()
-        if name not in _jaxpr.RULES:
-            return self._value(params)
-        inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
-        if not self._derivatives:
-            return self._value(inner)
-        if params.get("symbolic_zeros"):  # the rule hangs on what is perturbed
-            return Same(eqn)
-        return self._value(inner), self._derivative(jaxpr, eqn)
 
-    def _derivative(self, jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
-        """The value and the derivative of an equation, by operations alone."""
+def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
+    """The parameters of an equation; in place of rules what they make."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "name" and params["name"].startswith(_OWN):
+        return ()
+    if name not in _jaxpr.RULES:
+        return _value(params)
+    if params.get("symbolic_zeros"):  # what the rule does hangs on what is perturbed
+        return Same(eqn)
+    inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
+    return _value(inner), _derivative(jaxpr, eqn)
 
-        def derived(operands: list[Any], cotangents: list[Any]) -> Any:
-            made, pullback = _jaxpr.vjp(lambda *x: _jaxpr.bind(jaxpr, eqn, x), operands)
-            return made, pullback(cotangents)
 
-        operands = [_jaxpr.spec(atom.aval) for atom in eqn.invars]
-        results = [var.aval for var in eqn.outvars]
-        cotangents = [_jaxpr.spec(x) for x in results if _jaxpr.is_inexact(x)]
-        try:
-            made = jax.make_jaxpr(derived)(operands, cotangents)
-        except Exception:  # which is raised again where somebody differentiates it
-            return Same(eqn)
-        return self.of(_jaxpr.inlined(made))
+def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
+    """The value and the derivative of an equation, by operations alone."""
 
-    def _value(self, value: Any) -> Hashable:
-        """A parameter, or a number that stands in a jaxpr."""
-        if isinstance(value, core.ClosedJaxpr):
-            return self.of(value)
-        if isinstance(value, core.Jaxpr):
-            return self.of(core.ClosedJaxpr(value, [None] * len(value.constvars)))
-        if isinstance(value, tuple | list):
-            return type(value), *map(self._value, value)
-        if isinstance(value, Mapping):
-            return tuple((name, self._value(x)) for name, x in sorted(value.items()))
-        if isinstance(value, np.ndarray | np.generic):
-            return str(value.dtype), value.shape, value.tobytes()
-        if isinstance(value, int | float | complex):
-            return type(value), repr(value)  # which tells 0.0 from -0.0
-        try:
-            hash(value)
-        except TypeError:
-            return Same(value)
-        return value
+    def derived(operands: list[Any], cotangents: list[Any]) -> Any:
+        made, pullback = _jaxpr.vjp(lambda *x: _jaxpr.bind(jaxpr, eqn, x), operands)
+        return made, pullback(cotangents)
+
+    operands = [_jaxpr.spec(atom.aval) for atom in eqn.invars]
+    results = [var.aval for var in eqn.outvars]
+    cotangents = [_jaxpr.spec(x) for x in results if _jaxpr.is_inexact(x)]
+    try:
+        made = jax.make_jaxpr(derived)(operands, cotangents)
+    except Exception:  # which is raised again where somebody differentiates it
+        return Same(eqn)
+    return form(_jaxpr.inlined(made))
+
+
+def _value(value: Any) -> Hashable:
+    """A parameter, or a number that stands in a jaxpr."""
+    if isinstance(value, core.ClosedJaxpr):
+        return form(value)
+    if isinstance(value, core.Jaxpr):
+        return form(core.ClosedJaxpr(value, [None] * len(value.constvars)))
+    if isinstance(value, tuple | list):
+        return type(value), *map(_value, value)
+    if isinstance(value, Mapping):
+        return tuple((name, _value(x)) for name, x in sorted(value.items()))
+    if isinstance(value, np.ndarray | np.generic):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, int | float | complex):
+        return type(value), repr(value)  # which tells 0.0 from -0.0
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return value

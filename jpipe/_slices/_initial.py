@@ -113,12 +113,19 @@ class Initial:
                     runs.append(source if is_wanted else None)
                     continue
                 closed, numbers = self._drawn(source)
-                run = jax.jit(_named(core.jaxpr_as_fun(closed)))
-                form = _alike.form(closed, derivatives=False)
-                if form not in known and is_ahead():
-                    trace = functools.partial(run.trace, key, *numbers)
-                    known[form] = add(form, trace, device, drawing_options(device))
-                runs.append((known.setdefault(form, Executable(run)), numbers))
+                kind = _alike.form(closed)
+                if kind not in known:
+                    run = jax.jit(_named(core.jaxpr_as_fun(closed)))
+                    known[kind] = (
+                        add(
+                            functools.partial(run.trace, key, *numbers),
+                            device,
+                            drawing_options(device),
+                        )
+                        if is_ahead()
+                        else Executable(run)
+                    )
+                runs.append((known[kind], numbers))
         for one in runs:
             if isinstance(one, tuple):
                 executable, numbers = one

@@ -71,9 +71,9 @@ FUNCTIONS = [
     ("_weights", "dtype.itemsize < 4", "dtype.itemsize < 2"),
 ]
 JAXPRS = [
-    ("_alike", "return self._value(one.val), str", "return 0, str"),
-    ("_alike", "return (*consts,), (*eqns,)", "return (*eqns,),"),
-    ("_alike", "(name, self._value(x)) for", "(name,) for"),
+    ("_alike", "_value(one.val) if is_literal", "0 if is_literal"),
+    ("_alike", "tuple(map(Same, closed.consts)), tuple(eqns)", "tuple(eqns)"),
+    ("_alike", "(name, _value(x)) for", "(name,) for"),
     ("_cheapest", "0 if v in at_hand else nbytes(v)", "nbytes(v)"),
     ("_cheapest", "if size(found) > size(", "if size(found) < size("),
     ("_loops", 'params["reverse"],', "False,"),
