@@ -22,6 +22,19 @@ PER_SHARD = 20
 
 # Programs that failed once.
 FOUND = {
+    "the gradient of what is computed once was beside its last reader": """
+dtype = jnp.float64
+tied = dense(2, dtype)
+check(
+    [batch_first, dense(3, dtype), tied, forget, tied, dense(3, dtype)],
+    time_major(1, dtype),
+    1,
+    balance=[4, 1, 1],
+    devices=[0, 0, 1],
+    **dict(schedule='gpipe', remat='full', reduction='mean', has_aux=False),
+    **dict(optimizer='sgd', by_hand='whole', rough=0),
+)
+""",
     "the second half of a backward reads the cotangent of the loss": """
 dtype = jnp.float64
 embedding = embed(dtype)

@@ -188,7 +188,8 @@ class Totals:
             spec = self._graph.specs[self._weights[i]]
             same = len(values) == 1 and self._graph.specs[values[0]].dtype == spec.dtype
             if same and not total:
-                found[i] = values[0]
+                # What is pulled back once in a step may be made elsewhere.
+                found[i] = self._graph.at(values[0], self._once.place(i))
             else:
                 by_place.setdefault(self._once.place(i), []).append(i)
         for place, own in by_place.items():
