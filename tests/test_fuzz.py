@@ -24,12 +24,12 @@ PER_SHARD = 20
 FOUND = {
     "the gradient of what is computed once was beside its last reader": """
 dtype = jnp.float64
-tied = dense(2, dtype)
+tied, layers = dense(2, dtype), [dense(3, dtype) for _ in range(3)]
 check(
-    [batch_first, dense(3, dtype), tied, forget, tied, dense(3, dtype)],
+    [batch_first, layers[0], tied, layers[1], forget, tied, layers[2]],
     time_major(1, dtype),
     1,
-    balance=[4, 1, 1],
+    balance=[5, 1, 1],
     devices=[0, 0, 1],
     **dict(schedule='gpipe', remat='full', reduction='mean', has_aux=False),
     **dict(optimizer='sgd', by_hand='whole', rough=0),
