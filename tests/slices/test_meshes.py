@@ -48,6 +48,7 @@ ROWS = {
 }
 
 
+# They take long, and differ from "ranks take turns" in where and on what.
 MORE = "ranks take turns at the first", "ranks with meshes take turns"
 
 
