@@ -198,11 +198,8 @@ class Pipeline(Inspectable, OwnLoop):
         Raises:
           ValueError: if the schedule cannot train.
         """
-        if self._subject.num_stages and self.schedule.forward_only:
-            raise ValueError(
-                f"schedule {self.schedule.name!r} has forwards only: it can apply, not "
-                f"train; build the pipeline with another, such as schedule='1f1b'"
-            )
+        if self._subject.num_stages:
+            self._subject.pipe.check_trains()
         if self._made and self._made.last:
             self._used = self._made
         chosen = Trainable(trainable, self._subject.by_layer)

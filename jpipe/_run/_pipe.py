@@ -40,6 +40,18 @@ class Pipe:
     rule: Any = None
     gather: str = "step"
 
+    def check_trains(self) -> None:
+        """Checks that the schedule has backwards.
+
+        Raises:
+          ValueError: if it has forwards alone.
+        """
+        if self.schedule.forward_only:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} has forwards only: it can apply, not "
+                f"train; take another, such as schedule='1f1b'"
+            )
+
     @property
     def layers(self) -> list[Layer]:
         """All layers, in order."""

@@ -239,6 +239,8 @@ class Sliced:
         work, batch = self._work, call.batch
         with explained(batch), _batchnorm.merging(batch.num_parts > 1):
             pipe, stages, layout, cuts = self._in_stages(call, runs)
+        if work.has_loss:
+            pipe.check_trains()
         aux, last = map(work.aux_of, (stages.first, stages.program(-1)))
         each = [size for size in batch.sizes for _ in range(batch.num_shards)]
         joins = work.joins(aux, last, each) if runs else None

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -63,6 +64,33 @@ def test_schedule_without_backwards_applies_and_does_not_train():
         pipe.value_and_grad(ref.mse)
     with pytest.raises(ValueError, match="such as schedule='1f1b'"):
         pipe.train_step(ref.mse, optax.sgd(0.1))
+
+
+def test_what_is_not_divided_yet_does_not_train_without_backwards_either():
+    model, (x, targets) = nn.Sequential(small()), ref.regression(6)
+    devices = jax.devices()[:2]
+    pipe = jpipe.pipeline(model, 2, devices=devices, schedule="forward_only")
+    find = pipe.value_and_grad(ref.mse)
+    step = pipe.train_step(ref.mse, optax.sgd(0.1))
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    expected = model.apply(ref.on_host(state.variables), x)
+    ref.assert_close(pipe.apply(state.variables, x), expected, ref.FLOAT32)
+    says = "'forward_only' has forwards only.* such as schedule='1f1b'"
+    for train in (True, False):
+        with pytest.raises(ValueError, match=says):
+            find(state.variables, x, targets, train=train)
+    with pytest.raises(ValueError, match=says):
+        step(state, x, targets)
+    params = [np.ones((5, 4), np.float32)]
+    grad_fn = jpipe.value_and_grad(
+        lambda params, x, targets: ref.mse(jnp.tanh(x @ params[0]), targets),
+        2,
+        num_stages=1,
+        schedule="forward_only",
+    )
+    for call in (grad_fn.place, grad_fn):
+        with pytest.raises(ValueError, match=says):
+            call(params, x, targets)
 
 
 def custom(function):
