@@ -66,8 +66,8 @@ def apart(program: Traced, split: Sequence[bool], scale: float, share: float) ->
         if loss.is_of_examples:
             data = loss.read(loss.root, values)
             return [data * jnp.asarray(scale, data.dtype), *aux]
-        data = loss.part(loss.root, values, of_examples=True)
-        rest = loss.part(loss.root, values, of_examples=False)
+        data = loss.part(values, of_examples=True)
+        rest = loss.part(values, of_examples=False)
         data *= jnp.asarray(scale, data.dtype)
         if is_once:
             return [data, *aux, rest]
@@ -95,7 +95,9 @@ class _Sum:
         examples = zip(program.given, split, strict=False)  # the last is a number
         self.of_examples = program.reached([v for v, yes in examples if yes])
         self.root: Any = program.closed.jaxpr.outvars[0]
-        self.is_of_examples = all(map(self._follows, self._ends(self.root)))
+        # sum -> the operands that it is the sum of, perhaps scaled
+        self._sums: dict[core.Var, list[Any]] = {}
+        self.is_of_examples = all(map(self._follows, self._find_sums()))
 
     def _follows(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and atom in self.of_examples
@@ -119,21 +121,24 @@ class _Sum:
             return [scaled] if name == "mul" or scaled is read[0] else []
         return []
 
-    def _ends(self, atom: Any) -> list[Any]:
-        """What a sum ends in."""
-        inner = self._summands(atom)
-        return [end for a in inner for end in self._ends(a)] if inner else [atom]
+    def _find_sums(self) -> list[Any]:
+        """Notes all sums in the loss; returns the values that they end in."""
+        ends, todo = [], [self.root]
+        while todo:
+            atom = todo.pop()
+            if summands := self._summands(atom):
+                if atom not in self._sums:
+                    self._sums[atom] = summands
+                    todo += summands
+            else:
+                ends.append(atom)
+        return ends
 
     def inner(self) -> list[core.Var]:
         """All variables of the sum, factors too."""
-        found, todo = dict[Any, None](), [self.root]
-        while todo:
-            atom = todo.pop()
-            if not isinstance(atom, core.Literal):
-                found[atom] = None
-            if self._summands(atom):
-                todo += self._equation(atom).invars
-        return [*found]
+        operands = [a for var in self._sums for a in self._equation(var).invars]
+        atoms = [a for a in (self.root, *operands) if not isinstance(a, core.Literal)]
+        return [*dict.fromkeys(atoms)]
 
     def read(self, atom: Any, values: Values) -> Any:
         """The value of an operand."""
@@ -141,20 +146,29 @@ class _Sum:
             return values[atom]
         return jnp.asarray(atom.val, _jaxpr.spec(atom.aval).dtype)
 
-    def part(self, atom: Any, values: Values, of_examples: bool) -> Any:
-        """Of a sum the part that follows from examples, or the rest."""
-        inner = self._summands(atom)
-        if not inner:
-            is_own = self._follows(atom) == of_examples
-            zero = jnp.zeros(atom.aval.shape, atom.aval.dtype)
-            return self.read(atom, values) if is_own else zero
-        eqn = self._equation(atom)
-        operands = [
-            self.part(a, values, of_examples)
-            if any(a is one for one in inner)
-            else self.read(a, values)
-            for a in eqn.invars
-        ]
-        if eqn.primitive.name == "name":  # a mark would be there twice
-            return operands[0]
-        return eqn.primitive.bind(*operands, **eqn.params)
+    def part(self, values: Values, of_examples: bool) -> Any:
+        """The part of the loss that follows from examples, or the rest.
+
+        Each sum is computed once, however many sums read it.
+        """
+        parts: Values = {}
+
+        def part_of(atom: Any) -> Any:
+            if not isinstance(atom, core.Literal) and atom in parts:
+                return parts[atom]
+            if self._follows(atom) == of_examples:
+                return self.read(atom, values)
+            like = _jaxpr.spec(atom.aval)
+            return jnp.zeros(like.shape, like.dtype)
+
+        for var in sorted(self._sums, key=self._producer.__getitem__):
+            eqn, summands = self._equation(var), self._sums[var]
+            operands = [
+                part_of(a) if any(a is b for b in summands) else self.read(a, values)
+                for a in eqn.invars
+            ]
+            if eqn.primitive.name == "name":  # a mark would be there twice
+                parts[var] = operands[0]
+            else:
+                parts[var] = eqn.primitive.bind(*operands, **eqn.params)
+        return part_of(self.root)

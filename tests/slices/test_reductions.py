@@ -39,6 +39,33 @@ def test_sum_counts_a_penalty_once(double, around):
     ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
 
 
+def long(total, penalty):
+    """A sum of more summands than Python calls deep."""
+    for _ in range(1100):
+        total = total + penalty
+    return total
+
+
+def shared(total, penalty):
+    """A sum with too many paths through it to follow each."""
+    for _ in range(60):
+        total = (total + total + penalty) * 0.5
+    return total
+
+
+@pytest.mark.parametrize("around", [long, shared])
+def test_summands_may_be_many_and_shared(double, around):
+    def total(params, x, targets):
+        errors = (perceptron(params, x) - targets) ** 2
+        return around(errors.sum(), sum(jnp.sum(w**2) for w in params))
+
+    params = matrices(6, 3)
+    grad_fn = jpipe.value_and_grad(total, 2, num_stages=1, reduction="sum")
+    with ref.unoptimized():
+        expected = jax.jit(jax.value_and_grad(total))(params, X, TARGETS)
+        ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
+
+
 def contrastive(params, x, targets):
     y = perceptron(params, x)
     return optax.softmax_cross_entropy_with_integer_labels(
