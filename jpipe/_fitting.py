@@ -13,6 +13,7 @@ from ._layers import _nnx_values
 from ._layers._stage import shapes
 from ._run import _signature, _variables
 from ._run._pipe import Pipe
+from ._run._recent import Recent
 from ._slices._built import Built, Layout
 from ._slices._division import ByLayer
 from ._slices._initial import Initial
@@ -58,7 +59,7 @@ class Fitting(Checks):
         self._pipe, self.listed, self._division = pipe, listed, division
         self.layout: Layout | None = None
         # By the shapes of variables, an input that they fit, in words.
-        self._inputs: dict[Any, str] = {}
+        self._inputs = Recent[Any, str]()
 
     def order(self, params: PyTree) -> None:
         """Notices arguments in another order."""
@@ -156,7 +157,8 @@ class Fitting(Checks):
 
     def note(self, variables: Sequence[PyTree], x: PyTree) -> None:
         """Where such variables, which fit an input, are; kept for print."""
-        self._inputs.setdefault(_kind(variables), shapes(x))
+        if (kind := _kind(variables)) not in self._inputs:
+            self._inputs[kind] = shapes(x)
         specs = _microbatch.specs(tuple(variables), "variables")
         stages = self._division.owners(specs)
         shardings = self.listed.shardings(self._pipe, specs, stages)

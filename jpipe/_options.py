@@ -2,7 +2,7 @@
 
 import itertools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,10 @@ class Options:
     remat: Any
     balance: Any = None
     cuts: Cuts | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.devices, Iterator):  # which gives its devices once
+            object.__setattr__(self, "devices", [*self.devices])
 
     def planned(self, plan: Any, layers: Sequence[Layer] | None) -> "Options":
         """The same, with what a plan decides.

@@ -19,6 +19,7 @@ from .._layers._stage import shapes
 from .._processes._elsewhere import is_copied
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
+from .._run._recent import Recent
 from ._by_path import Leaf
 from ._function import PlacedFunction, Placement, where_computed
 
@@ -28,8 +29,6 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 # Of the leaves of the arguments, where they and the results belong.
 Rule = Callable[[Sequence[Leaf]], Placement]
 
-# How many programs a function keeps.
-_MOST = 64
 # Whether such a function is being traced: another one inside is a part of it.
 _tracing = ContextVar("tracing", default=False)
 
@@ -79,7 +78,7 @@ class Jitted:
         self.devices = tuple(dict.fromkeys(self.devices))
         self._number = {devices_of(own): i for i, own in enumerate(self.devices)}
         # The structure of the result, and the program, for each kind of arguments.
-        self._programs: dict[Any, tuple[Any, Program]] = {}
+        self._programs = Recent[Any, tuple[Any, Program]]()
 
     @outside_of_meshes
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -93,8 +92,6 @@ class Jitted:
         kind, known = _signature.call(tree, leaves), self._programs
         if kind not in known:
             known[kind] = self._compile(given)
-            if len(known) > _MOST:  # a function made anew at each call, say
-                del known[next(iter(known))]
         tree, program = known[kind]
         if self.donate and len(set(map(id, leaves))) < len(leaves):
             self._check_donated(given)

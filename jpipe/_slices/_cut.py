@@ -53,7 +53,7 @@ def _balanced(program: Traced, num_stages: int) -> list[int]:
     if len(places) < num_stages - 1:
         raise ValueError(
             f"num_stages={num_stages}: the program can be divided in {len(places) + 1} "
-            f"at most; take fewer stages"
+            f"at most; type num_stages={len(places) + 1}"
         )
     # For each end, of so many stages before it: the largest cost, bytes, and the cuts.
     ends = [*places, len(eqns)]
@@ -103,6 +103,8 @@ def _joined(before: Any, cost: float, at: int, crossing: Sequence[int]) -> Any:
 
 def _check_atoms(program: Traced, cost: Sequence[float], num_stages: int) -> None:
     """Checks that no equation is more than a stage."""
+    if not cost:
+        return
     largest = max(range(len(cost)), key=cost.__getitem__)
     eqn, share = program.closed.jaxpr.eqns[largest], cost[largest] / max(sum(cost), 1)
     if _jaxpr.inside(eqn) and share > 1.5 / num_stages:

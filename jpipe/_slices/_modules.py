@@ -20,6 +20,7 @@ from .._layers._parent import Parent
 from .._layers._sequence import Made
 from .._run import _signature
 from .._run._pipe import Pipe
+from .._run._recent import Recent
 from . import _arguments, _discarded, _join
 from ._division import ByLayer, Division
 from ._initial import Initial
@@ -51,7 +52,7 @@ class Modules(ABC):
     def __init__(self, layers: Sequence[Layer], parent: Parent, axes: Axes) -> None:
         self.layers, self.parent, self.axes = layers, parent, axes
         # What is made for inputs of one kind.
-        self._initial: dict[Any, Initial] = {}
+        self._initial = Recent[Any, Initial]()
 
     @abstractmethod
     def init(self, key: chex.PRNGKey, x: PyTree, given: Sequence[PyTree]) -> Made:

@@ -14,6 +14,7 @@ from .._instructions._sharding import Sharding
 from .._layers import _batchnorm, _rng
 from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
+from .._run._recent import Recent
 from . import _arguments, _composed, _meshes, _order, _program, _summands
 from ._built import Built, Layout
 from ._cuts import Cuts
@@ -24,8 +25,6 @@ from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
 PyTree = Any
-# So many kinds of arguments are remembered, of each function.
-_MOST = 64
 
 
 class Holder(Protocol):
@@ -139,7 +138,7 @@ class Sliced:
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
         self._checks = checks or Checks()
-        self._known: dict[Any, Built] = {}
+        self._known = Recent[Any, Built]()
         # What was built last, without a whole mini-batch if there was none yet.
         self.last: Built | None = None
 
@@ -148,8 +147,6 @@ class Sliced:
         key = _signature.settings(), _signature.of(params, args)
         if key not in self._known:
             self._known[key] = self._made(params, *args)
-            if len(self._known) > _MOST:
-                del self._known[next(iter(self._known))]
         self.last = found = self._known[key]
         return found
 

@@ -1,5 +1,6 @@
 """The training step: gradients of a mini-batch, then one update."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .._jaxprs._function import Function
 from .._layers import _rng
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
+from .._run._recent import Recent
 from .._slices._built import Built
 from ._optimizer import Optimizer
 from ._state import (
@@ -56,10 +58,11 @@ class TrainStep:
     by_layer: bool
 
     def __post_init__(self) -> None:
-        self._optimizers: dict[Any, Optimizer] = {}
-        self._compiled: dict[Any, _Compiled] = {}
-        # The structure and the kinds of the leaves of states that were checked.
-        self._forms: dict[Any, int] = {}
+        self._optimizers = Recent[Any, Optimizer]()
+        self._compiled = Recent[Any, _Compiled]()
+        # (structure, kinds of leaves) of the states that were checked -> a number
+        self._forms = Recent[Any, int]()
+        self._form_numbers = itertools.count()
 
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
@@ -128,9 +131,10 @@ class TrainStep:
 
     def form(self, tree: Any, leaves: Sequence[Any]) -> int:
         """The number of a structure and of the kinds of its leaves."""
-        return self._forms.setdefault(
-            (tree, _signature.kinds(leaves)), len(self._forms)
-        )
+        signature = tree, _signature.kinds(leaves)
+        if signature not in self._forms:
+            self._forms[signature] = next(self._form_numbers)
+        return self._forms[signature]
 
     def _may_donate(self) -> bool:
         """Whether a state is overwritten: not where a program may be expected to fail.

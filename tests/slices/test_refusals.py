@@ -160,6 +160,21 @@ def test_arrays_of_numpy_may_differ_with_the_size_of_a_micro_batch(double):
     ref.assert_close(grad_fn(placed, X, TARGETS), expected, ref.FLOAT64)
 
 
+def test_a_model_of_no_operation_is_not_divided():
+    pipe = jpipe.pipeline(lambda x: x, 2, num_stages=2)
+    with pytest.raises(ValueError, match=r"in 1 at most; type num_stages=1\b"):
+        pipe.apply({}, X)
+    pipe = jpipe.pipeline(lambda x: x, 2, num_stages=1)
+    ref.assert_equal(pipe.apply({}, np.float32(X)), np.float32(X))
+
+
+def test_devices_may_be_a_generator():
+    devices = (device for device in jax.devices()[:2])
+    grad_fn = jpipe.value_and_grad(plain, 2, num_stages=2, devices=devices)
+    placed = grad_fn.place(matrices(6, 8, 3), X, TARGETS)
+    assert [w.device for w in placed] == jax.devices()[:2]
+
+
 def test_no_stages_are_refused():
     with pytest.raises(ValueError, match="num_stages=0: needs at least 1"):
         jpipe.value_and_grad(plain, 2, num_stages=0)

@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import serialization
 
 import jpipe
+from jpipe._run import _recent
 
 from .. import reference as ref
 
@@ -160,6 +161,20 @@ def test_a_state_keeps_neither_the_step_nor_its_programs():
     other = jpipe.pipeline([ref.dense(8), ref.dense(4)], 2)
     state, _ = other.train_step(ref.mse, optax.sgd(1e-2))(state, X, TARGETS)
     assert int(state.step) == 2
+
+
+def test_a_step_of_many_sizes_keeps_the_programs_of_the_newest(small, monkeypatch):
+    monkeypatch.setattr(_recent, "MOST", 2)
+    tx = optax.sgd(0.1)
+    state, step = small.init_train_state(KEY, X, tx), small.train_step(ref.mse, tx)
+    sizes = range(2, 7)
+    programs = [
+        weakref.ref(step.program(state, X[:size], TARGETS[:size])) for size in sizes
+    ]
+    gc.collect()
+    assert [program() is not None for program in programs] == [False] * 3 + [True] * 2
+    state, metrics = step(state, X[:2], TARGETS[:2])
+    assert jnp.isfinite(metrics["loss"])
 
 
 def test_leaves_of_a_state_that_are_one_array_are_donated_as_two():
