@@ -82,3 +82,23 @@ def test_no_other_choice_has_fewer_bytes(steps, number, held):
         if follows(jaxpr, some, wanted)
     )
     assert size([*found, *kept[live[0] :]]) == fewest
+
+
+def test_a_long_chain_is_divided_where_it_is_narrow():
+    def run(x, *products):
+        values = []
+        for y in products:
+            wide = jnp.concatenate([x, jnp.outer(y, y) @ y])
+            x = wide[:4] + wide[4:]
+            values += [x, wide]
+        return values
+
+    depth = 60
+    closed = _jaxpr.trace(run, *[SPEC] * (1 + depth))[0]
+    inputs = [True] * (1 + depth)
+    wanted = closed.jaxpr.outvars
+    residuals = cheapest(closed, wanted, [False for _ in inputs], inputs)
+    dear = {eqn.outvars[0] for eqn in closed.jaxpr.eqns if not is_cheap(eqn)}
+    links = [var for var in residuals if var not in dear]
+    assert 2 <= len(links) <= depth / 5
+    assert {var.aval.shape for var in links} == {(4,)}
