@@ -1,10 +1,10 @@
 """A step whose actions are timed: ranks work side by side, each action is waited for.
 
 Each rank has a thread. It waits for what an action reads, runs it, waits for what it
-makes and notes both times; then it sends. The programs are those of an
-ordinary step, which never waits and is therefore a little faster. They are compiled
-before, in the thread of the caller: a `with` block around it, such as
-`jax.default_matmul_precision`, does not reach other threads.
+makes and notes both times; then it frees what an ordinary step frees there, and sends.
+The programs are those of such a step, which never waits and is therefore a little
+faster. They are compiled before, in the thread of the caller: a `with` block around it,
+such as `jax.default_matmul_precision`, does not reach other threads.
 """
 
 import itertools
@@ -57,7 +57,10 @@ def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
         stack.callback(begun.cancel)  # or they would wait, if this was interrupted
         for row, instruction in zip(rows, program.instructions, strict=True):
             before = [begun, *(made[x] for x in instruction.reads if x in made)]
-            every.append(pools[row].submit(_timed, instruction, slots, before))
+            # Only the thread of a place reads what is there, in order. What is in no
+            # place is an argument, which the caller holds; others may still read it.
+            frees = [slot for slot in instruction.frees if program.places[slot] >= 0]
+            every.append(pools[row].submit(_timed, instruction, slots, before, frees))
             made |= dict.fromkeys(instruction.writes, every[-1])
         begun.set_result(None)
         for instruction, run in zip(program.instructions, every, strict=True):
@@ -83,17 +86,26 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _timed(
-    instruction: Instruction, slots: list[Any], before: Sequence[Future[Any]]
+    instruction: Instruction,
+    slots: list[Any],
+    before: Sequence[Future[Any]],
+    frees: Sequence[int],
 ) -> tuple[float, float]:
-    """Runs an instruction after some others: when it began, and when it was done."""
+    """Runs an instruction after some others, and frees slots.
+
+    Returns:
+      When it began, and when it was done.
+    """
     for run in before:
         run.result()
     given = jax.block_until_ready(instruction.take(slots))
     begin = time.perf_counter()
     results = jax.block_until_ready(instruction.run(*given))
+    end = time.perf_counter()
     slots[instruction.into] = results
-    del results
-    return begin, time.perf_counter()
+    for slot in frees:
+        slots[slot] = None
+    return begin, end
 
 
 def _timeline(built: Built, spans: Spans, moves: Sequence[float]) -> Timeline:

@@ -122,6 +122,26 @@ def test_a_profile_does_not_wait_for_what_it_does_not_read():
     assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
 
 
+def test_a_profile_holds_no_more_than_a_step():
+    def live_bytes():
+        return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
+
+    held = []
+
+    def observed(x):
+        jax.debug.callback(lambda: held.append(live_bytes()))
+        return x
+
+    layers = [ref.dense(64), nn.tanh, ref.dense(64), nn.tanh, observed, ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 16, balance=[5, 1], remat="none")
+    x, targets = jnp.ones((256, 64)), jnp.ones((256, 4))
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    before = live_bytes()
+    measured = pipe.profile_step(state, (x, targets), ref.mse)
+    assert len(held) == 2 * 16  # it runs once before it measures
+    assert max(held) - before <= sum(measured.peak_bytes)
+
+
 class Long(nn.Module):
     """A model with a long skip connection."""
 
