@@ -5,9 +5,9 @@ is known there by how often each parameter is read before it.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,25 @@ class Cuts:
     def none(cls, about: int) -> "Cuts":
         """Those of one stage."""
         return cls((), 0, "", (), (), (), about)
+
+    def faults(self) -> Iterator[str]:
+        """Why these are no cuts, such as after they were read from a file."""
+        ends = 0, *self.positions, self.size or 1
+        if any(begin >= end for begin, end in pairwise(ends)):
+            yield (
+                f"cuts.positions={self.positions}: need to ascend, and to be equations "
+                f"of {self.size}"
+            )
+        lengths = {len(self.positions), len(self.reads), len(self.around)}
+        if len(lengths) > 1:
+            yield (
+                f"cuts has {len(self.positions)} positions, {len(self.reads)} reads, "
+                f"{len(self.around)} around"
+            )
+        if any(len(counts) != len(self.totals) for counts in self.reads):
+            yield f"cuts.reads need {len(self.totals)} numbers each, as totals has"
+        if self.about < 1:
+            yield f"cuts.about={self.about}: needs at least one stage"
 
     def some(self, chosen: Sequence[int]) -> "Cuts":
         """Those with some numbers."""

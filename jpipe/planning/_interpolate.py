@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ._json import value_of
+from ..schedules._json import value_of
 from ._profile import Profile
 
 

@@ -1,8 +1,8 @@
 """What one layer and one skip connection cost, and what no cost can be."""
 
 import dataclasses
-import math
 import numbers
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +123,7 @@ def count_faults(what: str, value: Any) -> Iterator[str]:
 
 def number_faults(what: str, value: Any) -> Iterator[str]:
     """Why something is neither a time nor a size."""
+    number: Any = value
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number and 0 <= float(value) < math.inf):
+    if not (is_number and 0 <= number <= sys.float_info.max):
         yield f"{what}={value!r}; needs a number, finite and not negative"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ from .._slices._names import in_parts
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT
 from ..schedules._costs import FIELDS
+from ..schedules._json import reading, value_of
 from ..schedules._units import columns, duration, size
-from ._json import reading, value_of
+from ._layer import number_faults
 
 # Columns of a grid beyond which its end is left out.
 _WIDEST = 160
@@ -187,18 +188,35 @@ class Plan:
           True
         """
         with reading("no plan as Plan.to_json writes it", text) as fields:
-            schedule = Schedule.from_json(json.dumps(fields.pop("schedule")))
-            actions = tuple(map(Action.parse, fields.pop("ran")))
-            plan = value_of(cls, fields | {"schedule": None})
-            plan = dataclasses.replace(plan, schedule=schedule, ran=actions)
-            placement = tuple(stage.rank for stage in plan.stages)
-            if placement != schedule.placement:
-                raise ValueError(
-                    f"stages are on ranks {placement}, in the schedule on "
-                    f"{schedule.placement}"
-                )
+            plan: Plan = value_of(cls, fields)
+            plan.schedule.validate()
+            if faults := list(plan._faults()):
+                raise ValueError("; ".join(faults))
             str(plan)  # simulates it, with numbers where it has numbers
         return plan
+
+    def _faults(self) -> Iterator[str]:
+        """What of a plan that was read does not fit the rest of it."""
+        placement = tuple(stage.rank for stage in self.stages)
+        if placement != self.schedule.placement:
+            yield (
+                f"stages are on ranks {placement}, in the schedule on "
+                f"{self.schedule.placement}"
+            )
+        indices = [stage.index for stage in self.stages]
+        if indices != [*range(len(indices))]:
+            yield f"stages have the indices {indices}, need 0 to {len(indices) - 1}"
+        if self.data < 1:
+            yield f"data={self.data}: needs at least one device"
+        if self.forecast is not None:
+            yield from number_faults("forecast.seconds", self.forecast.seconds)
+        if self.cuts is not None:
+            if len(self.cuts.positions) + 1 != len(self.stages):
+                yield (
+                    f"cuts has {len(self.cuts.positions)} positions, for "
+                    f"{len(self.stages)} stages"
+                )
+            yield from self.cuts.faults()
 
     def __str__(self) -> str:
         parts = [named(self.schedule, self.data)] if self.data > 1 else []

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -14,8 +15,8 @@ import numpy as np
 
 from ..schedules import Costs, Skip
 from ..schedules._choose import called
+from ..schedules._json import reading, value_of
 from . import _layer
-from ._json import reading, value_of
 from ._layer import LayerProfile as LayerProfile
 from ._layer import SkipProfile as SkipProfile
 from ._sums import Matrix, copied, sums
@@ -52,7 +53,25 @@ class Profile:
         """What is wrong with the numbers, a line for each fault."""
         names = "input_bytes", "microbatch_size", "action_seconds"
         others = {name: getattr(self, name) for name in names}
-        return list(_layer.faults(self.layers, **others))
+        faults = list(_layer.faults(self.layers, **others))
+        if self.microbatch_size == 0:
+            faults.append("microbatch_size=0; needs at least one example")
+        last = len(self.layers) - 1
+        for i, skip in enumerate(self.skips):
+            if not 0 <= skip.source < skip.target <= last:
+                faults.append(
+                    f"skips[{i}] goes from layer {skip.source} to {skip.target}, needs "
+                    f"a later one; the last is {last}"
+                )
+            sizes = {"bytes": skip.bytes, "cotangent_bytes": skip.cotangent_bytes}
+            for name, number in sizes.items():
+                faults += _layer.number_faults(f"skips[{i}].{name}", number)
+        for i, group in enumerate(self.ties):
+            if not group or not all(0 <= layer <= last for layer in group):
+                faults.append(
+                    f"ties[{i}]={tuple(group)}: needs numbers of layers, 0 to {last}"
+                )
+        return faults
 
     def costs(
         self,
@@ -248,7 +267,7 @@ class Profile:
 
     def to_json(self) -> str:
         """All of it as a JSON object; `from_json` reads it."""
-        return json.dumps(dataclasses.asdict(self), indent=1, default=float)
+        return json.dumps(dataclasses.asdict(self), indent=1, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> "Profile":
@@ -263,9 +282,10 @@ class Profile:
           True
         """
         with reading("no profile as Profile.to_json writes it", text) as fields:
-            profile = value_of(cls, fields)
+            profile: Profile = value_of(cls, fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
+            str(profile)  # which needs some of what it was made on
         return profile
 
     def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
@@ -298,6 +318,11 @@ class Profile:
                 key = skip.source, skip.name, target
                 sent[key] = Skip(source, target, skip.bytes, skip.cotangent_bytes)
         yield from sent.values()
+
+
+def _plain(number: Any) -> int | float:
+    """A number of NumPy as one of Python."""
+    return operator.index(number) if hasattr(number, "__index__") else float(number)
 
 
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:

@@ -214,16 +214,18 @@ def faults_of(
                 )
             for at_index, inner in enumerate(value):
                 look(f"{name}[{at_index}]", inner, fewest[1:])
-        elif not isinstance(value, Real):
-            kind, lists = type(value).__name__, " or a list of them" * bool(fewest)
-            found.append(f"{name} is a {kind}, needs a number{lists}")
+        elif not isinstance(value, Real) or isinstance(value, bool):
+            lists = " or a list of them" if fewest else ""
+            found.append(f"{name} is a {type(value).__name__}, needs a number{lists}")
         elif not float(value) >= 0 or (value == math.inf and name != "bandwidth"):
             found.append(f"{name}={float(value):g} is not 0 or more and finite")
         elif name == "bandwidth" and not value:
             found.append("bandwidth=0 moves nothing")
 
-    for name, value in vars(costs).items():
-        if name != "skips" and value is not None:
+    for field in dataclasses.fields(costs):
+        name, value = field.name, getattr(costs, field.name)
+        is_default = value is None and field.default is None
+        if name not in ("skips", "in_seconds") and not is_default:
             each = () if name in _OF_STAGES else (num_microbatches,)
             look(name, value, () if name in _OF_ALL else (0, *each))
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
+from ._json import reading, value_of
 from ._placement import rank_of, ranks_of
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
@@ -127,21 +128,10 @@ class Schedule:
           >>> Schedule.from_json(schedule.to_json()) == schedule
           True
         """
-        try:
-            fields = json.loads(text)
-            fields |= {
-                "rows": _parse(fields["name"], fields["rows"]),
-                "placement": tuple(fields["placement"]),
-                "replicas": tuple(map(tuple, fields.get("replicas", ()))),
-            }
-            return cls(**fields).validate()
-        except ScheduleError:
-            raise
-        # A number of thousands of digits is a ValueError, as is what is no JSON.
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ScheduleError(
-                f"no schedule as Schedule.to_json writes it: {error!r}"
-            ) from None
+        refusal = "no schedule as Schedule.to_json writes it"
+        with reading(refusal, text, ScheduleError) as fields:
+            schedule: Schedule = value_of(cls, fields)
+        return schedule.validate()
 
     def validate(self) -> "Schedule":
         """Checks that the schedule runs everything once, in an order that ends.
@@ -232,7 +222,7 @@ class Schedule:
             f"{self.name}: {many(self.num_ranks, 'rank')}, "
             f"{many(self.num_stages, 'stage')}, "
             f"{many(self.num_microbatches, 'micro-batch')}"
-            + has_bubble * bubble
+            + (bubble if has_bubble else "")
             + "\n"
             + timeline.to_text()
         )

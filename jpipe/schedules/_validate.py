@@ -1,6 +1,7 @@
 """Whether a schedule can run: every fault found, by rule, with its place."""
 
 import itertools
+import reprlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -69,6 +70,9 @@ def _malformed(schedule: Any) -> Iterator[str]:
                     f"E4 replicas[{stage}]={tuple(own)}: needs different ranks, "
                     f"placement[{stage}]={placement[stage]} first"
                 )
+    if not isinstance(schedule.forward_only, bool):
+        flag = reprlib.repr(schedule.forward_only)
+        yield f"E0 forward_only={flag}: must be True or False"
     for rank, position, cell in _cells(schedule):
         if not isinstance(cell, Action):
             yield (
@@ -103,7 +107,7 @@ def _miscounted(schedule: Any) -> Iterator[str]:
             continue
         yield _shown(message, schedule.rows[rank], rank, position)
     complete = ["F"] if schedule.forward_only else ["F B", "F I W"]
-    alone = " alone: it is forward_only" * schedule.forward_only
+    alone = " alone: it is forward_only" if schedule.forward_only else ""
     for stage in range(last + 1):
         for i in range(count):
             ops = " ".join(sorted(ran[stage, i], key="FBIW".find))

@@ -110,9 +110,11 @@ def test_what_is_written_is_read():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"layers": [{"name": "a"}]}, "missing 2 required .* 'forward' and 'backward'"),
-        ({"colour": "red"}, "colour"),
-        ({"skips": [["a", 0, 9, 1, 1]]}, "KeyError"),
+        ({"layers": [{"name": "a"}]}, r"layers\[0\].forward is missing; layers"),
+        ({"colour": "red"}, "colour is unknown"),
+        ({"skips": [["a", 0, 9, 1, 1]]}, r"skips\[0\] is \['a', 0, .*needs an object"),
+        ({"ties": [[0, 3]]}, r"ties\[0\]=\(0, 3\): needs numbers of layers, 0 to 2"),
+        ({"made": {"how": "estimated"}}, "KeyError: 'peak_flops'"),
         ({"input_bytes": -1}, "input_bytes=-1; needs a number, finite and not neg"),
     ],
 )

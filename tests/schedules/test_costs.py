@@ -67,6 +67,14 @@ def test_actions_wait_for_what_skips_the_ranks_between():
                 "exchange: 2",
             ],
         ),
+        (
+            Costs(None, True, residual_bytes=[None, 1]),
+            [
+                "forward is a NoneType, needs a number or a list of them",
+                "backward is a bool, needs a number or a list of them",
+                "residual_bytes[0] is a NoneType, needs a number or a list of them",
+            ],
+        ),
         (Costs([[1, 2], [1, 2]]), [f"forward[{s}] has 2 entries" for s in (0, 1)]),
         (
             Costs(skips=(Skip(0, 2, 1, 1), Skip(1, 0, 1, -1))),

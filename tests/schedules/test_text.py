@@ -51,11 +51,11 @@ def json_with(**fields) -> str:
     [
         ("nonsense", "no schedule as Schedule.to_json writes it: JSONDecodeError"),
         ("[" * 10**5, "no schedule as Schedule.to_json writes it: RecursionError"),
-        ("{}", "no schedule as Schedule.to_json writes it: KeyError('name')"),
-        (json_with(more=1), "unexpected keyword argument 'more'"),
-        (json_with(rows=[[1]]), "E1 1 is not an action: write stage, op"),
+        ("{}", "no schedule as Schedule.to_json writes it: name is missing; "),
+        (json_with(more=1), "writes it: more is unknown"),
+        (json_with(rows=[[1]]), "rows[0][0]: 1 is not an action: write stage, op"),
         (json_with(num_stages=0), "E0 num_stages=0, num_microbatches=1: must be ints"),
-        (json_with(num_microbatches="1"), "E0 num_stages=2, num_microbatches='1'"),
+        (json_with(num_microbatches="1"), "num_microbatches is '1', needs an int"),
         (
             json_with(num_microbatches=2),
             "E5 stage 0 runs nothing on micro-batch 1",
