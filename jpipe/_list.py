@@ -11,7 +11,7 @@ from ._functions._batch import Axes
 from ._layers._skip import label
 from ._run._pipe import Pipe
 from ._slices._built import Built
-from ._slices._division import ByLayer
+from ._slices._division import ByLayer, Shapes
 from ._slices._listed import Listed
 from ._subject import Subject
 from .planning._describe import Known, of_function
@@ -25,13 +25,16 @@ class LayerList(Subject):
     Args:
       pipe: its stages.
       axes: where the examples are.
+      planned_shapes: those of the parameters that a plan is of, if it has any.
     """
 
     by_layer = True
 
-    def __init__(self, pipe: Pipe, axes: Axes) -> None:
+    def __init__(
+        self, pipe: Pipe, axes: Axes, planned_shapes: Shapes | None = None
+    ) -> None:
         self._pipe = pipe
-        self._listed, division = Listed(pipe, axes), ByLayer(pipe)
+        self._listed, division = Listed(pipe, axes), ByLayer(pipe, planned_shapes)
         self._fits = Fitting(pipe, self._listed, division)
         super().__init__(self._listed, division, self._fits)
 

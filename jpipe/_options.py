@@ -14,7 +14,7 @@ from ._layers._layer import Layer
 from ._processes._start import check_threads
 from ._run._param_sharding import Rule
 from ._slices._cuts import Cuts
-from ._slices._division import Division
+from ._slices._division import Division, Shapes
 from .planning._plan import Plan
 
 # What a plan decides, and what is there if it was not given.
@@ -34,6 +34,7 @@ class Options:
 
     Attributes:
       cuts: of a plan, where one model or function is divided.
+      planned_shapes: of a plan, those of the parameters that it is of.
     """
 
     num_microbatches: Any
@@ -47,6 +48,7 @@ class Options:
     remat: Any
     balance: Any = None
     cuts: Cuts | None = None
+    planned_shapes: Shapes | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, Iterator):  # which gives its devices once
@@ -75,6 +77,7 @@ class Options:
             schedule=plan.schedule,
             remat=plan.remat,
             cuts=plan.cuts,
+            planned_shapes=plan.shapes,
             mesh=mesh,
             devices=devices,
         )
@@ -131,6 +134,7 @@ class Options:
             self.gather,
             is_lasting,
             self.cuts,
+            self.planned_shapes,
         )
 
 

@@ -177,7 +177,7 @@ def pipeline(
     pipe = options.division(len(groups)).pipe(len(groups), groups)
     if replicas is None and not isinstance(options.schedule, Schedule):
         _setup.warn_of_idle(options.devices, pipe.schedule)
-    return Pipeline(LayerList(pipe, axes), forecast)
+    return Pipeline(LayerList(pipe, axes, options.planned_shapes), forecast)
 
 
 def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:

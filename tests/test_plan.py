@@ -12,6 +12,7 @@ from jpipe import schedules
 
 from . import reference as ref
 from .listing import actions, gradient_of
+from .planning.chains import LayerProfile
 
 
 def printed(stages, microbatches, schedule="1f1b"):
@@ -60,6 +61,17 @@ def test_print_says_who_runs_what_and_the_peaks_of_a_step():
     pipe.value_and_grad(ref.mse)(variables, x, targets)
     assert "peak of a step" in str(pipe)
     assert repr(pipe) == "<jpipe.Pipeline: 6 layers in 3 stages, 4 micro-batches, 1f1b>"
+
+
+def test_a_column_of_which_nothing_is_known_is_left_out():
+    x, targets = ref.regression(8)
+    for remat, is_known in (("min_cut", True), ("full", False)):
+        pipe = jpipe.pipeline(ref.mlp(), 4, balance=[2, 2, 2], remat=remat)
+        pipe.value_and_grad(ref.mse)(pipe.init(jax.random.key(0), x), x, targets)
+        assert ("recomputed flops" in str(pipe)) == is_known
+    layer = LayerProfile("a", 1.0, 2.0)
+    header = str(jpipe.Profile((layer,))).splitlines()[1]
+    assert header.split() == ["layer", "forward", "backward", "parameters", "output"]
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,19 @@ def params(variables: Any) -> PyTree:
     return tuple(map(params, variables))
 
 
+def numbers_of_params(variables: PyTree, has_collections: bool) -> list[int]:
+    """The numbers of the leaves that are parameters.
+
+    Args:
+      variables: a tree of leaves.
+      has_collections: whether it has parameters in ``"params"`` and others, of a model
+        or of each layer of a list; else all are parameters.
+    """
+    tree = jax.tree.structure(variables)
+    numbers = tree.unflatten(range(tree.num_leaves))
+    return jax.tree.leaves(params(numbers) if has_collections else numbers)
+
+
 def model_state(variables: Any) -> PyTree:
     """The other collections of a model, or of each layer."""
     if isinstance(variables, Mapping):

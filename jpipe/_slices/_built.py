@@ -79,9 +79,7 @@ class Layout:
         pairs = zip(flat, owner_stages, strict=True)
         self.specs = [(leaf, pipe.place(stage)) for (_, leaf), stage in pairs]
         self.owner_stages, self.shardings = owner_stages, shardings
-        numbers = jax.tree.unflatten(jax.tree.structure(specs), range(len(flat)))
-        own = _variables.params(numbers) if has_collections else numbers
-        self.params = jax.tree.leaves(own)
+        self.params = _variables.numbers_of_params(specs, has_collections)
         self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
         self._pipe, self._advice = pipe, advice

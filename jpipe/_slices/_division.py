@@ -17,6 +17,8 @@ from ._cuts import Cuts
 from ._program import Traced
 
 PyTree = Any
+# Of each parameter its shape.
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Division:
       is_lasting: whether all functions are divided as the first one is, so that their
         parameters stay where they are.
       cuts: where that is, once it is known.
+      planned_shapes: those of the parameters that a plan is of, if it has any.
       owner_stages: of each of their parameters, likewise.
     """
 
@@ -50,6 +53,7 @@ class Division:
     gather: str = "step"
     is_lasting: bool = False
     cuts: Cuts | None = None
+    planned_shapes: Shapes | None = None
     owner_stages: Sequence[int] | None = field(default=None, init=False)
     # Whether equations move to where they are first read.
     moves: ClassVar[bool] = True
@@ -142,14 +146,16 @@ class ByLayer:
 
     Args:
       pipe: the stages, and where they run.
+      planned_shapes: those of the parameters that a plan is of, if it has any.
     """
 
     moves, cuts = False, None
     # A `jax.checkpoint` in a layer stays as it is.
     about = 1
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe, planned_shapes: Shapes | None = None) -> None:
         self._pipe, self.devices, self.places = pipe, pipe.devices, pipe.places
+        self.planned_shapes = planned_shapes
         self.num_shards = pipe.num_shards
         self.num_microbatches = pipe.schedule.num_microbatches
         self.count = len(pipe.stages)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from .._faults import refuse
 from .._functions import _microbatch
 from .._functions._batch import Batch, explained
 from .._instructions import _transfer
@@ -25,6 +26,8 @@ from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
 PyTree = Any
+# So many parameters are listed that are not as in a plan.
+_MOST_SHAPES = 4
 
 
 class Holder(Protocol):
@@ -170,8 +173,10 @@ class Sliced:
           args: a mini-batch, or specs; it may have few examples.
 
         Raises:
-          ValueError: if there are not as many parameters as there were.
+          ValueError: if there are not as many parameters as there were, or others
+            than a plan is of.
         """
+        self._check_planned(params)
         division, count = self._division, len(jax.tree.leaves(params))
         if division.owners(params) is None:
             self.last = self.last or self.divided(params, args)
@@ -257,6 +262,7 @@ class Sliced:
                 self._work.discards(first, specs)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, specs), state)
+        self._check_planned(call.specs)
         count = len(call.trained)
         cuts, positions = division.positions(programs, count)
         pipe = division.pipe(len(positions[sizes[0]]) + 1)
@@ -268,6 +274,38 @@ class Sliced:
         known = call.trained, work.modules is not None, work.advice
         layout = Layout(pipe, call.specs, owner_stages, shardings, *known)
         return pipe, stages, layout, cuts
+
+    def _check_planned(self, specs: PyTree) -> None:
+        """Checks that parameters are those that a plan is of, if there is one.
+
+        Raises:
+          ValueError: with all that are of another shape.
+        """
+        planned_shapes = self._division.planned_shapes
+        if planned_shapes is None:
+            return
+        params = _variables.numbers_of_params(specs, self._work.modules is not None)
+        leaves = jax.tree_util.tree_leaves_with_path(specs)
+        tree = "params" if self._work.modules is None else "variables"
+        advice = "make a plan of this one, by jpipe.plan"
+        if len(params) != len(planned_shapes):
+            raise ValueError(
+                f"plan: it is of a model or function of {len(planned_shapes)} arrays "
+                f"of parameters, and this one has {len(params)}; {advice}"
+            )
+        faults = []
+        for i, planned_shape in zip(params, planned_shapes, strict=True):
+            path, leaf = leaves[i]
+            shape = getattr(leaf, "shape", ())
+            if shape != planned_shape:
+                faults.append(
+                    f"{tree}{jax.tree_util.keystr(path)} has shape {shape}, in "
+                    f"the plan {planned_shape}"
+                )
+        if len(faults) > _MOST_SHAPES:
+            faults[_MOST_SHAPES:] = [f"and {len(faults) - _MOST_SHAPES} more"]
+        title = "plan: it is of a model or function of other parameters"
+        refuse(title, faults, advice=f"\n{advice}")
 
     @paused()
     def _made(self, params: PyTree, *args: PyTree) -> Built:

@@ -21,11 +21,12 @@ class Known(NamedTuple):
 
     Attributes:
       pipe: what is fixed for all batches.
-      names: of each stage its layers, or the modules in it.
+      names: of each stage its layers; of a model its pieces, or the modules in it.
       layout: where its variables are, once they were seen.
       reads: of each stage the numbers of the leaves that it reads, likewise.
       last: what was divided last, which may be evaluation, or have no mini-batch.
       skips: the name, source and target of each long skip connection.
+      modules: of each stage the modules in it, where names are those of pieces.
     """
 
     pipe: Pipe
@@ -34,6 +35,7 @@ class Known(NamedTuple):
     reads: Sequence[Sequence[int]] = ()
     last: Built | None = None
     skips: Sequence[tuple[str, int, int]] = ()
+    modules: Sequence[Sequence[str]] = ()
 
     @property
     def built(self) -> Built | None:
@@ -74,7 +76,13 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
         forecast,
         pipe.num_shards,
         known.last.cuts if known.last else None,
+        _shapes(known.layout) if known.layout else None,
     )
+
+
+def _shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Those of the parameters."""
+    return tuple(tuple(layout.specs[i][0].shape) for i in layout.params)
 
 
 def _stage(known: Known, s: int, residual_bytes: int | None) -> StagePlan:
@@ -114,6 +122,7 @@ def _stage(known: Known, s: int, residual_bytes: int | None) -> StagePlan:
         recomputed_flops=one.recomputed_flops if one else None,
         cut=cut,
         sent_bytes=_sent(known.last.stages, s) if known.last else None,
+        modules=tuple(known.modules[s]) if known.modules else (),
     )
 
 

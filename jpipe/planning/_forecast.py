@@ -95,10 +95,10 @@ class Candidate(Way):
         if not self.fits(hardware):
             return 1, self.most_bytes, self.seconds
         # Of two as fast, the smaller.
-        return 0, self.seconds * self._handicap, self.most_bytes
+        return 0, self.seconds * self.handicap, self.most_bytes
 
     @property
-    def _handicap(self) -> float:
+    def handicap(self) -> float:
         """By how much a step that is predicted to be as fast as another one is slower.
 
         Devices that share cores have them to themselves while others wait, and what

@@ -28,7 +28,7 @@ class StagePlan:
       index: its number.
       rank: the rank that runs it.
       device: the name of the rank's device.
-      layers: the names of its layers; of a model that of the module in each piece.
+      layers: the names of its layers; of a model those of its pieces or modules.
       remat: which residuals it stores between forward and backward.
       num_params: the number of parameters; ``None`` while shapes are unknown.
       param_bytes: their bytes, on each of its devices.
@@ -42,6 +42,7 @@ class StagePlan:
       cut: how many of the parameters are cut along each axis of the stage's own mesh.
       sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
         known.
+      modules: of a model the modules that it calls, where ``layers`` are pieces.
     """
 
     index: int
@@ -57,6 +58,7 @@ class StagePlan:
     recomputed_flops: int | None = None
     cut: Mapping[str, int] = field(default_factory=dict)
     sent_bytes: int | None = None
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ class Plan:
         along the axis ``"data"`` of a mesh. Numbers of a device are those of each
         of them.
       cuts: where one model is divided; ``None`` of a list of layers.
+      shapes: those of its parameters, by which a pipeline knows what the plan is of;
+        ``None`` while they are unknown.
     """
 
     stages: tuple[StagePlan, ...]
@@ -150,6 +154,7 @@ class Plan:
     forecast: Forecast | None = None
     data: int = 1
     cuts: Cuts | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def balance(self) -> list[int]:
@@ -159,7 +164,7 @@ class Plan:
     @property
     def names(self) -> list[list[str]]:
         """Of each stage its layers; of a model its modules, each once."""
-        names = [[*stage.layers] for stage in self.stages]
+        names = [[*(stage.modules or stage.layers)] for stage in self.stages]
         return names if self.cuts is None else in_parts(names)
 
     @property

@@ -4,11 +4,16 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 
+from ..schedules import Action, Schedule
+from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._units import duration, size
 from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, transfers
 from ._plan import Forecast, Plan
 from ._space import Space
+
+# Steps that differ by less are as long.
+_EQUAL = 0.0005
 
 
 def chosen(
@@ -77,11 +82,7 @@ def _reasons(
         )
     fit = [c for c in candidates[1:] if c.fits(hardware)]
     if others := [c for c in fit if not _same(c, best)]:
-        more = others[0].seconds / best.seconds - 1 if best.seconds else 0.0
-        yield (
-            f"runner-up: {others[0]}: {duration(others[0].seconds)}, "
-            f"{abs(more):.1%} {'less' if more < 0 else 'more'}"
-        )
+        yield f"runner-up: {others[0]}: {_difference(others[0], best)}"
     if idle := hardware.num_devices - best.num_devices:
         yield (
             f"{idle} of {hardware.num_devices} devices are left idle: no better plan "
@@ -102,10 +103,40 @@ def _reasons(
         )
 
 
+def _difference(other: Candidate, best: Candidate) -> str:
+    """What a plan would take that was not chosen; why not, if that is less."""
+    more = other.seconds / best.seconds - 1 if best.seconds else 0.0
+    if abs(more) < _EQUAL:
+        return f"as long, and {size(other.most_bytes)} in the device that needs most"
+    if more > 0:
+        return f"{duration(other.seconds)}, {more:.1%} more"
+    less = f"{duration(other.seconds)}, {-more:.1%} less"
+    if other.seconds * other.handicap > best.seconds * best.handicap:
+        return (
+            f"{less} as predicted; but devices that share cores take longer for halves "
+            f"of backwards, so it counts {other.handicap - 1:.0%} more"
+        )
+    return f"{less}, if it fits: others as fast need more bytes than predicted"
+
+
 def _same(one: Candidate, other: Candidate) -> bool:
     """Whether two differ in nothing but their residuals and names."""
     mesh = one.data == other.data and one.balance == other.balance
-    return mesh and one.schedule.rows == other.schedule.rows
+    return mesh and _executed(one.schedule) == _executed(other.schedule)
+
+
+def _executed(schedule: Schedule) -> list[list[Action]]:
+    """The rows without halves of the first stage: its W is all of its backward."""
+    rows = []
+    for row in schedule.rows:
+        actions = [a for a in row if a.stage > 0 or a.op != INPUT]
+        rows.append(
+            [
+                a._replace(op=BACKWARD) if a.stage == 0 and a.op == WEIGHT else a
+                for a in actions
+            ]
+        )
+    return rows
 
 
 def _nothing_fits(nearest: Candidate, space: Space) -> str:

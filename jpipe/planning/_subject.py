@@ -92,9 +92,9 @@ class Subject:
             self._names[end - size : end]
             for size, end in zip(balance, ends, strict=True)
         ]
-        skips: list[tuple[str, int, int]] = []
-        if isinstance(function, Listed):
-            skips = [(label(r.key), r.source, r.target) for r in function.routes]
+        if not isinstance(function, Listed):
+            return describe(known._replace(names=names, modules=known.names))
+        skips = [(label(r.key), r.source, r.target) for r in function.routes]
         return describe(known._replace(names=names, skips=skips))
 
     def _divide(self, one: Request) -> Cuts:

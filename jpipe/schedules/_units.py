@@ -4,15 +4,18 @@ from collections.abc import Container, Sequence
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
-    """Rows with cells below each other; the columns at the left begin together."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    """Rows with cells below each other; the columns at the left begin together.
+
+    A column of which there is nothing but its head, in the first row, is left out.
+    """
+    columns = []
+    for i, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        if any(cells[1:]) or len(rows) == 1:
+            columns.append(
+                [x.ljust(width) if i in left else x.rjust(width) for x in cells]
+            )
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def duration(seconds: float) -> str:

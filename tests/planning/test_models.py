@@ -75,6 +75,8 @@ def test_a_plan_names_each_module_once_in_a_stage_and_says_what_is_a_part():
     assert all(len(own) == len(set(own)) for own in names)
     everywhere = [name for own in names for name in own]
     assert all((everywhere.count(n) > 1) == n.endswith(" (part)") for n in everywhere)
+    # A piece may have several modules, of which the one before has a part.
+    assert names[-1][-2:] == ["LayerNorm_0", "Embed_0.attend"]
     assert "Block_1 (part)" in str(plan())
     assert "Block_1 x" not in str(plan())
 
@@ -293,6 +295,59 @@ def test_nnx_modules_and_several_inputs_are_planned(double):
 def test_a_plan_of_something_else_is_refused(double, build, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):
         build()
+
+
+class Perceptron(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(jnp.tanh(nn.Dense(self.width)(x)))
+
+
+def initialized(stages, x, **options):
+    """A pipeline with variables, and these."""
+    pipe = jpipe.pipeline(stages, devices=jax.devices()[:2], **options)
+    return pipe, pipe.init(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "says"),
+    [
+        (Perceptron, {"num_stages": 2}, r"\['params'\]\['Dense_1'\]\['kernel'\]"),
+        (lambda n: [nn.Dense(n), nn.Dense(3)], {}, r"\[0\]\['params'\]\['kernel'\]"),
+    ],
+)
+def test_a_plan_of_a_narrower_model_is_refused_with_the_shapes_of_both(
+    stages, options, says
+):
+    x = jnp.ones((4, 5))
+    pipe, variables = initialized(stages(6), x, num_microbatches=2, **options)
+    pipe.value_and_grad(ref.mse)(variables, x, jnp.ones((4, 3)))
+    plan = jpipe.Plan.from_json(pipe.plan.to_json())
+    _, again = initialized(stages(6), x, plan=plan)
+    ref.assert_equal(again, variables)
+    says = rf"(?s)other parameters:.*variables{says} has shape \(5, 7\), in the plan "
+    with pytest.raises(ValueError, match=says + r"\(5, 6\)\n.*make a plan of this one"):
+        initialized(stages(7), x, plan=plan)
+    _, wider = initialized(stages(7), x, num_microbatches=2, **options)
+    grads = jpipe.pipeline(stages(7), plan=plan).value_and_grad(ref.mse)
+    with pytest.raises(ValueError, match=says):
+        grads(wider, x, jnp.ones((4, 3)))
+
+
+def test_a_plan_of_a_narrower_loss_function_is_refused_with_the_shapes_of_both():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    first = jpipe.value_and_grad(loss, 2, num_stages=2)
+    first.place([jnp.ones((3, 3))] * 2, jnp.ones((4, 3)))
+    again = jpipe.value_and_grad(loss, plan=first.plan)
+    says = r"params\[1\] has shape \(4, 4\), in the plan \(3, 3\)"
+    with pytest.raises(ValueError, match=says):
+        again.place([jnp.ones((4, 4))] * 2, jnp.ones((4, 4)))
 
 
 class Skipping(nn.Module):
