@@ -43,7 +43,8 @@ def save(
     Raises:
       FileExistsError: if it is there.
       OSError: if it cannot be made.
-      TypeError: with what of it is neither an array nor a number.
+      TypeError: with what of it is neither an array nor a number, or if it holds none
+        of these; if ``path`` is no path.
       ValueError: if a step overwrote the state; of several processes, if they are not
         at the same step, or save different things.
       RuntimeError: of several processes, if one cannot do its part.
@@ -62,9 +63,9 @@ def save(
       >>> int(state.step)
       0
     """
+    folder = _folder(path, "save", "state")
     _variables.check_alive(jax.tree.leaves(state))
-    state = _as_arrays(state)
-    folder = pathlib.Path(path).expanduser().absolute()
+    state = _as_arrays(state, "state")
     several, exists = jax.process_count() > 1, folder.exists()
     if several:  # the first one writes
         exists = group().gather({"exists": exists}, "jpipe.checkpoint")[0]["exists"]
@@ -140,11 +141,13 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Raises:
       FileNotFoundError: if there is no such folder.
-      TypeError: with what of ``like`` is neither an array nor a number.
+      TypeError: with what of ``like`` is neither an array nor a number, or if it holds
+        none of these; if ``path`` is no path.
       ValueError: if it holds another kind of state: with every difference.
       RuntimeError: of several processes, if one cannot do its part.
     """
-    folder, arrays = pathlib.Path(path).expanduser().absolute(), _as_arrays(like)
+    folder = _folder(path, "restore", "like")
+    arrays = _as_arrays(like, "like")
     found = _together("restored", lambda: _read(folder, arrays))
     return jax.tree.map(_as_like, found, like)
 
@@ -158,9 +161,10 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
     with _checkpointer() as checkpointer:
         try:
             tree = checkpointer.metadata(folder).item_metadata.tree
-        except (AttributeError, ValueError, FileNotFoundError) as error:
+        except (AttributeError, ValueError, FileNotFoundError):
             raise ValueError(
-                f"{folder} holds no state that jpipe.checkpoint.save wrote: {error}"
+                f"{folder} holds no state that jpipe.checkpoint.save wrote; give the "
+                f"path that save was given"
             ) from None
         other = "{path} is {found}, like= has {wanted}"
         refuse(
@@ -174,18 +178,49 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
         return checkpointer.restore(folder, ocp.args.PyTreeRestore(here, how))
 
 
-def _as_arrays(tree: PyTree) -> PyTree:
-    """The same tree with an array of NumPy in place of each number.
+def _folder(path: Any, function: str, second: str) -> pathlib.Path:
+    """The path as an absolute one.
+
+    Args:
+      path: what the caller passed first.
+      function: what was called.
+      second: the name of its second argument.
 
     Raises:
-      TypeError: with what is neither.
+      TypeError: if it is no path, as where the arguments are swapped.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"path is of type {type(path).__name__}; needs a str or a pathlib.Path, "
+            f"which comes first: jpipe.checkpoint.{function}(path, {second})"
+        )
+    return pathlib.Path(path).expanduser().absolute()
+
+
+def _as_arrays(tree: PyTree, name: str) -> PyTree:
+    """The same tree with an array of NumPy in place of each number.
+
+    Args:
+      tree: what the caller passed.
+      name: how errors call it.
+
+    Raises:
+      TypeError: with what is neither, or if there are no leaves.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     faults = [
-        f"{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        f"{name}{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}"
+        for path, leaf in leaves
         if not isinstance(leaf, _ARRAYS | _NUMBERS)
     ]
-    refuse("a state is a pytree of arrays and numbers", faults, TypeError)
+    if not leaves:
+        faults = [f"{name} is {tree!r:.60}, without any array"]
+    refuse(
+        f"{name} must be a pytree of arrays and numbers, such as the state that "
+        f"pipe.init_train_state or a step returned",
+        faults,
+        TypeError,
+    )
     return jax.tree.map(
         lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree
     )

@@ -101,6 +101,21 @@ def test_all_that_differs_from_like_is_named(state, tmp_path):
         checkpoint.restore(tmp_path / "empty", state)
 
 
+def test_arguments_that_are_swapped_or_no_state_are_named(state, tmp_path):
+    pipe, path = jpipe.pipeline(layers(), 2), tmp_path / "state"
+    checkpoint.save(path, {"w": jnp.ones(2)})
+    for call, says in (
+        (lambda: checkpoint.save(state, path), r"TrainState; .* first: .*save\(path"),
+        (lambda: checkpoint.save(b"state", state), "bytes; needs a str or a pathlib"),
+        (lambda: checkpoint.restore(state, path), r"TrainState; .*restore\(path"),
+        (lambda: checkpoint.save(path, pipe), r"\n  \* state is <jpipe.Pipeline.*"),
+        (lambda: checkpoint.restore(path, pipe), r"\n  \* like is <jpipe.Pipeline.*"),
+        (lambda: checkpoint.restore(path, None), "such as the .*like is None, without"),
+    ):
+        with pytest.raises(TypeError, match=f"(?s){says}"):
+            call()
+
+
 def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
     donated = jnp.ones(2)
     donated.delete()
@@ -109,7 +124,12 @@ def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
     for path, tree, kind, says in (
         ("state", {"w": donated}, ValueError, "this state was donated"),
         ("state", {"name": "a"}, TypeError, r"\['name'\] is 'a', a str"),
-        ("file/state", {}, NotADirectoryError, "Not a directory: .*file"),
+        (
+            "file/state",
+            {"w": jnp.ones(2)},
+            NotADirectoryError,
+            "Not a directory: .*file",
+        ),
     ):
         with pytest.raises(kind, match=says):
             checkpoint.save(tmp_path / path, tree)
