@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from pathlib import Path
+from types import FrameType
 
 _LIBRARY = str(Path(__file__).parent)
 
@@ -12,7 +13,12 @@ def warn(message: str) -> None:
     # Between two frames of ours may be those of JAX and Flax: the outermost counts.
     frame, level, outermost = inspect.currentframe(), 1, 1
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_LIBRARY):
+        if is_library(frame):
             outermost = level
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=outermost + 1)
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether code of the library runs in a frame."""
+    return frame.f_code.co_filename.startswith(_LIBRARY)

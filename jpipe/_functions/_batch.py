@@ -1,5 +1,7 @@
 """A mini-batch as abstract values, and what of it each micro-batch brings."""
 
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._warn import is_library
 from . import _microbatch
 
 PyTree = Any
@@ -55,15 +58,53 @@ class Batch:
 
 @contextmanager
 def explained(batch: Batch) -> Iterator[None]:
-    """Adds to errors of micro-batches how many examples these have."""
+    """Adds to errors about sizes how many examples micro-batches have."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if batch.num_parts > 1:
-            sizes = " or ".join(map(str, dict.fromkeys(batch.sizes)))
-            error.add_note(
-                f"micro-batches have {sizes} of the "
-                f"{sum(batch.sizes) * batch.num_shards} examples: where that is too "
-                f"few, give a larger batch or a smaller num_microbatches="
-            )
+        is_split = batch.num_parts > 1
+        if is_split and not _is_of_any_size(error):
+            _add_sizes(error, batch)
         raise
+
+
+def _add_sizes(error: Exception, batch: Batch) -> None:
+    """Adds to an error that has the size of a micro-batch what to type."""
+    text = str(error)
+    if not any(_has_size(text, size) for size in batch.sizes):
+        return
+    num_examples = sum(batch.sizes) * batch.num_shards
+    sizes = " or ".join(map(str, dict.fromkeys(batch.sizes)))
+    if _has_size(text, num_examples):
+        advice = (
+            f"an array of all {num_examples} that is closed over, or made in the "
+            f"function, is not split; give it as an argument, of a pipeline in x or "
+            f"in the targets, or type x.shape[0] in place of {num_examples}"
+        )
+    else:
+        advice = (
+            "where that is too few, give a larger batch or a smaller num_microbatches="
+        )
+    error.add_note(
+        f"micro-batches have {sizes} of the {num_examples} examples: {advice}"
+    )
+
+
+def _is_of_any_size(error: Exception) -> bool:
+    """Whether an error holds for micro-batches of any size, whatever it says.
+
+    That a tracer is no number is one, and so is what the library itself raises.
+    """
+    if isinstance(error, jax.errors.JAXTypeError):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return is_library(frames[-1])
+
+
+def _has_size(text: str, size: int) -> bool:
+    """Whether a shape or a length in a text has a size: ``(4, 10)``, ``f32[4]``.
+
+    One and two stand in most shapes, and count as a first size alone.
+    """
+    before = r"(?:\d+, ?)*" if size > 2 else ""
+    return bool(re.search(rf"(?:[(\[]{before}|(?:size|length) ){size}\b", text))

@@ -76,9 +76,7 @@ class Objective:
         except Exception as error:
             error.add_note(
                 f"raised by loss_fn on outputs {shapes(outputs)} and "
-                f"targets {shapes(targets)}, those of a micro-batch; what it closes "
-                f"over is not cut: what has a value for each example is given as a "
-                f"target"
+                f"targets {shapes(targets)}, those of a micro-batch"
             )
             raise
         result, aux = self._without_aux(result)

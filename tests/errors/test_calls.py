@@ -143,10 +143,64 @@ def test_targets_of_another_shape_are_described(pipe, variables):
     with pytest.raises(TypeError, match="incompatible shapes") as refusal:
         pipe.value_and_grad(mse)(variables, X, np.ones((4, 7), np.float32))
     (note,) = (text for text in refusal.value.__notes__ if "loss_fn" in text)
-    assert note.startswith(
+    assert note == (
         "raised by loss_fn on outputs float32[2,2] and targets float32[2,7], those "
-        "of a micro-batch; what it closes over is not cut"
+        "of a micro-batch"
     )
+
+
+WEIGHT = jnp.ones((3, 3))
+ALL = jnp.asarray(np.concatenate([X] * 3))
+
+
+def carried(w, x, num_rows):
+    def body(h, _):
+        return jnp.tanh(h @ w + x), None
+
+    h, _ = jax.lax.scan(body, jnp.zeros((num_rows, 3)), None, length=2)
+    return jnp.mean(h)
+
+
+def sizes_of(loss_fn, *args):
+    """The notes on the sizes of micro-batches: of 3 of 12 examples."""
+    grad_fn = jpipe.value_and_grad(loss_fn, 4, num_stages=1)
+    with pytest.raises((TypeError, KeyError, ValueError)) as refusal:
+        grad_fn(WEIGHT, *args)
+    notes = getattr(refusal.value, "__notes__", [])
+    return [note for note in notes if note.startswith("micro-batches have 3 of the 12")]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "instead"),
+    [
+        (lambda w, x: jnp.mean(x @ w - ALL), lambda w, x, t: jnp.mean(x @ w - t)),
+        (lambda w, x: carried(w, x, 12), lambda w, x, t: carried(w, x, x.shape[0])),
+        (
+            lambda w, x: jnp.mean(w @ x.reshape(3, 12)),
+            lambda w, x, t: jnp.mean(w @ x.reshape(3, x.shape[0])),
+        ),
+    ],
+)
+def test_array_of_the_whole_batch_is_answered_with_what_to_type(loss_fn, instead):
+    (note,) = sizes_of(loss_fn, ALL)
+    assert "is not split; give it as an argument" in note
+    assert note.endswith("type x.shape[0] in place of 12")
+    # What it says works.
+    jpipe.value_and_grad(instead, 4, num_stages=1)(WEIGHT, ALL, ALL)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda w, x: w["missing"],
+        lambda w: jnp.mean(w),  # is given an argument too many
+        lambda w, x: x @ w[0],  # no scalar: float32[3]
+        lambda w, x: float(jnp.mean(x @ w)),  # a number of a traced float32[3,3]
+        lambda w, x: jnp.mean(x[:, :2] @ jnp.ones((5, 5))),
+    ],
+)
+def test_errors_of_any_size_say_nothing_of_micro_batches(loss_fn):
+    assert not sizes_of(loss_fn, ALL)
 
 
 def test_aux_of_two_shapes_cannot_be_stacked(pipe, variables):
