@@ -24,6 +24,11 @@ class Inputs:
     def __init__(self, leaves: Any, fixed: Any) -> None:
         self._leaves, self._fixed = tuple(leaves), fixed
 
+    def __repr__(self) -> str:
+        args, kwargs = self.call
+        named = [f"{name}={value!r}" for name, value in kwargs.items()]
+        return f"jpipe.inputs({', '.join([*map(repr, args), *named])})"
+
     @property
     def call(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments by position and those by name."""
