@@ -17,7 +17,13 @@ from .schedules import Schedule
 
 # The axis of a mesh along which the stages are placed.
 _STAGE = "stage"
-_A_MESH = 'jax.make_mesh((4, 2), ("stage", "data"))'
+
+
+def _example_mesh() -> str:
+    """A mesh of all devices that there are, as a user would type it."""
+    count = jax.device_count()
+    num_data = 2 if count > 2 and count % 2 == 0 else 1
+    return f'jax.make_mesh(({count // num_data}, {num_data}), ("stage", "data"))'
 
 
 def check_num_microbatches(number: Any) -> int:
@@ -96,7 +102,7 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
         if (sharding is not None or gather != "step") and not _has_mesh(devices):
             raise ValueError(
                 f"sharding= and gather= are for stages of several devices; give mesh= "
-                f"too, such as mesh={_A_MESH}"
+                f"too, such as mesh={_example_mesh()}"
             )
         return devices
     if devices is not None:
@@ -104,7 +110,7 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh={mesh!r} is a {type(mesh).__name__}; needs a jax.sharding.Mesh, "
-            f"such as {_A_MESH}"
+            f"such as {_example_mesh()}"
         )
     return mesh
 
@@ -130,7 +136,7 @@ def _ranks(mesh: Mesh | Sequence[Any]) -> list[Device]:
     if _STAGE not in names:
         raise ValueError(
             f"mesh has the axes {names}, none is called {_STAGE!r}, along which the "
-            f"stages are placed; type {_A_MESH}"
+            f"stages are placed; type {_example_mesh()}"
         )
     at = names.index(_STAGE)
     rest = names[:at] + names[at + 1 :]
@@ -142,7 +148,7 @@ def _rank(mesh: Mesh) -> Device:
     if _STAGE in mesh.axis_names:
         raise ValueError(
             f"devices: the mesh of one rank has an axis {_STAGE!r}, along which ranks "
-            f"are placed; type mesh={_A_MESH} for all of them"
+            f"are placed; type mesh={_example_mesh()} for all of them"
         )
     return _place(np.asarray(mesh.devices), mesh.axis_names)
 
@@ -239,7 +245,10 @@ def ranks(devices: Any) -> Sequence[Device]:
         _check_shards(given)
     not_devices = [d for d in given if not isinstance(d, jax.Device | SubMesh)]
     if not_devices:
-        raise TypeError(f"devices: {not_devices!r} are not jax.Device objects")
+        raise TypeError(
+            f"devices: {not_devices!r} are not jax.Device objects, such as "
+            f"devices=jax.devices()[:{len(given)}]"
+        )
     return given
 
 

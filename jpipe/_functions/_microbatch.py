@@ -56,7 +56,12 @@ def specs(tree: PyTree, what: str) -> PyTree:
             return None
 
     result = jax.tree_util.tree_map_with_path(spec, tree)
-    refuse("every leaf must be an array; convert with jnp.asarray", faults, TypeError)
+    refuse(
+        "every leaf must be an array; convert with jnp.asarray, text to numbers first, "
+        "such as tokens",
+        faults,
+        TypeError,
+    )
     return result
 
 

@@ -27,6 +27,12 @@ def check_optimizer(tx: Any) -> optax.GradientTransformation:
       TypeError: if it is not.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        name = getattr(tx, "__name__", "")
+        if name and getattr(optax, name, None) is tx:
+            raise TypeError(
+                f"tx=optax.{name} is a function that makes an optimizer: call it, as "
+                f"in optax.adamw(1e-3)"
+            )
         raise TypeError(
             f"tx={reprlib.repr(tx)} is a {type(tx).__name__}; needs an optax "
             f"optimizer, such as optax.adamw(1e-3)"

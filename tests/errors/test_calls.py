@@ -56,7 +56,12 @@ def init(key):
 CALLS = {
     TypeError: {
         "jnp.asarray ... x['a'] is ... x['b'] is": apply({"a": 3, "b": "text", "c": X}),
-        "convert with jnp.asarray ... targets is": gradient(targets="targets"),
+        "jnp.asarray, text to numbers first ... targets is a str": (
+            gradient(targets="targets")
+        ),
+        "text to numbers ... targets is a ndarray of dtype <U1": (
+            gradient(targets=np.array(["a"] * 4))
+        ),
         "rngs is an nnx.Rngs ... rngs.dropout()": apply(rngs=nnx.Rngs(0)),
         RNGS: gradient(rngs=0),
         "rngs['dropout'] is 1 ... jax.random.key(1)": apply(rngs={"dropout": 1}),

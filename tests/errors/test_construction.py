@@ -74,7 +74,9 @@ OPTIONS = {
         "is a NoneType; needs ... or plan=": {"num_microbatches": None},
         "balance=3 ... a sequence of ints": {"balance": 3},
         "balance=[True, 2] ... a sequence of ints": {"balance": [True, 2]},
-        "devices ... 'cpu:0' ... jax.Device": {"devices": ["cpu:0"]},
+        "devices ... 'cpu:0' ... such as devices=jax.devices()[:1]": {
+            "devices": ["cpu:0"]
+        },
         "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},

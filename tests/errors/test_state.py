@@ -16,9 +16,19 @@ import jpipe
 from .model import KEY, TARGETS, Unlucky, X, mse, on_host, rows, says, two_stages
 
 
-@pytest.mark.parametrize("tx", ["adam", optax.sgd])
-def test_optimizer_that_is_no_optimizer(pipe, tx):
-    match = says(f"is a {type(tx).__name__}", "optax optimizer", "optax.adamw(1e-3)")
+@pytest.mark.parametrize(
+    ("tx", "match"),
+    [
+        ("adam", "tx='adam' is a str ... optax optimizer, such as optax.adamw(1e-3)"),
+        (mse, "tx=<function mse ... is a function; needs an optax optimizer, such as"),
+        (
+            optax.sgd,
+            "tx=optax.sgd ... makes an optimizer: call it, as in optax.adamw(1e-3)",
+        ),
+    ],
+)
+def test_optimizer_that_is_no_optimizer(pipe, tx, match):
+    match = says(match)
     with pytest.raises(TypeError, match=match):
         pipe.train_step(mse, tx)
     with pytest.raises(TypeError, match=match):

@@ -1,5 +1,7 @@
 """Which mesh a pipeline takes, what it says of others, and what its step exchanges."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -80,6 +82,15 @@ def test_other_axes_stand_in_any_order():
 def test_other_meshes_are_refused(options, error, says):
     with pytest.raises(error, match=says):
         jpipe.pipeline(LAYERS, 2, **{"balance": [2, 2], **options})
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_a_mesh_that_is_advised_can_be_made(monkeypatch, count):
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    with pytest.raises(TypeError, match=r"such as jax\.make_mesh") as refusal:
+        jpipe.pipeline(LAYERS, 2, mesh=jax.devices())
+    typed = re.search(r"jax\.make_mesh.*$", str(refusal.value))[0]
+    assert eval(typed, {"jax": jax}).size == count
 
 
 def test_batches_that_shards_do_not_divide_are_refused():
