@@ -6,6 +6,7 @@
 import itertools
 from collections.abc import (
     Callable,
+    Collection,
     Container,
     Iterable,
     Iterator,
@@ -83,9 +84,15 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return _retrace(closed, (*_CALLS, *CHECKPOINTS))
 
 
-def inline(closed: core.ClosedJaxpr, chosen: Container[str | int]) -> core.ClosedJaxpr:
-    """The same computation with some calls, by the ids of their equations, inlined."""
-    return _retrace(closed, chosen)
+def inline(closed: core.ClosedJaxpr, chosen: Collection[int]) -> core.ClosedJaxpr:
+    """The same computation with some calls inlined.
+
+    Args:
+      closed: the jaxpr.
+      chosen: the ids of their equations. Calls of `jax.jit` that are inside of these
+        are inlined too, as `trace` does with those that are outside.
+    """
+    return _retrace(closed, {*_CALLS, *chosen})
 
 
 def _retrace(

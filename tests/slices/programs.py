@@ -148,6 +148,18 @@ PROGRAMS = {
         (X, TARGETS),
         3,
     ),
+    "checkpoints and jits inside of each other": lambda: (
+        jax.checkpoint(jax.jit(jax.checkpoint(jax.jit(plain)))),
+        matrices(6, 8, 8, 3),
+        (X, TARGETS),
+        3,
+    ),
+    "nn.remat(nn.jit(module))": lambda: (
+        lambda p, x, t: squares(nn.remat(nn.jit(Repeated))().apply(p, x), t),
+        flax(Repeated(), X),
+        (X, TARGETS),
+        3,
+    ),
     "a mark in a checkpoint": lambda: (
         jax.checkpoint(marked),
         matrices(6, 8, 8, 3),
