@@ -6,15 +6,13 @@ from typing import Any
 
 import jax
 
-from ._faults import refuse
 from ._functions import _microbatch
 from ._functions._trainable import Trainable
-from ._layers import _nnx_values
 from ._layers._stage import shapes
 from ._run import _signature, _variables
 from ._run._pipe import Pipe
 from ._run._recent import Recent
-from ._slices._built import Built, Layout
+from ._slices._built import Layout
 from ._slices._division import ByLayer
 from ._slices._initial import Initial
 from ._slices._listed import Listed
@@ -71,36 +69,6 @@ class Fitting(Checks):
         if _kind(params) not in self._inputs:
             self._fitting(params, args[0])
         self.note(params, args[0])
-
-    def after(self, params: PyTree, built: Built) -> None:
-        """Checks that what is trained is not closed over by a layer or the loss too.
-
-        Raises:
-          TypeError: with the variables that are.
-        """
-        first = built.stages.first
-        constants = set(map(id, first.constants)) if first.has_loss else set()
-        paths = jax.tree_util.tree_leaves_with_path(tuple(params))
-        found = [
-            f"variables{jax.tree_util.keystr(path)}"
-            for (path, leaf), trained in zip(paths, built.layout.marks, strict=True)
-            if trained and id(leaf) in constants
-        ]
-        for number, layer in enumerate(self._pipe.layers):
-            found += [
-                f"{'.'.join(map(str, path))} of layer {number} ({layer.name})"
-                for path, (collection, leaf) in _nnx_values.leaves(layer.owner).items()
-                if collection == "params" and id(leaf.get_raw_value()) in constants
-            ]
-        refuse(
-            "the loss or a layer takes variables from outside, which would be "
-            "constants without a gradient and stay as they are now; compute it in a "
-            "layer that lists the module again, or add the gradient to that of the "
-            "loss: pipe.jit(jax.value_and_grad(penalty))(params), where penalty is a "
-            "function of them; for constants give copies",
-            found,
-            TypeError,
-        )
 
     def explain(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Says what is wrong with variables on which layers raised an error.

@@ -18,6 +18,7 @@ from ._run._pipe import Pipe
 from ._subject import Subject
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState
+from ._warn import warn
 
 PyTree = Any
 Locations = list[tuple[int, Sharding]]
@@ -52,6 +53,12 @@ def train_state(
     trained = jax.tree.leaves(
         _variables.params(owner.function.marks(variables, trainable))
     )
+    if not jax.tree.leaves(params):
+        warn(
+            "nothing here has parameters, so steps with this state train nothing; a "
+            "function holds arrays, or calls a module, as constants: list the module "
+            "itself, or jpipe.Stage(init, apply)"
+        )
     if pipe.copies is not None:
         agree_on_key(key)
     rng, step = _first(pipe, key, np.int32(0))

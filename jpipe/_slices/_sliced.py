@@ -16,7 +16,7 @@ from .._layers import _batchnorm, _rng
 from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from .._run._recent import Recent
-from . import _arguments, _composed, _meshes, _order, _program, _summands
+from . import _arguments, _closures, _composed, _meshes, _order, _program, _summands
 from ._built import Built, Layout
 from ._cuts import Cuts
 from ._division import ByLayer, Division
@@ -30,7 +30,7 @@ PyTree = Any
 _MOST_SHAPES = 4
 
 
-class Holder(Protocol):
+class Holder(_closures.Modules, Protocol):
     """What has variables: see `Modules`."""
 
     advice: str
@@ -103,9 +103,6 @@ class Checks:
 
     def explain(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Raises a better error than one that was raised on such arguments."""
-
-    def after(self, params: PyTree, built: Built) -> None:
-        """Checks what was built."""
 
 
 class _Call(NamedTuple):
@@ -319,7 +316,7 @@ class Sliced:
         except Exception:
             checks.explain(params, args)
             raise
-        checks.after(params, built)
+        _closures.check(params, built, self._work.modules)
         return built
 
     def _traced(self, call: _Call) -> dict[int, Traced]:

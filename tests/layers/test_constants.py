@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -20,7 +21,9 @@ def linear():
 
 
 def gradient(layers, loss_of=lambda variables: ref.mse):
-    pipe = jpipe.pipeline(layers, 2)
+    """The gradient of a list of layers, or of one model."""
+    count = None if isinstance(layers, list) else 1
+    pipe = jpipe.pipeline(layers, 2, num_stages=count)
     variables = pipe.init(KEY, X)
     return pipe.value_and_grad(loss_of(variables))(variables, X, TARGETS)
 
@@ -46,6 +49,21 @@ CONSTANT = {
         lambda variables: penalized(lambda: variables[0]["params"]["kernel"]),
         r"variables\[0\]\['params'\]\['kernel'\]",
     ),
+    "variables in the loss of a model": (
+        nn.Dense(3),
+        lambda variables: penalized(lambda: variables["params"]["kernel"]),
+        r"(?s)would be constants.*variables\['params'\]\['kernel'\]$",
+    ),
+    "module in the loss of a model": (
+        MODULE,
+        lambda variables: penalized(lambda: MODULE.kernel[...]),
+        r"kernel of the model .Linear",
+    ),
+    "module in a model": (
+        jpipe.layer(MODULE, lambda module, x: module(MODULE(x))),
+        lambda variables: ref.mse,
+        r"(?s)bias of the model .Linear.*kernel of the model",
+    ),
 }
 
 
@@ -53,6 +71,35 @@ CONSTANT = {
 def test_what_is_trained_and_read_as_a_constant_raises(layers, loss_of, says):
     with pytest.raises(TypeError, match=says):
         gradient(layers, loss_of)
+
+
+def test_loss_function_that_closes_over_its_parameters_warns_as_they_are_constants():
+    """Right as it is where a penalty draws them to what they were at the start."""
+    start = {"w": jnp.arange(9.0).reshape(3, 3), "b": jnp.ones(3)}
+
+    def loss(params, x):
+        pull = ((params["w"] - start["w"]) ** 2).sum() + (start["w"] ** 2).sum()
+        return jnp.mean((x @ params["w"] + params["b"]) ** 2) + pull
+
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=1, devices=jax.devices()[:1])
+    with pytest.warns(UserWarning, match=r"closes over params\['w'\], which") as record:
+        found = [grad_fn(start, X) for _ in range(2)]
+    assert len(record) == 1
+    expected = jax.value_and_grad(loss)(start, X)
+    for value in found:
+        ref.assert_close(value, expected, ref.FLOAT32)
+    grad_fn(jax.tree.map(jnp.copy, start), X)  # without a word
+
+
+@pytest.mark.parametrize("layers", [[jnp.sin, nn.relu], jnp.sin])
+def test_state_without_parameters_warns_that_nothing_is_trained(layers):
+    count = None if isinstance(layers, list) else 1
+    pipe = jpipe.pipeline(layers, 2, num_stages=count)
+    with pytest.warns(UserWarning, match="steps with this state train nothing") as w:
+        state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+    assert len(w) == 1
+    state, _ = pipe.train_step(ref.mse, optax.sgd(0.1))(state, X, TARGETS)
+    assert int(state.step) == 1
 
 
 def test_module_that_is_listed_nowhere_is_a_constant_as_under_jit():
