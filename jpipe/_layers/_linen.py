@@ -1,7 +1,8 @@
 """Flax linen modules as layers."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import chex
@@ -9,6 +10,7 @@ import jax
 from flax import linen
 
 from . import _batchnorm, _modes, _switches
+from ._patched import patched
 
 PyTree = Any
 # The name of a method, or a function of a module and its input.
@@ -21,7 +23,10 @@ OF_DATA = (
     "[None, module.init(key, data), None]), where None is initialized as ever; of one "
     "model variables=model.init(key, data)"
 )
-NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
+NOT_SOWN = (
+    "what it computes leaves it as a part of its output, not by sow: give variables "
+    "without what was sown or perturbed"
+)
 
 
 def is_module(source: Any) -> bool:
@@ -57,6 +62,28 @@ def streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
     module asks for, in `nnx.bridge.to_linen` wherever that is, from ``"default"``.
     """
     return {"params": key, "default": jax.random.fold_in(key, 1)}
+
+
+@contextmanager
+def nothing_asked() -> Iterator[None]:
+    """The scope in which variables are made without what is sown or perturbed.
+
+    Linen makes such variables in ``init`` and does without them afterwards, unless it
+    is asked for them: `sow` is no more than `False`, and `perturb` its value.
+    """
+
+    def sow(*_: Any) -> bool:
+        return False
+
+    def perturb(*call: Any) -> PyTree:
+        _, _, _, args, keywords = call
+        return keywords["value"] if "value" in keywords else args[1]
+
+    with (
+        patched([linen.Module], sow, "sow"),
+        patched([linen.Module], perturb, "perturb"),
+    ):
+        yield
 
 
 def call(method: Method) -> Callable[..., PyTree]:

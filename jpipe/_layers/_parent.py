@@ -234,7 +234,8 @@ class Parent:
         make = linen.init_with_output(
             whole, self._root, mutable=DenyList("intermediates")
         )
-        result, variables = make(_linen.streams(key))
+        with _linen.nothing_asked():
+            result, variables = make(_linen.streams(key))
         found: list[dict[Names, PyTree]] = [{} for _ in count]
         for first in dict.fromkeys(self._first[i] for i in self._linen):
             for names, value in flat(_within(variables, self._prefix[first])).items():

@@ -15,7 +15,7 @@ from .._instructions._compile import Executable, compiling, drawing_options, is_
 from .._instructions._sharding import WHOLE
 from .._jaxprs import _alike, _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
-from .._layers._linen import NOT_SOWN, OF_DATA
+from .._layers._linen import OF_DATA
 from .._layers._parent import Parent
 from .._layers._sequence import Made
 from ._folds import lifted
@@ -190,8 +190,7 @@ def _check_made(
     if faults:
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
-            f"alone, and not from its values, as {', '.join(faults)} would; {OF_DATA}; "
-            f"{NOT_SOWN}"
+            f"alone, and not from its values, as {', '.join(faults)} would; {OF_DATA}"
         )
 
 

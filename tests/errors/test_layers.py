@@ -108,10 +108,10 @@ class MakingMore(nn.Module):
         return x
 
 
-class Sowing(nn.Module):
+class Measuring(nn.Module):
     @nn.compact
     def __call__(self, x):
-        self.sow("losses", "size", jnp.mean(x**2))
+        self.variable("sizes", "size", lambda: jnp.mean(x**2))
         return x
 
 
@@ -153,7 +153,7 @@ LAYERS = {
         ),
     },
     ValueError: {
-        "from its values, as ... a part of its output, not by sow": [Sowing()],
+        "from its values, as sizes/size of layer 0 would": [Measuring()],
         "params/shift of layer 0 would; ... variables=[None, module.init": [ActNorm()],
     },
     NameError: {

@@ -1,5 +1,7 @@
 """Variables that the user gives, of layers that would not make such by themselves."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,3 +198,53 @@ def test_surplus_leaf_of_an_nnx_module_beside_none_is_refused():
     own = dict(pipe.init(KEY, X)[0]["params"], more=jnp.ones(3))
     with pytest.raises(ValueError, match=r"surplus: variables\[0\]\['params'\]\['mor"):
         pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=[{"params": own}, None])
+
+
+class Reporting(nn.Module):
+    """Sows into a collection of its own name, and perturbs."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = self.perturb("hidden", nn.Dense(6)(x))
+        self.sow("metrics", "size", jnp.mean(h**2))
+        return nn.Dense(4)(jnp.tanh(h))
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+def test_what_is_sown_or_perturbed_is_left_out(is_model):
+    module: Any = Reporting()
+    pipe = jpipe.pipeline([module], 3)
+    if is_model:
+        pipe = jpipe.pipeline(module, 3, num_stages=1)
+    x = X[:7]  # micro-batches of two sizes
+    variables = {"params": module.init(KEY, x)["params"]}
+
+    def loss(params):
+        return ref.mse(module.apply({"params": params}, x), TARGETS[:7])
+
+    expected_loss, expected_grads = jax.value_and_grad(loss)(variables["params"])
+    given = variables if is_model else (variables,)
+    placed = pipe.place(given, x)
+    ref.assert_close(pipe.apply(placed, x), module.apply(variables, x), CLOSE)
+    found, grads = pipe.value_and_grad(ref.mse)(placed, x, TARGETS[:7])
+    ref.assert_close(found, expected_loss, CLOSE)
+    ref.assert_close(grads if is_model else grads[0], expected_grads, CLOSE)
+    tx = optax.sgd(0.1)
+    for chosen in (placed, None):
+        state = pipe.init_train_state(KEY, x, tx, variables=chosen)
+        like = jax.tree.map(jnp.shape, state.variables)
+        assert like == jax.tree.map(jnp.shape, given)
+        pipe.train_step(ref.mse, tx)(state, x, TARGETS[:7])
+    # Whoever asks is given it.
+    assert "metrics" in module.init(KEY, x)
+
+    def reported(params, x, targets):
+        y, state = module.apply({"params": params}, x, mutable=["metrics"])
+        return ref.mse(y, targets), state["metrics"]
+
+    grad_fn = jpipe.value_and_grad(reported, 1, num_stages=1, has_aux=True)
+    params = grad_fn.place(variables["params"], x, TARGETS[:7])
+    (_, sizes), _ = grad_fn(params, x, TARGETS[:7])
+    (size,) = jax.tree.leaves(sizes)
+    _, state = module.apply(variables, x, mutable=["metrics"])
+    ref.assert_close(size.ravel()[0], state["metrics"]["size"][0], CLOSE)
