@@ -15,7 +15,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.core import DenyList
 
-from . import _batchnorm, _linen, _nnx, _nnx_values
+from . import _batchnorm, _linen, _nnx, _nnx_values, _rng
 from ._layer import Layer
 from ._slots import Slot, Slots, inner, slot
 from ._tree import Names, flat, nested
@@ -154,13 +154,18 @@ class Parent:
         return others[layer]
 
     def __call__(
-        self, entries: Entries, rngs: Any, train: bool, run: Callable[[Handles], Any]
+        self,
+        entries: Entries,
+        rngs: _rng.Rngs,
+        train: bool,
+        run: Callable[[Handles], Any],
     ) -> tuple[Any, list[dict[str, PyTree]]]:
         """Runs what calls the modules.
 
         Args:
           entries: the variables.
-          rngs: the keys of linen by stream name, or ``None``.
+          rngs: the keys of the micro-batch: one key, or keys by stream name, or
+            ``None``.
           train: whether this is training; else nothing that linen holds changes.
           run: is given the handles.
 
@@ -180,7 +185,7 @@ class Parent:
             result = whole(None)
         else:
             given = linen.apply(whole, self._root, mutable=mutable)
-            result, after = given(before, rngs=rngs)
+            result, after = given(before, rngs=_rng.linen_streams(rngs))
             _check_same(before, after)
         changed = self._by_layer(self._linen, after, entries)
         if merged is not None:

@@ -96,10 +96,10 @@ def layer_rngs(rngs: Rngs, layer: jax.Array | int) -> dict[str, chex.PRNGKey] | 
 
 
 def streams(rngs: Rngs) -> dict[str, chex.PRNGKey] | None:
-    """Keys by stream name.
+    """Keys by stream name, for modules of nnx and for calls that name ``rngs``.
 
-    A single key serves every stream: dropout has a key of its own, linen takes
-    ``"params"`` for a name that is missing, and nnx ``"default"``.
+    A single key serves every stream: dropout has a key of its own, and nnx takes
+    ``"default"`` for a name that is missing.
 
     Args:
       rngs: one key for all streams, a dictionary of them, or ``None``.
@@ -108,6 +108,21 @@ def streams(rngs: Rngs) -> dict[str, chex.PRNGKey] | None:
         return None if rngs is None else dict(rngs)
     dropout = jax.random.fold_in(rngs, 1)
     return {"params": rngs, "dropout": dropout, "default": rngs}
+
+
+def linen_streams(rngs: Rngs) -> Mapping[str, chex.PRNGKey] | None:
+    """Keys by stream name, as `flax.linen.Module.apply` understands ``rngs``.
+
+    A single key is that of ``"params"``, which linen takes for all names that are
+    missing, such as ``"dropout"``. Modules of nnx in a `flax.nnx.bridge.ToLinen` take
+    ``"default"``.
+
+    Args:
+      rngs: one key for all streams, a dictionary of them, or ``None``.
+    """
+    if rngs is None or isinstance(rngs, Mapping):
+        return rngs
+    return {"params": rngs, "default": rngs}
 
 
 def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:

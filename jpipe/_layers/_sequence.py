@@ -105,8 +105,7 @@ class Sequential:
 
             return self._through(x, call, after)
 
-        keys = _rng.streams(rngs)
-        (y, routes), changed = self.parent(entries, keys, train, run)
+        (y, routes), changed = self.parent(entries, rngs, train, run)
         return Made(y, changed, routes)
 
     def last(
@@ -130,7 +129,6 @@ class Sequential:
           Its output, and by layer the collections that may have changed.
         """
         layer, at = self.layers[-1], len(self.layers) - 1
-        keys = _rng.streams(rngs)
 
         def run(handles: Sequence[Any]) -> Any:
             own = _rng.layer_rngs(rngs, at)
@@ -139,7 +137,7 @@ class Sequential:
             with self._naming(at, x), scope:
                 return layer.call(handles[-1], x, own, train)
 
-        return self.parent(entries, keys, train, run)
+        return self.parent(entries, rngs, train, run)
 
     def _through(
         self,

@@ -55,7 +55,7 @@ class Model(Modules):
         try:
             keys = _rng.streams(rngs)
             run = functools.partial(self._call, x, keys, train)
-            y, (changed,) = self.parent((variables,), keys, train, run)
+            y, (changed,) = self.parent((variables,), rngs, train, run)
             return y, changed
         except Exception as error:
             _refuse_writes(error, self._layer.owner, variables, train)

@@ -1,5 +1,7 @@
 """Keys that are given in other ways than as ``rngs``."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -73,3 +75,33 @@ def test_a_raw_key_makes_the_variables_that_it_makes_in_flax():
     ref.assert_close(model.init(RAW, x), module.init(RAW, x), ref.FLOAT32)
     layers = jpipe.pipeline(module.layers, 3)
     ref.assert_equal(layers.init(RAW, x), layers.init(KEY, x))
+
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        for _ in range(2):
+            x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
+        return x + jax.random.normal(self.make_rng("noise"), x.shape) * train
+
+
+@pytest.mark.parametrize(
+    "rngs", [KEY, RAW, {"dropout": KEY, "params": RAW}], ids=["typed", "raw", "named"]
+)
+def test_keys_of_a_linen_model_mean_what_they_mean_to_its_apply(rngs):
+    module: Any = Dropping()
+    x = jax.random.normal(KEY, (6, 4))
+    pipe = jpipe.pipeline(module, 3, num_stages=2)
+    variables = pipe.init(KEY, x)
+
+    def loss(params):
+        total = 0.0
+        for m, part in enumerate(jnp.split(x, 3)):
+            keys = jax.tree.map(lambda key, m=m: jpipe.microbatch_key(key, m), rngs)
+            y = module.apply({"params": params}, part, train=True, rngs=keys)
+            total += ref.mse(y, part) / 3
+        return total
+
+    expected = jax.value_and_grad(loss)(jax.device_get(variables["params"]))
+    found = pipe.value_and_grad(ref.mse)(variables, x, x, rngs=rngs)
+    ref.assert_close(found, expected, ref.FLOAT32)
