@@ -106,12 +106,12 @@ class Options:
 
         Raises:
           ValueError: if a number does not fit.
+          TypeError: if it is none.
         """
-        count, replicas = num_stages or self.num_stages, self.replicas
+        count = num_stages or _setup.check_num_stages(self.num_stages)
+        replicas = self.replicas
         if self.cuts is not None:
             count = len(self.cuts.positions) + 1
-        if count is not None and count < 1:
-            raise ValueError(f"num_stages={count}: needs at least 1")
         if replicas is not None and count not in (None, len(replicas)):
             raise ValueError(
                 f"replicas={list(replicas)} is for {len(replicas)} stages, the "

@@ -28,6 +28,11 @@ def _example_mesh() -> str:
 
 def check_num_microbatches(number: Any) -> int:
     """Returns the number of micro-batches if it is an int of at least 1."""
+    if number is None:
+        raise TypeError(
+            "num_microbatches= is missing, into how many micro-batches a mini-batch is "
+            "split: type an int of at least 1, such as num_microbatches=4, or plan="
+        )
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(
             f"num_microbatches={number!r} is a {type(number).__name__}; needs an int "
@@ -36,6 +41,21 @@ def check_num_microbatches(number: Any) -> int:
     number = operator.index(number)
     if number < 1:
         raise ValueError(f"num_microbatches={number}: needs at least 1")
+    return number
+
+
+def check_num_stages(number: Any) -> int | None:
+    """Returns the number of stages if it is an int of at least 1, or left out."""
+    if number is None:
+        return None
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(
+            f"num_stages={number!r} is a {type(number).__name__}; needs an int of at "
+            f"least 1"
+        )
+    number = operator.index(number)
+    if number < 1:
+        raise ValueError(f"num_stages={number}: needs at least 1")
     return number
 
 

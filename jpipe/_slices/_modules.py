@@ -98,8 +98,14 @@ class Modules(ABC):
 
     def sample(self, x: PyTree, division: Division | ByLayer) -> Batch:
         """An input from which variables are made, as a mini-batch."""
-        number = division.num_microbatches, division.num_shards
-        return _arguments.batch([x], (self.axes.in_axes,), ["x"], *number, few=True)
+        return _arguments.batch(
+            [x],
+            (self.axes.in_axes,),
+            ["x"],
+            num_microbatches=division.num_microbatches,
+            num_shards=division.num_shards,
+            few=True,
+        )
 
     def initial(
         self,
@@ -153,7 +159,11 @@ class Modules(ABC):
 
         def joins(y: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
             del last
-            return _join.of_outputs(self.axes.out_axes, y, sizes)
+            try:
+                return _join.of_outputs(self.axes.out_axes, y, sizes)
+            except ValueError as error:
+                _note_axes(error, self.axes)
+                raise
 
         return Work(
             call,
@@ -206,6 +216,16 @@ class Modules(ABC):
         paths = [path for path, _ in tree_leaves_with_path(variables)]
         written = [Written(i, paths[i], self.text(paths[i])) for i in sorted(changed)]
         return len(jax.tree.leaves(aux)), written
+
+
+def _note_axes(error: ValueError, axes: Axes) -> None:
+    """Notes where outputs may have their examples, if the input has them elsewhere."""
+    if isinstance(axes.in_axes, int) and axes.in_axes and axes.out_axes == 0:
+        error.add_note(
+            f"in_axes={axes.in_axes} splits the input along axis {axes.in_axes}; where "
+            f"the outputs have the examples there too, type out_axes={axes.in_axes}; "
+            f"where the examples are rows of the input, leave in_axes= out"
+        )
 
 
 def _check_collections(entries: Sequence[PyTree]) -> None:

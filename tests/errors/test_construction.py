@@ -71,7 +71,13 @@ OPTIONS = {
     TypeError: {
         "num_microbatches=True is a bool": {"num_microbatches": True},
         "num_microbatches=2.0 is a float": {"num_microbatches": 2.0},
-        "is a NoneType; needs ... or plan=": {"num_microbatches": None},
+        "num_microbatches= is missing ... such as num_microbatches=4, or plan=": {
+            "num_microbatches": None
+        },
+        "num_stages='2' is a str; needs an int": {
+            "stages": nn.Dense(2),
+            "num_stages": "2",
+        },
         "balance=3 ... a sequence of ints": {"balance": 3},
         "balance=[True, 2] ... a sequence of ints": {"balance": [True, 2]},
         "devices ... 'cpu:0' ... such as devices=jax.devices()[:1]": {

@@ -78,6 +78,15 @@ def test_outputs_that_lack_the_axis_are_all_listed():
     ]
 
 
+def test_outputs_of_an_input_with_another_axis_are_answered_with_both_axes():
+    pipe = jpipe.pipeline([jnp.sin], 2, in_axes=1)
+    with pytest.raises(ValueError, match="out_axes=0") as refusal:
+        pipe.apply(({},), jnp.zeros((6, 8)))
+    (note,) = (text for text in refusal.value.__notes__ if "in_axes" in text)
+    assert "in_axes=1 splits the input along axis 1" in note
+    assert "type out_axes=1; where the examples are rows" in note
+
+
 def total(tree: Any) -> jax.Array:
     """Each leaf counts, wherever its axis of examples was, or still is."""
     leaves = enumerate(jax.tree.leaves(tree), 1)
