@@ -1,6 +1,7 @@
 """`jpipe.value_and_grad`: any loss function through a pipeline."""
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,11 @@ from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._loop import OwnLoop
+from ._placed._static import without_statics
 from ._report import Report, compiled
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
-from ._slices import _checked, _join
+from ._slices import _arguments, _checked, _join
 from ._slices._division import Division
 from ._slices._sliced import Sliced, Work
 from .planning._describe import describe, of_function
@@ -28,6 +30,7 @@ class FunctionGradient(OwnLoop):
     Args:
       function: the loss function.
       division: in which stages it is divided.
+      argnums: which argument is the parameters, or which ones are.
       has_aux: whether it returns something besides the loss.
       aux_axes: on which axes that is joined.
       in_axes: where the examples are.
@@ -40,6 +43,7 @@ class FunctionGradient(OwnLoop):
         function: Callable[..., Any],
         division: Division,
         *,
+        argnums: int | Sequence[int],
         has_aux: bool,
         aux_axes: Any,
         in_axes: Any,
@@ -48,14 +52,17 @@ class FunctionGradient(OwnLoop):
     ) -> None:
         self._function, self._division, self._reduction = function, division, reduction
         self._has_aux, self._trainable = has_aux, trainable
-        self._places = division.places
+        self._places, self._in_axes = division.places, in_axes
+        self._is_one = not isinstance(argnums, Sequence)
+        self._argnums = _positions(argnums)
 
         def joins(aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
             return _join.of_aux(aux_axes, aux, last, sizes)
 
         work = Work(
-            function,
+            self._composed,
             joins,
+            argnums=self._argnums,
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
@@ -64,12 +71,14 @@ class FunctionGradient(OwnLoop):
         self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
 
     @outside_of_meshes
-    def __call__(self, params: PyTree, *args: PyTree) -> Any:
+    def __call__(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Any:
         """Returns as soon as the work is dispatched.
 
         Args:
-          params: the parameters, each leaf in its place: see `place`.
+          params: the parameters, each leaf in its place: see `place`. With ``argnums``
+            these are where the function has them.
           *args: the rest of a mini-batch, on the host or any device.
+          **kwargs: what the function takes by name.
 
         Returns:
           ``(loss, grads)``, or ``((loss, aux), grads)``; the gradients have the
@@ -79,48 +88,55 @@ class FunctionGradient(OwnLoop):
           ValueError: if parameters are not in place, or the batch does not fit.
           TypeError: if a leaf is not an array.
         """
-        built = self._sliced(params, *args)
-        given = built.given(params, args, "params")
-        self._feed(args)
+        params, trees = self._apart((params, *args), kwargs)
+        built = self._sliced(params, *trees)
+        given = built.given(params, trees, "params")
+        self._feed(trees)
         loss, aux, found = built.returned(built.program(given))
         grads = [next(found) if yes else None for yes in built.layout.trained]
         value = (loss, aux) if self._has_aux else loss
         return value, jax.tree.structure(params).unflatten(grads)
 
-    def place(self, params: PyTree, *args: PyTree) -> PyTree:
+    def place(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Puts each parameter onto the device of the first stage that reads it.
 
         Args:
           params: the parameters, anywhere.
           *args: the rest of a mini-batch, or `jax.ShapeDtypeStruct` leaves like it.
+          **kwargs: what the function takes by name, likewise.
 
         Returns:
-          The parameters in place.
+          The parameters in place; with several ``argnums`` a tuple of them.
         """
-        return self._sliced.place(params, *args)
+        params, trees = self._apart((params, *args), kwargs)
+        return self._sliced.place(params, *trees)
 
     @outside_of_meshes
-    def program(self, params: PyTree, *args: PyTree) -> Program:
+    def program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
         """What a call with such arguments runs."""
-        return self._sliced(params, *args).program
+        params, trees = self._apart((params, *args), kwargs)
+        return self._sliced(params, *trees).program
 
     @outside_of_meshes
-    def compile(self, params: PyTree, *args: PyTree) -> Report:
+    def compile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Report:
         """Compiles all programs ahead, and returns what is known of them.
 
         Args:
           params: the parameters, or `jax.ShapeDtypeStruct` leaves like them.
           *args: the rest of a mini-batch, likewise.
+          **kwargs: what the function takes by name, likewise.
         """
-        return compiled(lambda: self.program(params, *args))
+        return compiled(lambda: self.program(params, *args, **kwargs))
 
     @outside_of_meshes
     def check(
         self,
         params: PyTree,
+        /,
         *args: PyTree,
         parts: Sequence[int] | None = None,
         tolerance: float | None = None,
+        **kwargs: PyTree,
     ) -> CheckReport:
         """Runs the function at once and in micro-batches, and compares.
 
@@ -135,6 +151,7 @@ class FunctionGradient(OwnLoop):
             two of different sizes.
           tolerance: how far numbers may be apart, relative to the largest beside them;
             default: as far as rounding explains.
+          **kwargs: what the function takes by name.
 
         Returns:
           What was found: prints as a table, is true where nothing differs, and has
@@ -143,7 +160,35 @@ class FunctionGradient(OwnLoop):
         Raises:
           ValueError: if the batch or ``parts`` do not fit.
         """
-        return _checked.check(self._sliced, params, args, parts, tolerance)
+        params, trees = self._apart((params, *args), kwargs)
+        return _checked.check(self._sliced, params, trees, parts, tolerance)
+
+    def _apart(
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """The parameters, and the other arguments as trees of arrays.
+
+        Raises:
+          ValueError: if there are too few arguments.
+          TypeError: if a value is fixed and not hashable.
+        """
+        if len(args) <= max(self._argnums):
+            raise ValueError(
+                f"argnums={max(self._argnums)} is argument {max(self._argnums)} of the "
+                f"function, by position, and {len(args)} are given so"
+            )
+        chosen = [args[i] for i in self._argnums]
+        others = [arg for i, arg in enumerate(args) if i not in self._argnums]
+        trees = _arguments.as_arrays(self._in_axes, others, kwargs, self._argnums)
+        return chosen[0] if self._is_one else tuple(chosen), trees
+
+    def _composed(self, params: PyTree, *trees: PyTree) -> Any:
+        """The loss function of what `_apart` gives."""
+        *args, kwargs = without_statics(trees)
+        chosen = [params] if self._is_one else params
+        for i, tree in sorted(zip(self._argnums, chosen, strict=True)):
+            args.insert(i, tree)
+        return self._function(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:
@@ -179,6 +224,23 @@ class FunctionGradient(OwnLoop):
         _check_params(specs)
         (marks,) = self._trainable.marks([], ({"params": specs},))
         return jax.tree.leaves(marks)
+
+
+def _positions(argnums: Any) -> tuple[int, ...]:
+    """The positions of the parameters among the arguments of a function.
+
+    Raises:
+      TypeError: if these are no integers.
+      ValueError: if there is none, or one is negative or named twice.
+    """
+    listed = argnums if isinstance(argnums, Sequence) else [argnums]
+    positions = tuple(map(operator.index, listed))
+    if not positions or min(positions) < 0 or len({*positions}) < len(positions):
+        raise ValueError(
+            f"argnums={argnums!r}: needs the position of an argument, from 0 on, or "
+            f"several different ones, such as argnums=(0, 1)"
+        )
+    return positions
 
 
 def _check_params(specs: PyTree) -> None:

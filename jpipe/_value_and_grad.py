@@ -19,6 +19,7 @@ def value_and_grad(
     num_microbatches: int | None = None,
     *,
     num_stages: int | None = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     aux_axes: Any = None,
     in_axes: Any = 0,
@@ -41,17 +42,24 @@ def value_and_grad(
     Equinox or plain JAX, tied weights, masks and long skips are what reads which value.
 
     Args:
-      fun: ``(params, *args) -> loss``, a scalar; or ``(loss, aux)`` with ``has_aux``.
+      fun: ``(params, *args, **kwargs) -> loss``, a scalar; or ``(loss, aux)`` with
+        ``has_aux``.
       num_microbatches: into how many micro-batches a mini-batch is split.
       num_stages: into how many stages the function is divided; default: one for each
         device, or as many as marks make.
+      argnums: which argument of ``fun`` is ``params``, or, as in `jax.value_and_grad`,
+        which ones are: their gradients are a tuple.
       has_aux: whether ``fun`` returns something besides the loss.
       aux_axes: on which axes aux of micro-batches is joined, a prefix of it; ``None``:
         on a new one; `jpipe.MEAN`: the mean over the examples.
-      in_axes: where the examples are in the arguments after ``params``: a value for
-        all, or a tuple with one for each, as `jax.vmap` takes it. ``None``: each
-        micro-batch is given the whole. A key of `jax.random.key` is folded with the
-        number of the micro-batch: see `jpipe.microbatch_key`.
+      in_axes: where the examples are in the arguments besides ``params``: a value for
+        all, or a tuple with one for each, as `jax.vmap` takes it; what is given by name
+        is then split along axis 0, unless axes are given as ``inputs(0, mask=None)``.
+        ``None``: each micro-batch is given the whole. A key of `jax.random.key` is
+        folded with the number of the micro-batch: see `jpipe.microbatch_key`. An
+        argument without arrays, such as ``True``, ``None``, a function or a number, is
+        fixed: another value is another program. A number is not if its axis is
+        ``None``.
       reduction: what the loss is: a ``"mean"`` or a ``"sum"`` over the examples;
         ``"weighted"``, where ``fun`` returns ``(total, weight)`` in place of a loss:
         the sum of totals by the sum of weights; or ``"microbatch_mean"``, the mean of
@@ -73,9 +81,9 @@ def value_and_grad(
         is divided at the same places.
 
     Returns:
-      ``grad_fn(params, *args) -> (loss, grads)``; ``((loss, aux), grads)`` with
-      ``has_aux``. It has ``place`` and ``compile``, of the same arguments, and ``jit``
-      and ``optimizer`` as a `Pipeline` has. ``print`` names its stages.
+      ``grad_fn(params, *args, **kwargs) -> (loss, grads)``; ``((loss, aux), grads)``
+      with ``has_aux``. It has ``place`` and ``compile``, of the same arguments, and
+      ``jit`` and ``optimizer`` as a `Pipeline` has. ``print`` names its stages.
 
     Raises:
       ValueError: for options that do not exist.
@@ -115,6 +123,7 @@ def value_and_grad(
     return FunctionGradient(
         fun,
         options.planned(plan, None).checked().division(),
+        argnums=argnums,
         has_aux=has_aux,
         aux_axes=aux_axes,
         in_axes=in_axes,

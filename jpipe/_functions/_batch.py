@@ -65,6 +65,9 @@ def explained(batch: Batch) -> Iterator[None]:
         is_split = batch.num_parts > 1
         if is_split and not _is_of_any_size(error):
             _add_sizes(error, batch)
+        leaves = zip(jax.tree.leaves(batch.args), batch.axes, strict=True)
+        if any(a is not None and _microbatch.is_like_raw_key(x) for x, a in leaves):
+            error.add_note(f"is a uint32[2] a raw key? {_microbatch.RAW_KEY}")
         raise
 
 

@@ -11,6 +11,7 @@ from .._layers._inputs import Inputs, called
 
 PyTree = Any
 Axes = Any
+RAW_KEY = "give jax.random.key(0) for jax.random.PRNGKey(0), or type None in in_axes="
 _AXES = (
     "in_axes= gives where the examples are in the inputs, target_axes= of a pipeline "
     "where they are in the targets: "
@@ -71,6 +72,21 @@ def _describe(leaf: Any) -> str:
     return f"a {kind} of dtype {dtype}" if dtype is not None else f"a {kind}: {leaf!r}"
 
 
+def full_axes(axes: Axes, tree: PyTree, what: str, name: str) -> PyTree:
+    """The tree with axes for leaves; the arguments are those of `flat_axes`.
+
+    Raises:
+      ValueError: if ``axes`` is not a prefix of the tree.
+    """
+    try:
+        return jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}={axes!r} is not a prefix of {what}, whose structure is "
+            f"{jax.tree.structure(tree)}: {error}"
+        ) from None
+
+
 def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None]:
     """One axis per leaf, from a prefix of the tree as `jax.vmap` takes it.
 
@@ -88,13 +104,7 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
     """
     if isinstance(axes, Inputs) and isinstance(tree, Inputs):
         axes, tree = axes.prefix_of(tree)
-    try:
-        full = jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
-    except ValueError as error:
-        raise ValueError(
-            f"{name}={axes!r} is not a prefix of {what}, whose structure is "
-            f"{jax.tree.structure(tree)}: {error}"
-        ) from None
+    full = full_axes(axes, tree, what, name)
     # `None` in the tree is not a leaf and has no axis; in the axes it is one.
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
     found = jax.tree.leaves(full, is_leaf=lambda node: node is None)
@@ -107,13 +117,16 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
 
 
 def batch_size(
-    parts: Sequence[tuple[str, PyTree, Sequence[int | None]]], num_microbatches: int
+    parts: Sequence[tuple[str, PyTree, Sequence[int | None]]],
+    num_microbatches: int,
+    advice: str = _AXES,
 ) -> int:
     """The size of the mini-batch, on which all split leaves must agree.
 
     Args:
       parts: for each tree how errors call it, its specs and the axes of its leaves.
       num_microbatches: M.
+      advice: how the axes are given.
 
     Returns:
       The number of examples.
@@ -122,8 +135,8 @@ def batch_size(
       ValueError: if leaves disagree, lack the axis, or there are fewer than M.
     """
     found: dict[str, int] = {}
-    along: dict[str, int] = {}
-    faults = []
+    lines: dict[str, str] = {}
+    faults, hints = [], []
     for what, tree, axes in parts:
         flat = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), axis in zip(flat, axes, strict=True):
@@ -133,16 +146,20 @@ def batch_size(
             if not -leaf.ndim <= axis < leaf.ndim:
                 faults.append(f"{label} of shape {leaf.shape} has no axis {axis}")
             else:
-                found[label], along[label] = leaf.shape[axis], axis
-    refuse("cannot split the batch", faults, advice=f"\n{_AXES}")
+                found[label] = leaf.shape[axis]
+                lines[label] = f"{label}: {leaf.shape[axis]}, along axis {axis}"
+                if is_like_raw_key(leaf):
+                    hints.append(f"\nis {label} a raw key? {RAW_KEY}")
+    refuse("cannot split the batch", faults, advice=f"\n{advice}")
     if not found:
         raise ValueError(
-            "cannot split the batch: no leaf has a batch axis (in_axes is None, or "
-            "the trees have no leaves)"
+            f"cannot split the batch: no leaf has a batch axis (in_axes is None, or "
+            f"the trees have no leaves); num_microbatches=1 splits nothing\n{advice}"
         )
     if len(set(found.values())) > 1:
-        sizes = (f"{k}: {n}, along axis {along[k]}" for k, n in found.items())
-        refuse("leaves differ in batch size", sizes, advice=f"\n{_AXES}")
+        hints = hints or _several_rows(parts, min(found.values()))
+        advice = "".join([*hints, f"\n{advice}"])
+        refuse("leaves differ in batch size", lines.values(), advice=advice)
     size = next(iter(found.values()))
     if size < num_microbatches:
         raise ValueError(
@@ -150,8 +167,32 @@ def batch_size(
             f"num_microbatches={num_microbatches}; give at least one example per "
             f"micro-batch and device along 'data', or take fewer micro-batches: a "
             f"pipeline with another num_microbatches= takes the same parameters"
+            f"{''.join(hints)}"
         )
     return size
+
+
+def is_like_raw_key(leaf: Any) -> bool:
+    """Whether a leaf may be a key of `jax.random.PRNGKey`."""
+    return leaf.shape == (2,) and leaf.dtype == jax.numpy.uint32
+
+
+def _several_rows(
+    parts: Sequence[tuple[str, PyTree, Sequence[int | None]]], size: int
+) -> list[str]:
+    """What to type for a leaf that has several rows for each example."""
+    for what, tree, axes in parts:
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, leaf), axis in zip(flat, axes, strict=True):
+            rows = leaf.shape[0] if axis == 0 else 0
+            if size and rows > size and rows % size == 0:
+                shape = size, rows // size, *leaf.shape[1:]
+                label = called(what, path)
+                return [
+                    f"\n{label} has {rows // size} rows for each of {size} examples? "
+                    f"Its .reshape{shape} is split like these"
+                ]
+    return []
 
 
 def shard(size: int, num_microbatches: int, num_shards: int) -> int:

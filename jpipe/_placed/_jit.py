@@ -22,6 +22,7 @@ from .._run._context import outside_of_meshes
 from .._run._recent import Recent
 from ._by_path import Leaf
 from ._function import PlacedFunction, Placement, where_computed
+from ._static import Static, without_statics
 
 PyTree = Any
 # What a function is given: by position, and by name.
@@ -31,27 +32,6 @@ Rule = Callable[[Sequence[Leaf]], Placement]
 
 # Whether such a function is being traced: another one inside is a part of it.
 _tracing = ContextVar("tracing", default=False)
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Static:
-    """An argument that is compared by type and value; in a tree it has no leaves."""
-
-    kind: type
-    value: Any
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
-def _without_statics(tree: PyTree) -> PyTree:
-    """The tree with the values of static arguments."""
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, Static),
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -84,7 +64,7 @@ class Jitted:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the function. Never waits."""
         if _tracing.get():
-            args, kwargs = _without_statics((args, kwargs))
+            args, kwargs = without_statics((args, kwargs))
             return self.function(*args, **kwargs)
         given = args, kwargs
         leaves, tree = jax.tree.flatten(given)
@@ -118,7 +98,7 @@ class Jitted:
         """The function as the trace sees it."""
         token = _tracing.set(True)
         try:
-            given, named = _without_statics((args, kwargs))
+            given, named = without_statics((args, kwargs))
             return self.function(*given, **named)
         except Exception as error:
             listed = shapes((*args, kwargs) if kwargs else args)
@@ -235,13 +215,9 @@ def _with_statics(
     given = list(args)
     for i in static:
         if -len(args) <= i < len(args):
-            try:
-                hash(args[i])
-            except TypeError as error:
-                at = i % len(args)
-                error.add_note(f"argument {at} of {name} is in static_argnums")
-                raise
-            given[i] = Static(type(args[i]), args[i])
+            at = i % len(args)
+            note = f"argument {at} of {name} is in static_argnums"
+            given[i] = Static.of(args[i], note)
     return given
 
 

@@ -20,6 +20,7 @@ from .._functions._objective import as_weight
 from .._functions._weights import is_inexact
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
+from .._layers import _rng
 from .._layers._stage import shapes
 from . import _checkpoints, _marks
 from ._folds import lifted
@@ -54,6 +55,8 @@ class Traced:
       num_inputs: how many of the inputs after the parameters are those of a model.
       num_local: how many of these inputs are not given to all stages: the first reads
         the input of a list, the last the targets.
+      is_split: whether a micro-batch is a part of a mini-batch. Where it is the whole,
+        the arrays that the function closes over may be what it computes with.
     """
 
     closed: core.ClosedJaxpr
@@ -66,6 +69,7 @@ class Traced:
     known_kinds: Sequence[str] | None = None
     num_inputs: int = 0
     num_local: int = 0
+    is_split: bool = True
 
     @property
     def loss(self) -> list[Any]:
@@ -113,9 +117,15 @@ class Traced:
         return set(self.given[: self.num_inputs])
 
     @cached_property
+    def closed_over(self) -> list[core.Var]:
+        """The inputs that are arrays which the function closes over."""
+        return self.params[self.num_params - len(self.constants) :]
+
+    @cached_property
     def of_batch(self) -> set[core.Var]:
         """All that follows from what a micro-batch brings."""
-        return self.reached(self.given)
+        brought = [] if self.is_split else self.closed_over
+        return self.reached([*self.given, *brought])
 
     @cached_property
     def of_params(self) -> set[core.Var]:
@@ -162,6 +172,7 @@ class Traced:
     def _copied(self) -> set[core.Var]:
         """What follows from the batch by cheap equations, without parameters."""
         found = set(self.closed.jaxpr.constvars) | set(self.given[self.num_local :])
+        found.update([] if self.is_split else self.closed_over)
         for eqn in self.closed.jaxpr.eqns:
             read = _jaxpr.variables(eqn.invars)
             is_constant = read.isdisjoint(self.of_batch | self.of_params)
@@ -351,10 +362,14 @@ def microbatch_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
     Returns:
       A key.
 
+    Raises:
+      TypeError: if it is given no key.
+
     Example:
       >>> import jax, jpipe
       >>> key = jpipe.microbatch_key(jax.random.key(0), 3)
       >>> key.shape
       ()
     """
+    _rng.check_key(key, "microbatch_key(key, number): key")
     return jax.random.fold_in(key, number)

@@ -46,7 +46,8 @@ class Work:
     """What is computed.
 
     Attributes:
-      function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``.
+      function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``; the last of
+        ``args`` of a loss function is a dict of those by name.
       joins: of specs of aux of the first micro-batch, of the last one, and the sizes of
         all, how aux is joined.
       in_axes: where the examples are in the arguments after ``params``.
@@ -55,7 +56,8 @@ class Work:
       reduction: what the loss is: see `jpipe.value_and_grad`.
       modules: those of which it is a function: then its first argument after
         ``params`` is their input, and its aux a pair, of aux and what they write.
-      names: how errors call the arguments.
+      names: how errors call the arguments, of modules.
+      argnums: which arguments of a loss function are its parameters.
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
       discards: is given the same where nobody is given what is written.
@@ -69,6 +71,7 @@ class Work:
     reduction: str = "mean"
     modules: Holder | None = None
     names: Sequence[str] = ()
+    argnums: Sequence[int] = (0,)
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
     discards: Callable[[Traced, PyTree], None] | None = None
 
@@ -203,14 +206,27 @@ class Sliced:
 
     def num_examples(self, args: Sequence[PyTree]) -> int:
         """How many there are in a mini-batch."""
-        batch = self._batch(args, True)
-        return sum(batch.sizes) * batch.num_shards
+        return sum(self._splittable(args).sizes)
+
+    def _splittable(self, args: Sequence[PyTree]) -> Batch:
+        """A mini-batch, which one micro-batch need not be, that can be split.
+
+        Raises:
+          ValueError: if it cannot.
+        """
+        batch = self._batch(args, few=True, number=2)
+        if all(axis is None for axis in batch.axes):
+            raise ValueError(
+                f"check compares a mini-batch with its parts, and in_axes="
+                f"{self._work.in_axes!r} splits no array: give examples as an argument"
+            )
+        return batch
 
     def composed(
         self, params: PyTree, args: Sequence[PyTree], sizes: Sequence[int]
     ) -> Callable[[PyTree, Sequence[PyTree]], jax.Array]:
         """``(params, args) -> loss``, on one device, of micro-batches of such sizes."""
-        specs, trained, batch = self._called(params, self._batch(args, True))
+        specs, trained, batch = self._called(params, self._splittable(args))
         batch = replace(batch, sizes=tuple(sizes), num_shards=1)
         programs = self._traced(_Call(specs, trained, batch))
 
@@ -225,14 +241,32 @@ class Sliced:
         trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
         return _Call(specs, trained, batch)
 
-    def _batch(self, args: Sequence[PyTree], few: bool = False) -> Batch:
-        """Checks the arguments after the parameters."""
-        if self._work.modules and args[-1] is not None:
-            _rng.check_rngs(args[-1])
+    def _batch(
+        self, args: Sequence[PyTree], few: bool = False, number: int | None = None
+    ) -> Batch:
+        """Checks the arguments after the parameters.
+
+        Args:
+          args: the arguments.
+          few: see `_arguments.batch`.
+          number: in how many micro-batches; default: those of the division.
+        """
         work, division = self._work, self._division
-        names = work.names or [f"argument {i + 1}" for i in range(len(args))]
-        number = division.num_microbatches, division.num_shards
-        return _arguments.batch(args, work.in_axes, names, *number, few)
+        names, in_axes = work.names, work.in_axes
+        if work.modules is None:
+            *by_position, keywords = args
+            names = _arguments.named(len(by_position), work.argnums)
+            in_axes = _arguments.axes_of_call(in_axes, by_position, keywords)
+        elif args[-1] is not None:
+            _rng.check_rngs(args[-1])
+        return _arguments.batch(
+            args,
+            in_axes,
+            names,
+            num_microbatches=number or division.num_microbatches,
+            num_shards=1 if number else division.num_shards,
+            few=few,
+        )
 
     def _built(self, call: _Call, runs: bool = True) -> Built:
         work, batch = self._work, call.batch
@@ -309,15 +343,27 @@ class Sliced:
         checks = self._checks
         _variables.check_concrete(jax.tree.leaves((params, args)))
         checks.order(params)
-        batch = self._batch(args)
+        try:
+            batch = self._batch(args)
+        except ValueError as error:
+            self._note_order(error, params, args)
+            raise
         checks.before(params, args)
         try:
             built = self._built(self._called(params, batch))
-        except Exception:
+        except Exception as error:
             checks.explain(params, args)
+            self._note_order(error, params, args)
             raise
         _closures.check(params, built, self._work.modules)
         return built
+
+    def _note_order(
+        self, error: Exception, params: PyTree, args: Sequence[PyTree]
+    ) -> None:
+        """Notes where the parameters of a loss function may not be the first."""
+        if self._work.modules is None:
+            _arguments.note_order(error, params, args)
 
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
@@ -338,6 +384,7 @@ class Sliced:
                 local = part[: 1 + work.has_loss] if work.modules.is_local else ()
                 count = len(jax.tree.leaves(local))
                 traced = replace(traced, num_inputs=leaves, num_local=count)
+            traced = replace(traced, is_split=any(split))
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)

@@ -15,7 +15,8 @@ from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._placed._by_path import ByPath, Leaf
 from .._placed._function import Placement, where_computed
-from .._placed._jit import Jitted, Static
+from .._placed._jit import Jitted
+from .._placed._static import Static
 
 PyTree = Any
 
