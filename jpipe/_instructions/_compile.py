@@ -16,6 +16,7 @@ import jax
 from .. import _compat
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
+from .._processes._keys import is_key
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, SubMesh
 from ._transfer import Device, located, on
@@ -91,12 +92,15 @@ class Compiled:
         """Whether it is compiled before it is called.
 
         What it is given may be of other kinds each time where that is in no place, or
-        in the memory of the host. Nothing is compiled under `jax.disable_jit`; and
-        where NaNs are looked for, `jax.jit` finds where.
+        in the memory of the host. Of elements smaller than a byte, such as int4, JAX
+        says "compiled for input layouts that disagree" where it was compiled ahead.
+        Nothing is compiled under `jax.disable_jit`; and where NaNs are looked for,
+        `jax.jit` finds where.
         """
-        kinds = *self.arguments, *self.function.results
+        specs = *self.arguments, *self.function.results
         is_placed = all(place >= 0 for place in self.places)
-        return is_placed and not any(map(on_host, kinds)) and is_ahead()
+        is_plain = not any(on_host(spec) or is_below_byte(spec) for spec in specs)
+        return is_placed and is_plain and is_ahead()
 
     @property
     def kind(self) -> Hashable:
@@ -324,6 +328,11 @@ def _timed(
 def on_host(spec: Any) -> bool:
     """Whether a policy keeps an array in the memory of the host."""
     return getattr(spec, "memory_space", None) == jax.memory.Space.Host
+
+
+def is_below_byte(spec: Any) -> bool:
+    """Whether the elements of an array have fewer bits than a byte."""
+    return not is_key(spec) and jax.dtypes.itemsize_bits(spec.dtype) < 8
 
 
 def named(name: str, labels: Sequence[Any]) -> str:

@@ -5,6 +5,7 @@ Models have widths of their own: a program that another test has compiled is com
 
 import collections
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,3 +251,47 @@ def test_programs_that_call_python_are_never_taken_for_each_other(capfd):
         pipe.value_and_grad(ref.mse)(variables, x, targets)
         jax.effects_barrier()
         assert set(capfd.readouterr().out.split()) == {word}
+
+
+class Quantized(nn.Module):
+    """A frozen matrix of a small type, and a scale that is trained."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        def init():
+            return (jnp.arange(25).reshape(5, 5) % 2).astype(self.dtype)
+
+        matrix = self.variable("frozen", "matrix", init)
+        scale = self.param("scale", nn.initializers.ones, (5,))
+        return x @ matrix.value.astype(x.dtype) * scale
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn"])
+def test_elements_smaller_than_a_byte_are_computed_with(dtype):
+    model = nn.Sequential([Quantized(dtype), Quantized(dtype), ref.dense(4)])
+    (x, targets), tx = ref.regression(8), optax.sgd(0.1)
+    variables = model.init(jax.random.key(0), x)
+    frozen, params = variables["frozen"], variables["params"]
+
+    def loss_fn(params, frozen, x, targets):
+        y = model.apply({"params": params, "frozen": frozen}, x)
+        return ref.mse(y, targets)
+
+    expected = jax.value_and_grad(loss_fn)(params, frozen, x, targets)
+    value_and_grad = jpipe.value_and_grad(
+        loss_fn, 4, num_stages=2, in_axes=(None, 0, 0), devices=jax.devices()[:2]
+    )
+    placed = value_and_grad.place(params, frozen, x, targets)
+    ref.assert_close(value_and_grad(placed, frozen, x, targets), expected, ref.FLOAT32)
+
+    pipe = jpipe.pipeline(model, 4, num_stages=2, devices=jax.devices()[:2])
+    step = pipe.train_step(ref.mse, tx)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    before = ref.on_host(state.params)
+    state, metrics = step(state, x, targets)
+    loss, grads = jax.value_and_grad(loss_fn)(before, frozen, x, targets)
+    updated = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
+    ref.assert_close((metrics["loss"], state.params), (loss, updated), ref.FLOAT32)
+    ref.assert_equal(state.variables["frozen"], frozen)
