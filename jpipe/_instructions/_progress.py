@@ -1,16 +1,67 @@
 """A line on a terminal that shows how far a long task has come."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
 
 _T = TypeVar("_T")
-# After so many seconds a terminal shows how far a task has come.
-_LONG = 3.0
-# When the task began of which the one at hand is a part.
-_began: ContextVar[float | None] = ContextVar("began", default=None)
+# After so many seconds a terminal shows how far a task has come, and from then on again
+# and again after so many, so that nobody takes it for one that hangs.
+_LONG, _TICK = 3.0, 1.0
+
+
+class _Line:
+    """The line of a task and of all tasks within it; nothing where stderr is a file.
+
+    Attributes:
+      text: what is done, without the time.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._start = time.monotonic()
+        self._is_shown = False
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._is_terminal = _is_terminal()
+        if self._is_terminal:
+            threading.Thread(target=self._repaint, daemon=True).start()
+
+    def show(self, text: str) -> None:
+        """Shows what is done."""
+        self.text = text
+        self._paint()
+
+    def end(self) -> None:
+        """Clears the line."""
+        with self._lock:
+            self._ended.set()
+            if self._is_shown:
+                sys.stderr.write("\r\x1b[K")
+                sys.stderr.flush()
+
+    def _repaint(self) -> None:
+        """Shows the time that passes, until the task has ended."""
+        pause = _LONG
+        while not self._ended.wait(pause):
+            self._paint()
+            pause = _TICK
+
+    def _paint(self) -> None:
+        with self._lock:
+            seconds = time.monotonic() - self._start
+            if not self._is_terminal or self._ended.is_set() or seconds < _LONG:
+                return
+            line = f"jpipe: {self.text} in {seconds:.0f} s" if self.text else ""
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+            self._is_shown = True
+
+
+# That of the task of which the one at hand is a part.
+_line: ContextVar[_Line | None] = ContextVar("line", default=None)
 
 
 class Progress:
@@ -24,31 +75,25 @@ class Progress:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._shown = False
 
     def __enter__(self) -> "Progress":
-        outer = _began.get()
+        outer = _line.get()
         self._is_outer = outer is None
-        self._start = time.monotonic() if outer is None else outer
-        _began.set(self._start)
+        self._line = outer or _Line()
+        self._text_before = self._line.text
+        _line.set(self._line)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_outer:
-            _began.set(None)
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            _line.set(None)
+            self._line.end()
+        else:
+            self._line.show(self._text_before)
 
     def show(self, done: int, total: int) -> None:
         """Shows how many are done."""
-        seconds = time.monotonic() - self._start
-        if seconds > _LONG and sys.stderr.isatty():
-            self._shown = True
-            sys.stderr.write(
-                f"\rjpipe: {done} of {total} {self._what} in {seconds:.0f} s"
-            )
-            sys.stderr.flush()
+        self._line.show(f"{done} of {total} {self._what}")
 
 
 def counted(what: str, items: Sequence[_T]) -> Iterator[_T]:
@@ -57,3 +102,11 @@ def counted(what: str, items: Sequence[_T]) -> Iterator[_T]:
         for done, item in enumerate(items):
             progress.show(done, len(items))
             yield item
+
+
+def _is_terminal() -> bool:
+    """Whether a person sees what is written to stderr."""
+    stream = sys.stderr
+    if stream is None or getattr(stream, "closed", False):  # without a console
+        return False
+    return stream.isatty()

@@ -158,11 +158,11 @@ def plan(
     choice = shapes(spread, numbers, count, examples, known)
     parts = sorted({shape.parts for shape in choice})
     finest = dataclasses.replace(request, num_microbatches=parts[-1])
-    model, required = subject.traced(finest), None
-    if balance is not None:
-        required = check_balance(balance, len(model.names))
     # All that a terminal shows meanwhile counts from here.
     with Progress("plans made"):
+        model, required = subject.traced(finest), None
+        if balance is not None:
+            required = check_balance(balance, len(model.names))
         optimizer = _optimizer_bytes(tx, model)
         if profile is None:
             profiles = _profiles(subject, model, finest, parts)

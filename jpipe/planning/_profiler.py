@@ -5,7 +5,7 @@ from typing import Any
 
 from .._functions._weights import is_inexact
 from .._instructions._bytes import nbytes
-from .._instructions._progress import counted
+from .._instructions._progress import Progress, counted
 from .._instructions._transfer import Device
 from .._jaxprs._cheapest import total_bytes
 from .._jaxprs._flops import flops
@@ -115,7 +115,8 @@ def profile(
         *(trainable, in_axes, target_axes, rngs, train, measure, rounds, device),
         *(peak_flops, memory_bandwidth, action_seconds),
     )
-    return answer(Subject(layers).traced(request), request)
+    with Progress("profiles made"):
+        return answer(Subject(layers).traced(request), request)
 
 
 def answer(model: Traced, request: Request) -> Profile:

@@ -9,6 +9,7 @@ import jax
 
 from .._functions import _remat
 from .._functions._trainable import Trainable
+from .._instructions._progress import Progress
 from .._instructions._transfer import OnPaper
 from .._layers._layer import as_layers, is_model
 from .._layers._skip import label
@@ -61,6 +62,11 @@ class Subject:
           ValueError: as a pipeline of them.
           TypeError: likewise.
         """
+        with Progress("models traced") as progress:
+            progress.show(0, 1)
+            return self._traced(request)
+
+    def _traced(self, request: Request) -> Traced:
         one = request.resized(request.batch().sizes[0])
         if self._is_model and self._pieces is None:
             self._pieces = self._divide(one)
