@@ -80,8 +80,9 @@ def _timeline(given: Any) -> Timeline:
         return given.simulate(fitting(Costs(), given))
     if not isinstance(given, Timeline):
         raise TypeError(
-            f"a {type(given).__name__} is not a timeline: draw what "
-            f"Schedule.simulate, profile_step or jpipe.plan returns"
+            f"a {type(given).__name__} is not a timeline: draw a Schedule, such as "
+            f"pipe.schedule, or what Schedule.simulate, profile_step or jpipe.plan "
+            f"returns"
         )
     return given
 

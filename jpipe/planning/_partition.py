@@ -13,7 +13,7 @@ from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
 from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import best_max, best_step, smallest_max
-from ._layer import MODES, LayerProfile, unknown_mode
+from ._layer import MODES, LayerProfile, count_faults, number_faults, unknown_mode
 from ._problem import PartitionProblem
 from ._profile import Profile, speed_faults
 
@@ -118,6 +118,8 @@ def _checked(
       ValueError: with what makes no sense.
     """
     profile = _profile(costs)
+    if faults := [*count_faults("num_stages", num_stages)]:
+        raise ValueError(f"partition: {faults[0]}")
     count = operator.index(num_stages)
     modes = profile.modes(remat, count)
     if num_microbatches is None and isinstance(schedule, Schedule):
@@ -161,9 +163,24 @@ def _checked(
 
 
 def _profile(costs: Sequence[float] | Profile) -> Profile:
-    """The layers; of a number, a third is taken to be forward."""
+    """The layers; of a number, a third is taken to be forward.
+
+    Raises:
+      ValueError: if a number is no time.
+      TypeError: if they are neither a profile nor numbers.
+    """
     if not isinstance(costs, Profile):
-        times = [float(time) for time in costs]
+        try:
+            times = [float(time) for time in costs]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"partition: costs is a {type(costs).__name__}; needs a jpipe.Profile, "
+                f"such as jpipe.profile(layers, x) returns, or a number for each layer"
+            ) from None
+        pairs = enumerate(times)
+        faults = [fault for i, t in pairs for fault in number_faults(f"costs[{i}]", t)]
+        if faults:
+            raise ValueError(f"partition: {'; '.join(faults)}")
         halves = enumerate((time / 3, time - time / 3) for time in times)
         costs = Profile(tuple(LayerProfile(str(i), *each) for i, each in halves))
     if faults := costs.faults():

@@ -325,6 +325,23 @@ def _plain(number: Any) -> int | float:
     return operator.index(number) if hasattr(number, "__index__") else float(number)
 
 
+def check_profile(what: str, profile: Any) -> None:
+    """Checks that something is a profile.
+
+    Args:
+      what: how errors call the function that was given it.
+      profile: what the caller passed.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            f"{what} needs a jpipe.Profile, such as jpipe.profile(layers, x) returns; "
+            f"this is a {type(profile).__name__}"
+        )
+
+
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
     yield from _layer.number_faults("latency", latency)

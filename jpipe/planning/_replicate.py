@@ -8,7 +8,7 @@ import numpy as np
 
 from ..schedules._units import columns, many
 from ._layer import count_faults
-from ._profile import Profile, speed_faults
+from ._profile import Profile, check_profile, speed_faults
 from ._sums import Matrix, sums
 
 
@@ -85,6 +85,7 @@ def replicate(
 
     Raises:
       ValueError: with every fault of the arguments.
+      TypeError: if the profile is none.
 
     Example:
       >>> from jpipe.planning._profile import LayerProfile
@@ -99,6 +100,7 @@ def replicate(
     References:
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
     """
+    check_profile("replicate", profile)
     faults = [*profile.faults(), *speed_faults(bandwidth, 0.0)]
     if faults := [*faults, *count_faults("num_devices", num_devices)]:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")

@@ -47,6 +47,7 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
 
     Raises:
       ValueError: if costs are given per stage and a schedule has another number.
+      TypeError: if there is no sequence of schedules.
 
     Example:
       >>> from jpipe.schedules import gpipe, zb_h1
@@ -56,6 +57,11 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
       | gpipe    | 4      | 33   | 27.3 % | 8, 8, 8, 8          |
       | zb_h1    | 4      | 27   | 11.1 % | 4, 4, 4, 4          |
     """
+    if isinstance(schedules, Schedule | str):
+        raise TypeError(
+            f"compare: {schedules!r:.60} are not several schedules; give a sequence, "
+            f"such as [gpipe(4, 8), zb_h1(4, 8)]"
+        )
     costs = costs or Costs()
     return Comparison(
         tuple(schedule.simulate(fitting(costs, schedule)) for schedule in schedules)

@@ -18,5 +18,5 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
 
 
 def test_what_has_no_times_is_refused():
-    with pytest.raises(TypeError, match="a str is not a timeline: draw what Schedule"):
+    with pytest.raises(TypeError, match=r"a str is not a timeline: draw a Schedule, "):
         draw.svg(["1f1b"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jpipe
 from jpipe import partition, schedules
 
 from .chains import (
@@ -173,6 +174,7 @@ GIVEN = profile(random.Random(0), 6)
     ("question", "fault"),
     [
         ({"num_stages": 7}, "num_stages=7; needs 1 to 6"),
+        ({"num_stages": "2"}, "num_stages='2': needs an int of at least 1"),
         ({"objective": "fast"}, "objective='fast'; needs 'max' or 'step'"),
         ({"objective": "step"}, "a step or a schedule needs num_microbatches="),
         ({"schedule": "2f2b", "num_microbatches": 4}, "unknown schedule '2f2b'"),
@@ -184,7 +186,7 @@ GIVEN = profile(random.Random(0), 6)
         ({"costs": [1, 2], "remat": "full"}, "max_bytes= and remat='full' need a Pro"),
         (
             {"costs": [1.0, float("nan")]},
-            "layer 1 (1): forward=nan; needs a number, finite",
+            "costs[1]=nan; needs a number, finite",
         ),
         ({"costs": [1e308] * 4}, "a step takes longer than a float can hold"),
         (
@@ -197,6 +199,14 @@ def test_a_question_that_makes_no_sense(question, fault):
     with pytest.raises(ValueError, match=r"partition|schedule") as refusal:
         partition(**{"costs": GIVEN, "num_stages": 2, **question})
     assert fault in str(refusal.value)
+
+
+def test_costs_that_are_none_are_answered_with_what_to_give():
+    for costs in (3, ["a", "b"], [jnp.sin]):
+        with pytest.raises(TypeError, match=r"costs is a .*; needs a jpipe\.Profile"):
+            partition(costs, 2)
+    with pytest.raises(TypeError, match=r"replicate needs a jpipe\.Profile.* a list"):
+        jpipe.replicate([1.0, 2.0], 2)
 
 
 def test_a_limit_that_nothing_meets():

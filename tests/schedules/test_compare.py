@@ -30,3 +30,5 @@ def test_costs_of_stages_are_for_schedules_of_as_many():
     assert compare(both[:1], costs).timelines == (both[0].simulate(costs),)
     with pytest.raises(ValueError, match="are for 8 stages, gpipe has 4; give one"):
         compare(both, costs)
+    with pytest.raises(TypeError, match=r"'gpipe' are not .* such as \[gpipe\(4, 8\)"):
+        compare("gpipe")
