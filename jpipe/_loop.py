@@ -1,5 +1,6 @@
 """What a custom training loop is made of, besides gradients."""
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,9 +47,10 @@ class OwnLoop:
         elif hasattr(function, "program"):
             lower = function.program
         else:
+            shown = reprlib.repr(function)
             raise TypeError(
                 f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
-                f"returned, or pipe.apply, and its arguments; not {function!r}"
+                f"returned, or pipe.apply, and its arguments; not {shown}"
             )
         return compiled(lambda: lower(*args, **kwargs))
 

@@ -106,12 +106,17 @@ class Options:
 
         Raises:
           ValueError: if a number does not fit.
-          TypeError: if it is none.
+          TypeError: if it is none, or replicas are no sequence.
         """
         count = num_stages or _setup.check_num_stages(self.num_stages)
         replicas = self.replicas
         if self.cuts is not None:
             count = len(self.cuts.positions) + 1
+        if replicas is not None and not hasattr(replicas, "__len__"):
+            raise TypeError(
+                f"replicas={replicas!r} is a {type(replicas).__name__}; needs a number "
+                f"for each stage, such as replicas={[2] * (count or 2)}"
+            )
         if replicas is not None and count not in (None, len(replicas)):
             raise ValueError(
                 f"replicas={list(replicas)} is for {len(replicas)} stages, the "

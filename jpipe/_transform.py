@@ -137,9 +137,14 @@ def pipeline(
     if is_one:
         _setup.check_for_one(balance, sample)
     elif num_stages is not None:
+        instead = (
+            "give the model as it is, not in a list"
+            if len(layers) == 1
+            else "of a list of layers type balance=, how many layers each stage takes"
+        )
         raise ValueError(
-            f"num_stages={num_stages} is for one model that is divided by itself; of "
-            f"a list of layers type balance=, how many layers each stage takes"
+            f"num_stages={num_stages} is for one model that is divided by itself; "
+            f"{instead}"
         )
     options = Options(
         num_microbatches,

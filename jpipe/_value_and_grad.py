@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
 from ._functions._trainable import Trainable
+from ._layers._layer import is_module
 from ._options import Options
 from ._processes._start import check_joined
 from ._run._param_sharding import Rule
@@ -105,6 +106,12 @@ def value_and_grad(
     check_joined()
     if not callable(fun):
         raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
+    if is_module(fun):
+        raise TypeError(
+            f"fun is a module, {type(fun).__name__}; needs a function (params, *args) "
+            f"-> loss that calls it, such as lambda params, x, y: "
+            f"loss_fn(model.apply(params, x), y); jpipe.pipeline takes the module"
+        )
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"

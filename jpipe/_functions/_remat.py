@@ -33,7 +33,11 @@ def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
             f"remat has {len(settings)} entries for {num_stages} stages; give one for "
             f"all or one per stage"
         )
-    unknown = [s for s in settings if s not in NAMES and not callable(s)]
+    unknown = [
+        setting
+        for setting in settings
+        if setting not in NAMES and (not callable(setting) or setting is jax.checkpoint)
+    ]
     if unknown:
         listed = ", ".join(dict.fromkeys(map(repr, unknown)))
         raise ValueError(

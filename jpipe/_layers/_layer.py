@@ -2,7 +2,7 @@
 
 import functools
 import reprlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,13 +91,14 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
       TypeError: with every object that is none of these.
       ValueError: if the list is empty.
     """
-    try:
-        objects = list(listed)
-    except TypeError:
+    is_text_or_dict = isinstance(listed, str | bytes | Mapping)
+    is_array = hasattr(listed, "shape")
+    if is_text_or_dict or is_array or not isinstance(listed, Iterable):
         raise TypeError(
             f"stages is a {type(listed).__name__}; needs a Flax module, a function, or "
             f"a sequence of layers, such as [nn.Dense(8), nn.relu]"
-        ) from None
+        )
+    objects = list(listed)
     if not objects:
         raise ValueError("stages=[]: a pipeline needs at least one layer")
     faults = [
@@ -117,7 +118,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 def is_model(source: Any) -> bool:
     """Whether something is one model, and no list of layers."""
     is_listed = isinstance(source, Stage | Method | _skip.Isolated)
-    return is_listed or _is_module(source) or callable(source)
+    return is_listed or is_module(source) or callable(source)
 
 
 def _why_not(source: Any) -> str:
@@ -142,7 +143,7 @@ def _why_not(source: Any) -> str:
 def _binds_module(source: Any) -> str:
     """Why a method of a module cannot be a layer: the module would be a constant."""
     function = source
-    while not _is_module(module := getattr(function, "__self__", function)):
+    while not is_module(module := getattr(function, "__self__", function)):
         # What a functools.partial or a jax.jit calls.
         is_partial = isinstance(function, functools.partial)
         inner = function.func if is_partial else getattr(function, "__wrapped__", None)
@@ -161,7 +162,7 @@ def _binds_module(source: Any) -> str:
 
 def _holds_arrays(source: Any) -> str:
     """Why a callable cannot be a layer, if it is a pytree that would not be trained."""
-    if not callable(source) or _is_module(source):
+    if not callable(source) or is_module(source):
         return ""
     parts = (x for x in jax.tree.leaves(source) if x is not source)
     if not any(isinstance(x, jax.Array | np.ndarray) for x in parts):
@@ -173,7 +174,8 @@ def _holds_arrays(source: Any) -> str:
     )
 
 
-def _is_module(value: Any) -> bool:
+def is_module(value: Any) -> bool:
+    """Whether something is a module of linen or nnx."""
     return _linen.is_module(value) or _nnx.is_module(value)
 
 
@@ -187,7 +189,7 @@ def as_layer(source: Any) -> Layer:
         return _from_stage(source)
     if isinstance(source, Method):
         return _from_module(source, source.module, source.method)
-    if _is_module(source):
+    if is_module(source):
         return _from_module(source, source, "__call__")
     return _from_function(source)
 

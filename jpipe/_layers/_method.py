@@ -65,8 +65,12 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
     """
     kind = type(module).__name__
     if not (_linen.is_module(module) or _nnx.is_module(module)):
+        instead = ""
+        if isinstance(module, type):
+            instead = f"; write {module.__name__}(...)"
         raise TypeError(
             f"layer({reprlib.repr(module)}): needs a flax module, this is a {kind}"
+            f"{instead}"
         )
     if isinstance(method, str):
         if not callable(getattr(type(module), method, None)):

@@ -48,6 +48,10 @@ def check_key(key: Any, what: str = "key") -> None:
     Raises:
       TypeError: if it is not.
     """
+    if isinstance(key, nnx.Rngs):
+        raise TypeError(
+            f"{what} is an nnx.Rngs; needs a random key, such as jax.random.key(0)"
+        )
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if shape == ():

@@ -197,6 +197,11 @@ def called(
 
 def _check_output(number: int, layer: Layer, y: PyTree) -> None:
     """Checks that a layer returned arrays: nothing else goes from stage to stage."""
+    if y is None:
+        raise TypeError(
+            f"layer {number} ({layer.name}) returned None; it must return what the "
+            f"next layer is given, also after jpipe.stash(name, x)"
+        )
     faults = []
     # JAX warns of a generator among leaves, which says less than we do.
     found = jax.tree_util.tree_leaves_with_path(

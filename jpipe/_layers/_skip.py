@@ -176,6 +176,13 @@ def pop(name: Hashable) -> PyTree:
 
 
 def _frame(function: str, name: Hashable, instead: str) -> _Frame:
+    try:
+        hash(name)
+    except TypeError:
+        raise TypeError(
+            f"{function}: the name comes first and must be hashable, such as a str; it "
+            f"is a {type(name).__name__}"
+        ) from None
     frame = _current.get()
     if frame is None:
         raise RuntimeError(

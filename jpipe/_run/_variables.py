@@ -17,6 +17,10 @@ from .._layers._tree import Names, dotted, flat, nested
 PyTree = Any
 
 
+# What to type where parameters are given in place of variables.
+WRAPPED = "wrap parameters as {'params': params}, or give state.variables"
+
+
 def check_layers(
     parent: Parent, expected: Sequence[PyTree], given: Any, message: str
 ) -> None:
@@ -108,6 +112,12 @@ def check(
     faults = [*faults, *differences(wanted, found, other)]
     if not faults:
         faults = _other_containers(expected, given)
+    bare = [
+        f"{name} has no entry 'params'; {WRAPPED}"
+        for name, specs in expected.items()
+        if "params" in specs and lacks_params(given[name])
+    ]
+    faults = [*bare[:1], *faults]
     if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
     refuse(message, faults)
@@ -181,6 +191,12 @@ def _shapes(entries: Mapping[str, PyTree]) -> dict[str, str]:
         path: f"{tuple(leaf.shape)}" + ("" if is_inexact(leaf) else f" of {leaf.dtype}")
         for path, leaf in _leaves(entries)
     }
+
+
+def lacks_params(variables: Any) -> bool:
+    """Whether what is given as variables may be parameters alone."""
+    is_mapping = isinstance(variables, Mapping)
+    return is_mapping and bool(variables) and "params" not in variables
 
 
 def _is_of_nnx(node: Any) -> bool:

@@ -1,7 +1,7 @@
 """One model as a function of its variables and a micro-batch."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import chex
@@ -15,7 +15,7 @@ from .._layers._layer import Layer, check_unchanged
 from .._layers._parent import Parent
 from .._layers._sequence import Made, called
 from .._layers._stage import shapes
-from .._run import _param_sharding
+from .._run import _param_sharding, _variables
 from .._run._pipe import Pipe
 from ._modules import Modules
 
@@ -63,6 +63,13 @@ class Model(Modules):
                 f"raised by the model ({self._layer.name}), whose input was "
                 f"{shapes(x)}; x comes before the targets"
             )
+            if not isinstance(variables, Mapping):
+                error.add_note(
+                    f"variables is a {type(variables).__name__}; a model needs a "
+                    f"mapping such as {{'params': ...}}, as pipe.init returns it"
+                )
+            elif _variables.lacks_params(variables):
+                error.add_note(f"variables has no entry 'params'; {_variables.WRAPPED}")
             raise
 
     def _call(self, x: PyTree, keys: Any, train: bool, handles: Sequence[Any]) -> Any:

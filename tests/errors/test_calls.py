@@ -53,6 +53,10 @@ def init(key):
     return lambda pipe, _: pipe.init(key, X)
 
 
+def compile_array(pipe, variables):
+    pipe.compile(np.ones((99, 99)), variables)
+
+
 CALLS = {
     TypeError: {
         "jnp.asarray ... x['a'] is ... x['b'] is": apply({"a": 3, "b": "text", "c": X}),
@@ -67,6 +71,8 @@ CALLS = {
         "rngs['dropout'] is 1 ... jax.random.key(1)": apply(rngs={"dropout": 1}),
         "key is 7 ... such as jax.random.key(7)": init(7),
         "key is None": init(None),
+        "key is an nnx.Rngs; needs a random key": init(nnx.Rngs(0)),
+        "pipe.compile takes ... and its arguments; not array([[1.": compile_array,
         "key is a key<fry>[2]": init(jax.random.split(KEY)),
         "state is a tuple ... init_train_state": profile,
         "outside of jax.jit": under_jit,
@@ -91,6 +97,9 @@ CALLS = {
         "variables[0] is ... [2] is a list": given(lambda v: (3, {}, [])),
         "x is float32[4,2] ... fit float32[4,3] ... x before the targets": gradient(
             TARGETS, X
+        ),
+        "variables[0] has no entry 'params'; wrap ... or give state.variables": given(
+            lambda v: [own.get("params", {}) for own in v]
         ),
         "pipe.place(variables) ... stage 1 (layers 2 to 2 ... is on cpu:7": given(
             lambda v: jax.device_put(v, jax.devices()[7])

@@ -58,6 +58,11 @@ OPTIONS = {
             "sample": X,
         },
         "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
+        "num_stages=2 ... give the model as it is, not in a list": {
+            "stages": [nn.Dense(2)],
+            "num_stages": 2,
+        },
+        f"unknown remat <function checkpoint ... {REMATS}": {"remat": jax.checkpoint},
         "with schedule='gpipe': choose '1f1b' or": {
             "schedule": "gpipe",
             "replicas": [2, 1, 1],
@@ -87,6 +92,10 @@ OPTIONS = {
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
         "stages is a int; needs a Flax module ... [nn.Dense": {"stages": 3},
+        "stages is a str; needs a Flax module": {"stages": "Dense"},
+        "stages is a dict; needs a Flax module": {"stages": {"first": nn.Dense(3)}},
+        "stages is a ndarray; needs a Flax module": {"stages": X},
+        "replicas=2 is a int; needs a number for each stage": {"replicas": 2},
         "Dense is a class; write Dense(...)": {"stages": nn.Dense},
         "layer 1 ... a function that calls a Dense ... become constants": {
             "stages": [nn.relu, BOUND.__call__]
@@ -142,6 +151,12 @@ def test_layers_that_are_no_layers_are_all_listed():
     assert len(lines) == len(faults)
     for line, fault in zip(lines, faults, strict=True):
         assert re.fullmatch(rf"  \* {fault}", line)
+
+
+def test_a_module_in_place_of_a_function_is_answered():
+    match = says("fun is a module, Dense", "(params, *args) -> loss", "jpipe.pipeline")
+    with pytest.raises(TypeError, match=match):
+        jpipe.value_and_grad(nn.Dense(3), 2)
 
 
 def test_idle_devices_warn():

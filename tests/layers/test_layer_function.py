@@ -104,6 +104,7 @@ def test_switch_that_the_function_does_not_pass_on_warns(double):
         (nn.Dense(4), 3, ValueError, "lambda module, x: module"),
         (nn.Dense(4), "attend", ValueError, "Dense has no method 'attend'"),
         (jnp.tanh, "__call__", TypeError, "needs a flax module"),
+        (nn.Dense, "__call__", TypeError, r"this is a type; write Dense\(\.\.\.\)"),
     ],
 )
 def test_what_is_no_method_of_a_module_is_refused(module, method, error, says):

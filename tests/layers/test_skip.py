@@ -69,7 +69,12 @@ FAULTS = {
         "pass it in": init(keep, lambda x: jax.lax.map(take, x)),
     },
     TypeError: {
-        "unhashable type": init(lambda x: jpipe.stash(["a"], x)),
+        "stash: the name comes first and must be hashable ... it is a Dynamic": init(
+            lambda x: jpipe.stash(x, "a")
+        ),
+        "layer 0 (<lambda>) returned None; it must return what the next": init(
+            lambda x: jpipe.stash("a", x), take
+        ),
     },
 }
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors, nnx
 from flax import linen as nn
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -290,3 +290,25 @@ def test_a_mesh_of_the_one_device_of_all_stages_is_no_fault():
     variables: Any = pipe.init(KEY, X)
     expected = Over(lambda x: x).apply(variables, X)
     ref.assert_close(pipe.apply(variables, X), expected, ref.FLOAT32)
+
+
+def test_what_is_given_in_place_of_variables_is_named():
+    pipe = jpipe.pipeline(nn.Dense(3), 2, num_stages=1)
+    params = pipe.init(KEY, X)["params"]
+    for given, says in (
+        (params, "variables has no entry 'params'; wrap parameters as {'params': par"),
+        ((params,), "variables is a tuple; a model needs a mapping such as {'params'"),
+    ):
+        with pytest.raises((errors.FlaxError, AttributeError)) as caught:
+            pipe.apply(given, X)
+        assert any(note.startswith(says) for note in caught.value.__notes__)
+
+
+def test_packed_inputs_are_shown_by_their_shapes():
+    pipe = jpipe.pipeline(nn.Dense(3), 2, num_stages=1)
+    packed = jpipe.inputs(X[:, :2], mask=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'") as caught:
+        pipe.apply(pipe.init(KEY, X), packed)
+    (note,) = (text for text in caught.value.__notes__ if "by the model" in text)
+    assert "whose input was jpipe.inputs(float32[4,2], mask=None); x comes" in note
+    assert repr(jpipe.inputs(0, mask=None)) == "jpipe.inputs(0, mask=None)"

@@ -172,17 +172,6 @@ def test_an_input_that_does_not_fit_is_named(double):
         )
 
 
-def test_packed_inputs_are_shown_by_their_shapes(double):
-    variables = small().init(KEY, X)
-    packed = jpipe.inputs(X[:, :2], mask=None)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'") as caught:
-        small().apply(variables, packed)
-    (note,) = (text for text in caught.value.__notes__ if "by the model" in text)
-    says = r"whose input was jpipe\.inputs\(float\d+\[\d,2\], mask=None\); x comes"
-    assert re.search(says, note)
-    assert repr(jpipe.inputs(0, mask=None)) == "jpipe.inputs(0, mask=None)"
-
-
 class Normed(nn.Module):
     """It has statistics of two norms, one of them frozen."""
 
