@@ -13,7 +13,7 @@ from flax import nnx
 
 from .._faults import refuse
 from .._jaxprs._jaxpr import zeros
-from . import _inputs, _linen, _nnx, _skip, _switches
+from . import _inputs, _linen, _modes, _nnx, _skip, _switches
 from ._method import Method
 
 PyTree = Any
@@ -242,19 +242,37 @@ def _from_stage(stage: Stage) -> Layer:
             )
         return dict(made)
 
+    watch = _modes.Watch()
+
     def call(variables, x, rngs, train):
-        return _switches.call(stage.apply, [variables], x, rngs, train)
+        function, before = stage.apply, [variables]
+        with watch(_watched(stage.name, function, before, x), train):
+            return _switches.call(function, before, x, rngs, train)
 
     return Layer(stage.name, stage, call, init)
 
 
 def _from_function(function: Callable[..., PyTree]) -> Layer:
 
+    name, watch = _name(function), _modes.Watch()
+
     def call(variables, x, rngs, train):
         del variables
-        return _switches.call(function, [], x, rngs, train)
+        with watch(_watched(name, function, [], x), train):
+            return _switches.call(function, [], x, rngs, train)
 
-    return Layer(_name(function), function, call)
+    return Layer(name, function, call)
+
+
+def _watched(
+    name: str, function: Callable[..., PyTree], before: Sequence[Any], x: PyTree
+) -> _modes.Call:
+    """A call of a function, for warnings."""
+    asking = _switches.parameters(function, len(before), x)
+    offered = _switches.offered(asking, True, None)
+    return _modes.Call(
+        name, asking, [*offered], _switches.keywords(function, asking, x)
+    )
 
 
 def _name(function: Callable[..., PyTree]) -> str:

@@ -1,7 +1,7 @@
 """Flax linen modules as layers."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,7 @@ def nothing_asked() -> Iterator[None]:
 
 def call(method: Method) -> Callable[..., PyTree]:
     """``(module, x, rngs, train) -> y`` of a bound module."""
+    watch = _modes.Watch()
 
     def run(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
         asking = _asking(module, method, x)
@@ -98,12 +99,35 @@ def call(method: Method) -> Callable[..., PyTree]:
             function = getattr(type(module), method)
         changes = train and module.is_mutable_collection("batch_stats")
         with (
-            _modes.watching("", [], [*offered], train),
+            watch(_watched(module, method, x, asking, [*offered]), train),
             _batchnorm.meeting(changes),
         ):
             return _switches.bound(function, [module], x, asking, offered)()
 
     return run
+
+
+def _watched(
+    module: linen.Module,
+    method: Method,
+    x: PyTree,
+    asking: Sequence[inspect.Parameter],
+    offered: Sequence[str],
+) -> _modes.Call:
+    """A call of a bound module, for warnings."""
+    if not isinstance(method, str):
+        keywords = _switches.keywords(method, asking, x)
+        name = getattr(method, "__name__", "a function")
+        return _modes.Call(name, asking, offered, keywords, path=())
+    receiver, function, _ = _switches.receiver(module, method)
+    return _modes.Call(
+        f"{type(receiver).__name__}.{method}",
+        asking,
+        offered,
+        _switches.keywords(function, asking, x),
+        _switches.passing(x, method),
+        path=getattr(receiver, "path", ()),
+    )
 
 
 def _asking(module: linen.Module, method: Method, x: PyTree) -> list[inspect.Parameter]:

@@ -5,7 +5,7 @@ path, and makes a new module of them inside of each trace: the user's is only re
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -53,6 +53,7 @@ def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
     open is trained. In evaluation it is evaluated. The call is passed what it names of
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
+    watch = _modes.Watch()
 
     def run(module: nnx.Module, x: PyTree, rngs: Any, train: bool) -> PyTree:
         own = _set_mode(module, train)
@@ -64,7 +65,7 @@ def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
         nodes = (node for _, node in nnx.iter_graph(own, graph=True))
         has_norms = train and any(isinstance(x, nnx.BatchStat) for x in nodes)
         with (
-            _modes.watching(name(own), asking, [*offered], train),
+            watch(_watched(own, method, x, asking, [*offered]), train),
             _batchnorm.meeting(has_norms),
             _nnx_rngs.needed(lacking),
         ):
@@ -83,6 +84,27 @@ def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
         return y
 
     return run
+
+
+def _watched(
+    own: nnx.Module,
+    method: str | Callable[..., PyTree],
+    x: PyTree,
+    asking: Sequence[inspect.Parameter],
+    offered: Sequence[str],
+) -> _modes.Call:
+    """A call of a module, for warnings."""
+    if not isinstance(method, str):
+        keywords = _switches.keywords(method, asking, x)
+        return _modes.Call(name(own), asking, offered, keywords)
+    _, function, _ = _switches.receiver(own, method)
+    return _modes.Call(
+        name(own),
+        asking,
+        offered,
+        _switches.keywords(function, asking, x),
+        _switches.passing(x, method),
+    )
 
 
 def _has_mode(path: Any, node: Any) -> bool:

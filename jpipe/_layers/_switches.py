@@ -76,6 +76,50 @@ def parameters(
     return found
 
 
+def keywords(
+    call: Callable[..., Any], asking: Iterable[inspect.Parameter], x: PyTree
+) -> str:
+    """The name of the ``**kwargs`` in which a callable may look for a switch.
+
+    Args:
+      call: the callable.
+      asking: its parameters that nobody has set yet.
+      x: its input.
+
+    Returns:
+      The name; empty where there is none, where it begins with an underscore, as of
+      what is ignored, where the user chose what the callable is given, by a
+      `functools.partial` or in `jpipe.inputs`, and of Flax itself.
+    """
+    inner = inspect.unwrap(call)
+    _, named = _inputs.arguments(x)
+    is_chosen = isinstance(inner, functools.partial) or any(
+        isinstance(value, bool) for value in named.values()
+    )
+    if is_chosen or str(getattr(inner, "__module__", "")).startswith("flax."):
+        return ""
+    names = (p.name for p in asking if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return next((name for name in names if not name.startswith("_")), "")
+
+
+def passing(x: PyTree, method: str) -> str:
+    """A layer that passes a switch on to a method of a module, to be typed.
+
+    Args:
+      x: its input.
+      method: the name of the method.
+
+    Returns:
+      Its text, with ``{}`` for the argument.
+    """
+    data, named = _inputs.arguments(x)
+    inputs = ["x"] if len(data) == 1 else [f"x{i}" for i in range(len(data))]
+    params = ", ".join(["module", *inputs, *named, "train"])
+    args = ", ".join([*inputs, *(f"{name}={name}" for name in named), "{}"])
+    called = "module" if method == "__call__" else f"module.{method}"
+    return f"jpipe.layer(module, lambda {params}: {called}({args}))"
+
+
 def is_set(module: Any, name: str) -> bool:
     """Whether a linen module holds a switch, as its maker or its class set it."""
     fields = getattr(module, "__dataclass_fields__", {})

@@ -1,5 +1,6 @@
 """Switches: who receives them, what stays as the user set it, what is warned of."""
 
+import re
 import warnings
 
 import jax
@@ -67,8 +68,8 @@ def test_layer_receives_its_switch(listed):
 
 
 def test_parameter_of_that_name_that_is_no_switch_is_ordinary():
-    def scaled(x, training=2.0, **options):
-        assert not options
+    def scaled(x, training=2.0, **_):
+        assert not _
         return x * training
 
     np.testing.assert_array_equal(apply(scaled, True), 2)
@@ -116,24 +117,121 @@ class EnabledNnx(NamedNnx):
         return self.dropout(x, deterministic=not enable_dropout)
 
 
-@pytest.mark.parametrize(
-    ("listed", "match"),
-    [
-        (Enabled(), r"dropout Dropout_0: Enabled.__call__ left enable_dropout=False"),
-        (Outer(), r"dropout Inner_0/drop: Inner.__call__ left train=False"),
-        (jpipe.layer(Inner(), lambda m, x: m(x)), "Inner.__call__ left train=False"),
-        (EnabledNnx(), r"dropout Dropout: EnabledNnx left enable_dropout=False"),
-    ],
-)
-def test_part_that_is_off_by_a_default_warns_once(listed, match):
-    with pytest.warns(
-        UserWarning, match=rf"(?s)off in training.*{match}.*list jpipe"
-    ) as w:
-        assert not drops(listed, True)
-    assert len(w) == 1
+class Keywords(nn.Module):
+    """Looks for its switch among all that it is given by name."""
+
+    @nn.compact
+    def __call__(self, x, **kwargs):
+        return Inner()(x, **kwargs)
+
+
+class KeywordsNnx(NamedNnx):
+    def __call__(self, x, **kwargs):  # pyright: ignore
+        return super().__call__(x, **kwargs)
+
+
+class ByHand(nn.Module):
+    """A dropout of its own, which no class of Flax shows."""
+
+    @nn.compact
+    def __call__(self, x, **kwargs):
+        if not kwargs.get("train"):
+            return x
+        return x * jax.random.bernoulli(self.make_rng("dropout"), 0.5, x.shape)
+
+
+def by_hand(x, **kwargs):
+    return function(x, not kwargs.get("train"), kwargs.get("rngs"))
+
+
+LEFT = "off in training.*"
+PASSING = "lambda module, x, train: module"
+# What is listed, what the warning says, and what to type by that.
+SILENT = [
+    (
+        Enabled(),
+        f"{LEFT}dropout Dropout_0: Enabled.__call__ left enable_dropout=False.*"
+        f"list jpipe.layer\\(module, {PASSING}\\(x, enable_dropout=train",
+        lambda module, x, train: module(x, enable_dropout=train),
+    ),
+    (
+        EnabledNnx(),
+        f"{LEFT}dropout Dropout: EnabledNnx left enable_dropout=False.*"
+        f"list jpipe.layer\\(module, {PASSING}\\(x, enable_dropout=train",
+        lambda module, x, train: module(x, enable_dropout=train),
+    ),
+    (
+        Outer(),
+        f"{LEFT}dropout Inner_0/drop: Inner.__call__ left train=False\n"
+        f"pass train=train on to Inner.__call__",
+        None,
+    ),
+    (
+        jpipe.layer(Inner(), lambda m, x: m(x)),
+        f"{LEFT}Inner.__call__ left train=False\npass train=train on to",
+        None,
+    ),
+    (
+        Keywords(),
+        f"{LEFT}Inner.__call__ left train=False, Keywords.__call__ takes ..kwargs.*"
+        f"list jpipe.layer\\(module, {PASSING}\\(x, train=train",
+        lambda module, x, train: module(x, train=train),
+    ),
+    (
+        KeywordsNnx(),
+        f"{LEFT}dropout Dropout: KeywordsNnx takes ..kwargs.*"
+        f"list jpipe.layer\\(module, {PASSING}\\(x, train=train",
+        lambda module, x, train: module(x, is_training=train),
+    ),
+    (
+        ByHand(),
+        f"ByHand.__call__ takes ..kwargs, which is empty.*"
+        f"list jpipe.layer\\(module, {PASSING}\\(x, train=train",
+        lambda module, x, train: module(x, train=train),
+    ),
+    (by_hand, r"by_hand takes \*\*kwargs, .*name train before \*\*kwargs", None),
+]
+
+
+@pytest.mark.parametrize(("listed", "match", "switched"), SILENT)
+@pytest.mark.parametrize("is_model", [False, True])
+def test_part_that_is_off_by_a_default_warns_once(listed, match, switched, is_model):
+    def built(layer):
+        if is_model:
+            return jpipe.pipeline(layer, 2, num_stages=1)
+        return jpipe.pipeline([layer], 2)
+
+    def dropped(pipe, train=True):
+        y = pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train)
+        return bool((np.asarray(y) == 0).any())
+
+    pipe = built(listed)
+    with pytest.warns(UserWarning, match=f"(?s){match}") as record:
+        assert not dropped(pipe)
+    assert len(record) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        apply(listed, False)
+        # A loss is another function that is built.
+        pipe.value_and_grad(ref.mse)(pipe.init(KEY, X), X, X, rngs=RNGS)
+        assert not dropped(built(listed), train=False)
+        if switched:  # what it says works
+            assert dropped(built(jpipe.layer(listed, switched)))
+
+
+def test_line_to_type_names_the_inputs_of_a_model():
+    class Masked(nn.Module):
+        @nn.compact
+        def __call__(self, x, mask, is_train=False):
+            return nn.Dropout(0.5)(x * mask, deterministic=not is_train)
+
+    line = "lambda module, x, mask, train: module(x, mask=mask, is_train=train)"
+    x = jpipe.inputs(X, mask=X)
+    pipe = jpipe.pipeline(Masked(), 2, num_stages=1)
+    with pytest.warns(UserWarning, match=re.escape(f"layer(module, {line})")):
+        pipe.apply(pipe.init(KEY, x), x, rngs=RNGS, train=True)
+    pipe = jpipe.pipeline(jpipe.layer(Masked(), eval(line)), 2, num_stages=1)
+    y = pipe.apply(pipe.init(KEY, x), x, rngs=RNGS, train=True)
+    assert (np.asarray(y) == 0).any()
 
 
 class Chosen(nn.Module):

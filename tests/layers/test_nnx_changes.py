@@ -107,6 +107,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:nothing here has parameters")
 @pytest.mark.parametrize(("layer", "error", "match"), rows(CHANGES))
 def test_call_that_changes_what_it_may_not_raises(layer, error, match):
     with pytest.raises(error, match=match):
