@@ -22,3 +22,16 @@ def warn(message: str) -> None:
 def is_library(frame: FrameType) -> bool:
     """Whether code of the library runs in a frame."""
     return frame.f_code.co_filename.startswith(_LIBRARY)
+
+
+class WarnOnce:
+    """Warnings of one pipeline: of each topic one, whatever is built later."""
+
+    def __init__(self) -> None:
+        self._topics: set[str] = set()
+
+    def __call__(self, topic: str, message: str) -> None:
+        """Warns, if nothing was said on the topic yet."""
+        if topic not in self._topics:
+            self._topics.add(topic)
+            warn(message)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _compat
 from .._functions._weights import is_inexact
-from .._jaxprs import _alike, _flow, _jaxpr
+from .._jaxprs import _alike, _constraints, _flow, _jaxpr
 from . import _compare
 
 PyTree = Any
@@ -61,9 +61,8 @@ class Function:
         )
         self.error = ""
         options = _compat.quick_to_compile()
-        self._runs = [
-            jax.jit(_with_gradient(way), compiler_options=options) for way in ways
-        ]
+        runs = [_constraints.without(_with_gradient(way)) for way in ways]
+        self._runs = [jax.jit(run, compiler_options=options) for run in runs]
 
     def reads(self, last: int) -> bool:
         """Whether it needs one of its last leaves."""

@@ -19,7 +19,7 @@ import numpy as np
 from .. import _compat
 from .._functions._batch import Batch
 from .._functions._objective import Objective, as_weight
-from .._jaxprs import _flow
+from .._jaxprs import _constraints, _flow
 from . import _compare
 from ._compare import Difference, floating
 from ._function import (
@@ -228,7 +228,7 @@ def probe(
         return [terms(outputs, own) for terms in ways]
 
     try:
-        both = jax.jit(losses)
+        both = jax.jit(_constraints.without(losses))
         traced = both.trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
-from .._jaxprs import _jaxpr
+from .._jaxprs import _constraints, _jaxpr
 from .._jaxprs._function import Function
 from .._processes._keys import is_key
 from ._progress import Progress
@@ -62,17 +63,21 @@ class Compiled:
     result_shardings: Sequence[Sharding] = ()
 
     def __post_init__(self) -> None:
-        function, live, device = self.function, self.live_results, self.device
+        live, device = self.live_results, self.device
+        compute = self.function.run
+        if self.function.has_constraints:
+            compute = self._constrained()
 
         def run(*leaves: Any) -> Any:
-            results = function.run(*leaves)
+            results = compute(*leaves)
             return tuple([results[i] for i in live])
 
         out: Any = None
         if isinstance(device, SubMesh):
             if self.mapped:
                 run = device.mapped(run, self.argument_shardings)
-            pairs = [(self.result_shardings[i], function.results[i]) for i in live]
+            results = self.function.results
+            pairs = [(self.result_shardings[i], results[i]) for i in live]
             out = tuple(on(device, sharding, on_host(spec)) for sharding, spec in pairs)
         elif all(place < 0 for place in self.places):
             # What has no arguments in a place would land on the default device.
@@ -86,6 +91,18 @@ class Compiled:
             out_shardings=out,
         )
         self.seconds = 0.0
+
+    def _constrained(self) -> Callable[..., Sequence[Any]]:
+        """The function, with what constraints of a user's program mean here."""
+
+        def constrain(array: Any, spec: Any) -> Any:
+            if isinstance(self.device, SubMesh):
+                array = self.device.constrained(array, spec, mapped=self.mapped)
+            # An argument that is a result by itself would not be copied.
+            return checkpoint_name(array, "constrained")
+
+        closed = jax.make_jaxpr(self.function.run)(*map(_jaxpr.spec, self.arguments))
+        return lambda *leaves: _constraints.evaluate(closed, leaves, constrain)
 
     @property
     def is_ahead(self) -> bool:

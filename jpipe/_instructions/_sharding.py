@@ -131,6 +131,35 @@ class SubMesh:
         parts = [part if fits(part, size) else None for part, size in pairs]
         return sharding._replace(spec=narrowed(P(*parts)))
 
+    def has_axes(self, spec: P) -> bool:
+        """Whether a constraint of a user's program has a meaning here.
+
+        The mesh must have all of its axes but `DATA`, along which a stage may have one
+        device.
+        """
+        names = {*jax.tree.leaves(tuple(spec))}
+        return names <= {DATA, P.UNCONSTRAINED, *self.mesh.axis_names}
+
+    def constrained(self, array: Any, spec: P | None, *, mapped: bool) -> Any:
+        """An array of a user's program, constrained as far as that has a meaning here.
+
+        Args:
+          array: an array in a program of this place.
+          spec: how it is to lie on a mesh of the user's; ``None`` if that is not known.
+          mapped: whether the program is that of one shard, see `mapped`. Then examples
+            are spread already, and `DATA` has no meaning.
+        """
+        axes = {*self.mesh.axis_names} - ({DATA} if mapped else set())
+        if spec is None or not axes or not self.has_axes(spec):
+            return array
+        wanted = narrowed(spec, {P.UNCONSTRAINED, *axes}.__contains__)
+        for size, part in zip(array.shape, wanted, strict=False):
+            names = jax.tree.leaves(part)
+            if size % math.prod(self.mesh.shape.get(name, 1) for name in names):
+                return array
+        sharding = wanted if mapped else NamedSharding(self.mesh, wanted)
+        return jax.lax.with_sharding_constraint(array, sharding)
+
     def local_bytes(self, nbytes: int, sharding: Sharding) -> int:
         """What each device holds of what is ``nbytes`` for a shard."""
         if not len(sharding.spec):

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jax.extend import core
 
-from . import _jaxpr
+from . import _constraints, _jaxpr
 
 Leaves = Sequence[Any]
 
@@ -64,6 +65,11 @@ class Function:
             closed,
             (closed,),
         )
+
+    @cached_property
+    def has_constraints(self) -> bool:
+        """Whether it holds constraints of a user's program: see `_constraints`."""
+        return any(map(_constraints.are_in, self.parts))
 
     @classmethod
     def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Function":

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from . import _jaxpr
+from . import _constraints, _jaxpr
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -27,7 +27,8 @@ def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
     Returns:
       What to raise; ``None`` if there is none, run one by one.
     """
-    closed = _jaxpr.inlined(jax.make_jaxpr(function)(*map(_jaxpr.spec, leaves)))
+    specs = map(_jaxpr.spec, leaves)
+    closed = _jaxpr.inlined(jax.make_jaxpr(_constraints.without(function))(*specs))
 
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule:
         def run(operands: Sequence[Any]) -> Sequence[Any]:

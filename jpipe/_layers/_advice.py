@@ -23,8 +23,9 @@ _KNOWN: dict[tuple[type[Exception], str], str] = {
     (NameError, "axis name"): "a pipeline maps no axis: drop axis_name, and "
     "collectives over it such as jax.lax.pmean; the loss and the running statistics of "
     "batch norms are those of the whole mini-batch without them",
-    (RuntimeError, "non-empty mesh"): "layers are traced outside of any mesh: drop "
-    "constraints on how activations lie, or type nn.with_logical_constraint",
+    (RuntimeError, "non-empty mesh"): "layers are traced outside of any mesh: give "
+    "NamedSharding(mesh, spec) in place of a spec, drop constraints on how activations "
+    "lie, or type nn.with_logical_constraint",
     (errors.ModifyScopeVariableError, ""): "where it is not trained a layer may not "
     "change what it holds: let its __call__ take train, and write "
     "(use_running_average=not train) only then",

@@ -10,6 +10,7 @@ from .._functions import _remat
 from .._layers._stage import StageLayers
 from .._run._param_sharding import Rule
 from .._run._pipe import Pipe, idle
+from .._warn import WarnOnce
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
 from . import _cut, _marks
@@ -40,6 +41,7 @@ class Division:
       cuts: where that is, once it is known.
       planned_shapes: those of the parameters that a plan is of, if it has any.
       owner_stages: of each of their parameters, likewise.
+      warnings: of all that is built in these stages.
     """
 
     num_microbatches: int
@@ -55,6 +57,7 @@ class Division:
     cuts: Cuts | None = None
     planned_shapes: Shapes | None = None
     owner_stages: Sequence[int] | None = field(default=None, init=False)
+    warnings: WarnOnce = field(default_factory=WarnOnce, init=False)
     # Whether equations move to where they are first read.
     moves: ClassVar[bool] = True
 
@@ -156,6 +159,7 @@ class ByLayer:
     def __init__(self, pipe: Pipe, planned_shapes: Shapes | None = None) -> None:
         self._pipe, self.devices, self.places = pipe, pipe.devices, pipe.places
         self.planned_shapes = planned_shapes
+        self.warnings = WarnOnce()
         self.num_shards = pipe.num_shards
         self.num_microbatches = pipe.schedule.num_microbatches
         self.count = len(pipe.stages)

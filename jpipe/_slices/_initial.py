@@ -13,7 +13,7 @@ from jax.extend import core
 from .._instructions import _transfer
 from .._instructions._compile import Executable, compiling, drawing_options, is_ahead
 from .._instructions._sharding import WHOLE
-from .._jaxprs import _alike, _flow, _jaxpr
+from .._jaxprs import _alike, _constraints, _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
 from .._layers._linen import OF_DATA
 from .._layers._parent import Parent
@@ -66,6 +66,7 @@ class Initial:
         known = _specs([{}] * len(layers.parent) if given is None else given)
         like = _jaxpr.spec(jax.typeof(key))
         closed, specs = jax.make_jaxpr(make, return_shape=True)(like, spec, known)
+        closed = _constraints.leave_out(closed)
         _check_made(closed, specs, known, layers.parent.is_list)
         # Some equations have the input among their operands, as a jax.checkpoint has.
         others = [*map(_jaxpr.spec, closed.in_avals[1:])]

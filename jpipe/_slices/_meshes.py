@@ -6,42 +6,94 @@ from typing import Any
 import jax
 from jax.extend import core
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from .._faults import refuse
-from .._instructions._transfer import Device, devices_of
-from .._jaxprs import _jaxpr
+from .._instructions._sharding import SubMesh
+from .._instructions._transfer import Device, OnPaper, devices_of
+from .._jaxprs import _constraints, _jaxpr
+from .._warn import WarnOnce
 
 
-def check(closed: core.ClosedJaxpr, places: Sequence[Device]) -> None:
-    """Checks that a program names no devices but those on which each stage runs.
+def on_places(
+    closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
+) -> core.ClosedJaxpr:
+    """A program that names no devices but those on which each stage runs.
 
     Args:
       closed: the program.
       places: where stages run.
+      warnings: of the pipeline.
+
+    Returns:
+      The same without sharding constraints, or with what they mean on the meshes of the
+      stages: see `_constraints`.
 
     Raises:
-      ValueError: with each operation that does.
+      ValueError: with each other operation that names devices.
     """
     stages = {devices_of(place) for place in places}
     refuse(
         "the program contains a mesh of devices, and each of its stages runs on "
-        "devices of its own; leave the operation out, or type "
-        "nn.with_logical_constraint, and give mesh= and sharding= of the pipeline "
-        "to shard parameters over the devices of a stage",
+        "devices of its own; leave the operation out, and give mesh= and sharding= of "
+        "the pipeline to shard parameters over the devices of a stage",
         [
             f"{name} over {mesh.size} devices, {dict(mesh.shape)}"
             for name, mesh in _meshes(closed)
             if stages != {frozenset(mesh.devices.flat)}
         ],
     )
+    if not any(isinstance(place, OnPaper) for place in places):
+        _warn_of_constraints(closed, places, warnings)
+
+    def keeps(spec: P) -> bool:
+        return all(isinstance(at, SubMesh) and at.has_axes(spec) for at in places)
+
+    return _constraints.name_specs(closed, keeps)
+
+
+def _warn_of_constraints(
+    closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
+) -> None:
+    """Warns of constraints that are left out: see `SubMesh.constrained`."""
+    left_out = [
+        sharding
+        for sharding in _constraints.shardings(closed)
+        if any(_leaves_out(place, sharding) for place in places)
+    ]
+    if not left_out:
+        return
+    mesh = getattr(left_out[0], "mesh", None)
+    over = f" over a mesh {dict(mesh.shape)}" if mesh is not None else ""
+    where = "one device"
+    if isinstance(places[0], SubMesh):
+        where = f"a mesh of its own, {dict(places[0].mesh.shape)}"
+    warnings(
+        "constraints",
+        f"with_sharding_constraint{over} is left out, {len(left_out)} times: each "
+        f"stage runs on {where}, and no value depends on a constraint. To shard arrays "
+        f"within a stage, give mesh= of the pipeline with the axes that they name",
+    )
+
+
+def _leaves_out(place: Device, sharding: Any) -> bool:
+    """Whether a constraint has no meaning in a place, where it would change anything.
+
+    On one device each array is already as a mesh of that device wants it.
+    """
+    if isinstance(place, SubMesh):
+        spec = getattr(sharding, "spec", None)
+        return spec is None or not place.has_axes(spec)
+    mesh = getattr(sharding, "mesh", None)
+    return not isinstance(mesh, Mesh) or {*mesh.devices.flat} != devices_of(place)
 
 
 def _meshes(closed: core.ClosedJaxpr) -> Iterator[tuple[str, Mesh]]:
     """The operations with meshes of devices, in loops and branches too."""
-    for eqn in closed.jaxpr.eqns:
+    for eqn in _jaxpr.equations(closed):
+        if _constraints.is_constraint(eqn):
+            continue
         for value in jax.tree.leaves(list(eqn.params.values())):
             mesh: Any = getattr(value, "mesh", value)
             if isinstance(mesh, Mesh) and not mesh.empty:
                 yield eqn.primitive.name, mesh
-        for inner in _jaxpr.inside(eqn):
-            yield from _meshes(inner)

@@ -378,7 +378,11 @@ class Sliced:
             # Variables are the same for all micro-batches, a key among them too.
             kind = *kind, work.modules is None
             traced = _program.traced(work.function, call.specs, part, about, *kind)
-            _meshes.check(traced.closed, self._division.places)
+            division = self._division
+            closed = _meshes.on_places(
+                traced.closed, division.places, division.warnings
+            )
+            traced = replace(traced, closed=closed)
             if work.modules:
                 leaves = len(jax.tree.leaves(part[0]))
                 local = part[: 1 + work.has_loss] if work.modules.is_local else ()

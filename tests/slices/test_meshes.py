@@ -1,9 +1,15 @@
 """Models and loss functions over meshes and replicas, against plain JAX."""
 
+import re
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jpipe
@@ -141,3 +147,116 @@ def test_gradients_of_a_loss_function(sharding):
     updates, _ = optimizer.update(grads, optimizer.init(placed), placed)
     for name, update in updates.items():
         assert update.sharding.is_equivalent_to(placed[name].sharding, 2)
+
+
+THEIRS = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+def constrain(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(THEIRS, P(*spec)))
+
+
+@jax.custom_vjp
+def sine(x):
+    return constrain(jnp.sin(x), "data")
+
+
+def sine_forward(x):
+    return constrain(jnp.sin(x), "data", "model"), x
+
+
+def sine_backward(x, cotangent):
+    return (constrain(cotangent * jnp.cos(x), "data"),)
+
+
+sine.defvjp(sine_forward, sine_backward)
+
+
+def constrained(params, x):
+    """Constraints by themselves, and in all that may be around them."""
+    x = constrain(x, "data", None)
+    for w in params:
+        x = jax.jit(lambda x, w: sine(constrain(x @ w, "data", "model")))(x, w)
+        turn = jax.checkpoint(lambda x, _: (constrain(jnp.tanh(x), "data"), None))
+        x, _ = jax.lax.scan(turn, x, None, length=2)
+        branches = jnp.negative, lambda x: constrain(x, None, "model")
+        x = jax.lax.cond(w.sum() > 0, *branches, x)
+        x = jax.vmap(lambda row: constrain(row, "model"))(x)
+    return constrain(jnp.mean(x**2))
+
+
+PLACES = {
+    "a device": (
+        lambda: {},
+        "is left out, 22 times: each stage runs on one device",
+    ),
+    "data": (lambda: {"mesh": mesh(2, 2)}, "on a mesh of its own, {'data': 2}"),
+    "model": (lambda: {"mesh": mesh(2, 2, names=("stage", "model"))}, ""),
+    "data and model": (lambda: {"mesh": mesh(2, 2, 2)}, ""),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_constraints_over_a_mesh_of_the_users_change_no_value(name, monkeypatch):
+    options, says = PLACES[name]
+    constraint, specs = jax.lax.with_sharding_constraint, []
+
+    def recorded(x, sharding):
+        theirs = getattr(sharding, "mesh", None) is THEIRS
+        specs.extend([] if theirs else [getattr(sharding, "spec", sharding)])
+        return constraint(x, sharding)
+
+    monkeypatch.setattr(jax.lax, "with_sharding_constraint", recorded)
+    rng = np.random.default_rng(0)
+    params, x = list(rng.normal(size=(4, 6, 6))), rng.normal(size=(8, 6))
+    expected = jax.value_and_grad(constrained)(params, x)
+    grad_fn = jpipe.value_and_grad(constrained, 2, num_stages=2, **options())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = grad_fn(grad_fn.place(params, x), x)
+        assert grad_fn.check(params, x)
+        shorter = x[:6] if name == "a device" else x[:4]  # compiled once more
+        grad_fn(grad_fn.place(params, shorter), shorter)
+    ref.assert_close(found, expected, ref.FLOAT64)
+    assert len(caught) == bool(says)
+    assert all(re.search(says, str(one.message)) for one in caught)
+    assert (P(None, "model") in specs) == (not says)
+
+
+class Annotated(nn.Module):
+    """Parameters and activations that are annotated as for the mesh of a user."""
+
+    @nn.compact
+    def __call__(self, x):
+        rules = ("batch", "data"), ("hidden", "model")
+        init = nn.with_partitioning(
+            nn.initializers.lecun_normal(), (None, "model"), mesh=THEIRS
+        )
+        for _ in range(3):
+            x = jnp.tanh(nn.Dense(6, kernel_init=init, param_dtype=float)(x))
+            x = nn.with_logical_constraint(
+                x, ("batch", "hidden"), rules=rules, mesh=THEIRS
+            )
+        return x
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_annotated_model_trains_as_it_is(name):
+    rng, (options, says) = np.random.default_rng(0), PLACES[name]
+    x, targets = rng.normal(size=(2, 8, 6))
+    pipe = jpipe.pipeline(Annotated(), 2, num_stages=2, **options())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = pipe.init_train_state(KEY, x, optax.sgd(0.1))
+        params = jax.device_get(state.params)
+        step = pipe.train_step(ref.mse, optax.sgd(0.1))
+        state, metrics = step(state, x, targets)
+    assert len(caught) == bool(says)
+
+    def loss(params):
+        return ref.mse(Annotated().apply({"params": params}, x), targets)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    ref.assert_close(metrics["loss"], value, ref.FLOAT64)
+    stepped = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
+    ref.assert_close(state.params, stepped, ref.FLOAT64)

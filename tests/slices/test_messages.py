@@ -235,13 +235,12 @@ def test_a_cache_of_linen_is_refused_with_what_to_type(length):
 MESH = Mesh(np.array(jax.devices()[:2]), "rows")
 ROWS = NamedSharding(MESH, P("rows"))
 OVER = {
-    "sharding_constraint": lambda x: jax.lax.with_sharding_constraint(x, ROWS),
     "shard_map": lambda x: jax.shard_map(
         jnp.tanh, mesh=MESH, in_specs=P("rows"), out_specs=P("rows")
     )(x),
     "device_put": lambda x: jax.device_put(x, ROWS),
-    "sharding_constraint in a loop": lambda x: jax.lax.fori_loop(
-        0, 2, lambda _, y: jax.lax.with_sharding_constraint(y, ROWS), x
+    "device_put in a loop": lambda x: jax.lax.fori_loop(
+        0, 2, lambda _, y: jax.device_put(y, ROWS), x
     ),
 }
 
