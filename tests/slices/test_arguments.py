@@ -199,6 +199,18 @@ def test_parameters_may_be_any_arguments(double, argnums):
     tx.init(placed)
 
 
+def test_paths_of_several_parameters_start_with_their_number(double):
+    args = [matrices(6, 8), X, matrices(8, 3), TARGETS]
+    (_, expected) = jax.value_and_grad(blended, 2)(*args)
+    grad_fn = jpipe.value_and_grad(
+        blended, 2, num_stages=2, argnums=(0, 2), trainable="1/*"
+    )
+    args[0], args[2] = grad_fn.place(*args)
+    _, (frozen, trained) = grad_fn(*args)
+    assert frozen == [None]
+    ref.assert_close(trained, expected, ref.FLOAT64)
+
+
 REFUSED_ARGUMENTS = {
     "argument 1: 2, .*is argument 1 a raw key\\? give jax.random.key": (
         lambda p, k, x: plain(p, x, jax.random.normal(k, (len(x), 3))),
