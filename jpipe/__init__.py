@@ -20,6 +20,7 @@ if _TYPE_CHECKING:
     from ._processes._start import distributed as distributed
     from ._report import Report as Report
     from ._slices._join import MEAN as MEAN
+    from ._slices._join import SUM as SUM
     from ._slices._marks import boundary as boundary
     from ._slices._program import microbatch_key as microbatch_key
     from ._train._state import TrainState as TrainState
@@ -39,6 +40,7 @@ if _TYPE_CHECKING:
 # step draws nothing and plans nothing.
 _HOME = {
     "MEAN": "._slices._join",
+    "SUM": "._slices._join",
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
@@ -66,6 +68,7 @@ _HOME = {
 __version__ = _version("jpipe")
 __all__ = [
     "MEAN",
+    "SUM",
     "Pipeline",
     "Plan",
     "Profile",

@@ -56,8 +56,8 @@ class FunctionGradient(OwnLoop):
         self._is_one = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 
-        def joins(aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
-            return _join.of_aux(aux_axes, aux, last, sizes)
+        def joins(results: _join.Results) -> list[_join.Join]:
+            return _join.of_aux(aux_axes, results)
 
         work = Work(
             self._composed,

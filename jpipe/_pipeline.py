@@ -146,7 +146,10 @@ class Pipeline(Inspectable, OwnLoop):
             variables are ``[{**own, **new} for own, new in zip(variables, state)]``.
           aux_axes: on which axes the micro-batches' aux are joined, as ``out_axes`` of
             `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
-            aux. ``None``: they are stacked along a new first axis.
+            aux. ``None``: they are stacked along a new first axis. `jpipe.MEAN`: the
+            mean over the examples, of integers what the last micro-batch returns.
+            `jpipe.SUM`: the sum. What follows from no example is that of one device,
+            where an axis is named.
           reduction: how micro-batches combine. ``"mean"``: the loss is a mean over
             examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
             ``(total, weight)`` and the loss is the sum of totals over the sum of

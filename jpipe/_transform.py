@@ -95,9 +95,11 @@ def pipeline(
         for what every micro-batch gets whole, or a pytree prefix of these.
       target_axes: the same for the targets.
       out_axes: the batch axis of the outputs, on which `Pipeline.apply` joins them, as
-        `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these. ``None`` is
-        for an output that is the same for all examples, such as a learned temperature
-        or a codebook: `Pipeline.apply` returns that of the first micro-batch.
+        `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these; or
+        `jpipe.MEAN`, the mean over the examples, or `jpipe.SUM`, as for ``aux_axes``
+        of `Pipeline.value_and_grad`. An output that follows from no example, such as a
+        learned temperature or a codebook, is what one device returns; ``None`` is for
+        no other.
 
     Returns:
       The pipeline; of a model its variables, gradients and states are trees of the

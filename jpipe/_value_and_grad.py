@@ -52,7 +52,9 @@ def value_and_grad(
         which ones are: their gradients are a tuple.
       has_aux: whether ``fun`` returns something besides the loss.
       aux_axes: on which axes aux of micro-batches is joined, a prefix of it; ``None``:
-        on a new one; `jpipe.MEAN`: the mean over the examples.
+        on a new one; `jpipe.MEAN`: the mean over the examples, of integers what the
+        last micro-batch returns; `jpipe.SUM`: their sum. What follows from no example
+        is that of one device, where an axis is named.
       in_axes: where the examples are in the arguments besides ``params``: a value for
         all, or a tuple with one for each, as `jax.vmap` takes it; what is given by name
         is then split along axis 0, unless axes are given as ``inputs(0, mask=None)``.

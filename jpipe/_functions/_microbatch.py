@@ -87,7 +87,9 @@ def full_axes(axes: Axes, tree: PyTree, what: str, name: str) -> PyTree:
         ) from None
 
 
-def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None]:
+def flat_axes(
+    axes: Axes, tree: PyTree, what: str, name: str, reductions: Sequence[Any] = ()
+) -> list[Any]:
     """One axis per leaf, from a prefix of the tree as `jax.vmap` takes it.
 
     Args:
@@ -95,6 +97,7 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
       tree: the tree.
       what: how errors call the tree.
       name: how errors call the argument that ``axes`` is.
+      reductions: what may stand in place of an axis.
 
     Returns:
       The axes of the leaves in order.
@@ -111,8 +114,11 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
     pairs = zip(found, nodes, strict=True)
     flat = [axis for axis, node in pairs if hasattr(node, "shape")]
     for axis in flat:
-        if isinstance(axis, bool) or not (axis is None or hasattr(axis, "__index__")):
-            raise ValueError(f"{name}: {axis!r} is neither an axis nor None")
+        if axis is None or any(axis is one for one in reductions):
+            continue
+        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+            others = "".join(f" nor {one!r}" for one in reductions)
+            raise ValueError(f"{name}: {axis!r} is neither an axis nor None{others}")
     return flat
 
 
@@ -278,33 +284,3 @@ def splitter(
         return [part(leaf, axis, at) for at in starts for leaf, axis in pairs]
 
     return split
-
-
-def check_joinable(
-    outputs: PyTree, axes: Sequence[int | None], size: int, out_axes: Axes
-) -> None:
-    """Checks that the outputs of a micro-batch can be joined to those of a batch.
-
-    Args:
-      outputs: specs of the outputs of one micro-batch.
-      axes: the axis on which each leaf is joined.
-      size: the number of examples in the micro-batch.
-      out_axes: the axes as the user gave them.
-
-    Raises:
-      ValueError: with every leaf whose axis has another size.
-    """
-    flat = jax.tree_util.tree_leaves_with_path(outputs)
-    faults = [
-        f"outputs{jax.tree_util.keystr(path)} has shape {leaf.shape}"
-        for (path, leaf), axis in zip(flat, axes, strict=True)
-        if axis is not None
-        and (not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size)
-    ]
-    refuse(
-        f"outputs of a micro-batch of {size} cannot be joined on out_axes="
-        f"{out_axes!r}; return the examples on that axis, or type num_microbatches=1, "
-        f"or out_axes=, with None for what is the same for all examples, as in "
-        f"out_axes=(0, None)",
-        faults,
-    )

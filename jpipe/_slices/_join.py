@@ -1,32 +1,53 @@
-"""How what micro-batches return becomes what the mini-batch returns."""
+"""How what micro-batches return becomes what the mini-batch returns.
 
+Each leaf by itself, and it is what follows from what that decides:
+
+* A leaf that follows from an example differs between micro-batches. They are joined on
+  the axis of the examples, stacked (aux), or reduced by `MEAN` or `SUM`. There is no
+  single value for it, so that ``out_axes=None`` is refused, as by `jax.vmap`.
+* A leaf that follows from none is what one device returns. Its shape there is that of
+  a trace of the whole mini-batch: a codebook of shape ``(2, 3)`` keeps it, and
+  ``jnp.zeros((len(x), 3))`` has a row for each example.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from .._faults import refuse
 from .._functions import _microbatch
 from .._functions._batch import Batch
-from .._functions._weights import is_inexact
+from .._functions._weights import accumulate, is_inexact, sum_spec
 from .._instructions._graph import Graph, Place, Value
+from .._jaxprs import _flow
 from .._jaxprs._function import Function
 from .._layers._stage import shapes
 from .._run._sums import apart
+from ._program import Traced
 
 PyTree = Any
+# What makes one value of those of all micro-batches.
+Run = Callable[[Sequence[Any]], Any]
 
 
-class _Mean:
-    """What stands in ``aux_axes`` for the mean over the examples."""
+class Reduction:
+    """What stands in place of an axis where values of micro-batches are reduced."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "jpipe.MEAN"
+        return f"jpipe.{self._name}"
 
 
-MEAN: Any = _Mean()
+MEAN: Any = Reduction("MEAN")
+SUM: Any = Reduction("SUM")
 
 
 @dataclass(frozen=True)
@@ -39,92 +60,269 @@ class Join:
     """
 
     leaf: int
-    run: Callable[[Sequence[Any]], Any]
+    run: Run
 
 
-def of_aux(axes: Any, aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[Join]:
-    """Each leaf of aux on its own, by ``aux_axes``.
+@dataclass(frozen=True)
+class Results:
+    """What micro-batches return besides the loss.
+
+    Attributes:
+      program: the program of the first micro-batch.
+      has_examples: whether each leaf of what a micro-batch is given is split.
+      first: specs of what the first micro-batch returns.
+      last: specs of what the last one does.
+      sizes: the number of examples in each micro-batch, the larger ones first.
+      trace_whole: traces the mini-batch as one micro-batch.
+    """
+
+    program: Traced
+    has_examples: Sequence[bool]
+    first: PyTree
+    last: PyTree
+    sizes: Sequence[int]
+    trace_whole: Callable[[], tuple[Traced, PyTree]]
+
+    @cached_property
+    def leaves(self) -> list[tuple[Any, Any]]:
+        """The path and spec of each leaf that the first micro-batch returns."""
+        return jax.tree_util.tree_leaves_with_path(self.first)
+
+    @cached_property
+    def follows(self) -> list[bool]:
+        """Whether each leaf follows from an example."""
+        program, count = self.program, len(self.leaves)
+        jaxpr = program.closed.jaxpr.replace(outvars=program.aux_vars[:count])
+        closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
+        inputs = [False] * len(jaxpr.invars)
+        end = program.num_params + len(self.has_examples)
+        inputs[program.num_params : end] = self.has_examples
+        return _flow.reached(closed, inputs)
+
+    @cached_property
+    def _whole(self) -> tuple[Traced, list[Any]]:
+        """The program of the mini-batch as one micro-batch, and what it returns."""
+        program, specs = self.trace_whole()
+        if jax.tree.structure(specs) != jax.tree.structure(self.first):
+            raise ValueError(
+                f"what is returned has another structure for the whole mini-batch: "
+                f"{shapes(self.first)} for a micro-batch and {shapes(specs)}; return "
+                f"the same for each number of examples"
+            )
+        return program, jax.tree.leaves(specs)
+
+    def shapes_of(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a leaf of the first and of the last micro-batch."""
+        return self.leaves[i][1].shape, jax.tree.leaves(self.last)[i].shape
+
+    def has_a_row_each(self, i: int, axis: int) -> bool:
+        """Whether a leaf has a row for each example of a micro-batch on an axis."""
+        pairs = zip(self.shapes_of(i), (self.sizes[0], self.sizes[-1]), strict=True)
+        return all(
+            -len(shape) <= axis < len(shape) and shape[axis] == size
+            for shape, size in pairs
+        )
+
+    def joins_to_whole(self, i: int, axis: int) -> bool:
+        """Whether a leaf of all micro-batches, joined, is as large as one device's."""
+        _, specs = self._whole
+        whole, (first, last) = specs[i].shape, self.shapes_of(i)
+        if not -len(first) <= axis < len(first):
+            return False
+        count = list(self.sizes).count(self.sizes[0])
+        rows = first[axis] * count + last[axis] * (len(self.sizes) - count)
+        joined = list(first)
+        joined[axis] = rows
+        return tuple(joined) == whole
+
+    def of_one_device(self, i: int, axis: Any) -> Run | None:
+        """What makes a leaf that follows from no example what one device returns.
+
+        Args:
+          i: which leaf.
+          axis: what ``out_axes`` or ``aux_axes`` says of it.
+
+        Returns:
+          What makes it; ``None`` if micro-batches do not.
+        """
+        atom = self.program.aux_vars[i]
+        if atom in self.program.closed.jaxpr.invars:
+            return _first
+        program, specs = self._whole
+        if closed := program.constant(program.aux_vars[i]):
+            return lambda values: core.jaxpr_as_fun(closed)()[0]
+        if {specs[i].shape} == {*self.shapes_of(i)}:
+            return _first
+        is_joined = _is_axis(axis) and self.joins_to_whole(i, axis)
+        return _along(axis) if is_joined else None
+
+
+def of_aux(axes: Any, results: Results) -> list[Join]:
+    """How each leaf of aux is joined.
 
     Args:
-      axes: a prefix of ``aux``: an axis, `MEAN`, or ``None`` for a new axis.
-      aux: specs of what the first micro-batch returns.
-      last: specs of what the last one does.
-      sizes: of the micro-batches.
+      axes: a prefix of aux: an axis, `MEAN`, `SUM`, or ``None`` for a new axis.
+      results: what micro-batches return.
 
     Raises:
       ValueError: if aux of micro-batches cannot be joined.
     """
-    shares = [size / sum(sizes) for size in sizes]
-    means = jax.tree.map(lambda axis: axis is MEAN, axes, is_leaf=_is_none)
-    plain = jax.tree.map(
-        lambda axis: None if axis is MEAN else axis, axes, is_leaf=_is_none
-    )
-    flat = _microbatch.flat_axes(plain, aux, "aux", "aux_axes")
-    is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
-    leaves = jax.tree_util.tree_leaves_with_path(aux)
-    if jax.tree.structure(aux) != jax.tree.structure(last):
-        raise ValueError(
-            f"the sizes {tuple(sizes)} of micro-batches differ and so does what is in "
-            f"aux: {shapes(aux)} and {shapes(last)}; return the same for each, or give "
-            f"a batch that num_microbatches divides"
-        )
-    _check_aux(leaves, jax.tree.leaves(last), flat, sizes)
-    refuse(
-        "jpipe.MEAN is for floating dtypes; type x.astype(float)",
-        [
-            f"aux{jax.tree_util.keystr(path)} is {leaf.dtype}"
-            for (path, leaf), mean in zip(leaves, is_mean, strict=True)
-            if mean and not is_inexact(leaf)
-        ],
-    )
-    return [
-        Join(i, _mean(shares) if mean else _along(axis))
-        for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))
+    flat = _flat_axes(axes, results, "aux", "aux_axes")
+    _check_aux(flat, results)
+    runs = [
+        jnp.stack if axis is None else _run(i, axis, results)
+        for i, axis in enumerate(flat)
     ]
+    for i, axis in enumerate(flat):
+        # Several rows to an example, such as one for each token.
+        if runs[i] is None and _is_axis(axis) and results.joins_to_whole(i, axis):
+            runs[i] = _along(axis)
+    return _joins(
+        runs,
+        results,
+        f"aux of a micro-batch of {results.sizes[0]} cannot be joined on aux_axes="
+        f"{axes!r}; return the examples on that axis, or type aux_axes= with None for "
+        f"what each micro-batch returns, jpipe.MEAN for a mean over the examples, "
+        f"jpipe.SUM for a sum or a count, as in aux_axes=(0, jpipe.MEAN)",
+        "aux",
+    )
 
 
-def of_outputs(axes: Any, outputs: PyTree, sizes: Sequence[int]) -> list[Join]:
-    """Each leaf of outputs on its own, by ``out_axes``: ``None`` is the same for all.
+def of_outputs(axes: Any, results: Results) -> list[Join]:
+    """How each leaf of outputs is joined.
+
+    Args:
+      axes: a prefix of outputs: an axis, `MEAN`, `SUM`, or ``None`` for what follows
+        from no example.
+      results: what micro-batches return.
 
     Raises:
       ValueError: if outputs of micro-batches cannot be joined.
     """
-    flat = _microbatch.flat_axes(axes, outputs, "outputs", "out_axes")
-    if len(sizes) > 1:
-        _microbatch.check_joinable(outputs, flat, sizes[0], axes)
-    return [
-        Join(i, _first if axis is None or len(sizes) == 1 else _along(axis))
-        for i, axis in enumerate(flat)
-    ]
+    flat = _flat_axes(axes, results, "outputs", "out_axes")
+    refuse(
+        "out_axes=None is for what follows from no example, as in jax.vmap; of these "
+        "outputs each micro-batch makes another. Type jpipe.MEAN for a mean over the "
+        "examples, jpipe.SUM for a sum or a count, or the axis of the examples, as in "
+        "out_axes=(0, jpipe.MEAN); for all else, such as a maximum, return it for each "
+        "example, or type num_microbatches=1",
+        [
+            _label("outputs", path, leaf)
+            for (path, leaf), axis, follows in zip(
+                results.leaves, flat, results.follows, strict=True
+            )
+            if axis is None and follows and len(results.sizes) > 1
+        ],
+    )
+    return _joins(
+        [_run(i, axis, results) for i, axis in enumerate(flat)],
+        results,
+        f"outputs of a micro-batch of {results.sizes[0]} cannot be joined on out_axes="
+        f"{axes!r}; return the examples on that axis, or type num_microbatches=1, or "
+        f"out_axes=, with jpipe.MEAN for a mean over the examples, jpipe.SUM for a sum "
+        f"or a count, as in out_axes=(0, jpipe.MEAN)",
+        "outputs",
+    )
 
 
-def _check_aux(
-    leaves: Sequence[tuple[Any, Any]],
-    others: Sequence[Any],
-    axes: Sequence[int | None],
-    sizes: Sequence[int],
-) -> None:
+def _flat_axes(axes: Any, results: Results, what: str, name: str) -> list[Any]:
+    """An axis, `MEAN`, `SUM` or ``None`` for each leaf.
+
+    Raises:
+      ValueError: if they do not fit, or micro-batches return other trees.
+    """
+    if jax.tree.structure(results.first) != jax.tree.structure(results.last):
+        raise ValueError(
+            f"the sizes {tuple(results.sizes)} of micro-batches differ and so does "
+            f"what is in {what}: {shapes(results.first)} and {shapes(results.last)}; "
+            f"return the same for each, or give a batch that num_microbatches divides"
+        )
+    flat = _microbatch.flat_axes(axes, results.first, what, name, (MEAN, SUM))
+    pairs = zip(results.leaves, flat, strict=True)
+    refuse(
+        "jpipe.SUM is for numbers; type x.astype(int)",
+        [
+            f"{what}{jax.tree_util.keystr(path)} is {leaf.dtype}"
+            for (path, leaf), axis in pairs
+            if axis is SUM and not jnp.issubdtype(leaf.dtype, jnp.number)
+        ],
+    )
+    return flat
+
+
+def _joins(
+    runs: Sequence[Run | None], results: Results, title: str, what: str
+) -> list[Join]:
+    """Joins of all leaves; refuses those that cannot be joined."""
+    pairs = zip(results.leaves, runs, strict=True)
+    refuse(title, [_label(what, *leaf) for leaf, run in pairs if run is None])
+    return [Join(i, run) for i, run in enumerate(runs) if run is not None]
+
+
+def _run(i: int, axis: Any, results: Results) -> Run | None:
+    """What makes a leaf of all micro-batches one; ``None`` if they cannot be joined.
+
+    Args:
+      i: which leaf.
+      axis: an axis, `MEAN` or `SUM`; or ``None``, of what follows from no example.
+      results: what micro-batches return.
+    """
+    if len(results.sizes) == 1:
+        return _first
+    _, leaf = results.leaves[i]
+    first, last = results.shapes_of(i)
+    if axis is MEAN:
+        shares = [size / sum(results.sizes) for size in results.sizes]
+        run = _mean(shares) if is_inexact(leaf) else _last
+        return run if first == last else None
+    if not results.follows[i]:
+        return results.of_one_device(i, axis)
+    if axis is SUM:
+        return _sum if first == last else None
+    is_joined = results.has_a_row_each(i, axis)
+    is_joined &= _without_axis(first, axis) == _without_axis(last, axis)
+    return _along(axis) if is_joined else None
+
+
+def _check_aux(axes: Sequence[Any], results: Results) -> None:
     """Checks that aux of all micro-batches, of two sizes maybe, can be joined.
 
     Raises:
       ValueError: with every leaf that lacks the axis or differs elsewhere.
     """
     lacking, ragged = [], []
-    for (path, a), b, axis in zip(leaves, others, axes, strict=True):
+    if len(results.sizes) == 1:
+        return
+    for i, ((path, leaf), axis) in enumerate(zip(results.leaves, axes, strict=True)):
         label = f"aux{jax.tree_util.keystr(path)}"
-        if axis is not None and not -a.ndim <= axis < a.ndim:
-            lacking.append(f"{label} of shape {a.shape} has no axis {axis}")
-        elif _without_axis(a.shape, axis) != _without_axis(b.shape, axis):
-            on = "" if axis is None else f", joined on axis {axis}"
-            ragged.append(f"{label}{on}: {a.shape} and {b.shape}")
+        first, last = results.shapes_of(i)
+        is_axis = _is_axis(axis)
+        if is_axis and not results.follows[i]:
+            continue
+        if is_axis and not -leaf.ndim <= axis < leaf.ndim:
+            lacking.append(f"{label} of shape {first} has no axis {axis}")
+            continue
+        along = axis if is_axis else None
+        if _without_axis(first, along) != _without_axis(last, along):
+            on = f", joined on axis {axis}" if is_axis else ""
+            ragged.append(f"{label}{on}: {first} and {last}")
     if lacking:
         raise ValueError("cannot join aux on aux_axes: " + "; ".join(lacking))
     if ragged:
         raise ValueError(
-            f"the sizes {tuple(sizes)} of micro-batches differ and so do the shapes of "
-            f"aux: {'; '.join(ragged)}; return sums or means, name in aux_axes= the "
-            f"axis of the examples, or give a batch that num_microbatches divides"
+            f"the sizes {tuple(results.sizes)} of micro-batches differ and so do the "
+            f"shapes of aux: {'; '.join(ragged)}; return sums or means, name in "
+            f"aux_axes= the axis of the examples, or give a batch that "
+            f"num_microbatches divides"
         )
+
+
+def _is_axis(axis: Any) -> bool:
+    return axis is not None and not isinstance(axis, Reduction)
+
+
+def _label(what: str, path: Any, leaf: Any) -> str:
+    return f"{what}{jax.tree_util.keystr(path)} has shape {leaf.shape}"
 
 
 def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
@@ -132,10 +330,8 @@ def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     return shape if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
-def _along(axis: int | None) -> Any:
-    """What joins values on an axis; ``None``: on a new one."""
-    if axis is None:
-        return jnp.stack
+def _along(axis: int) -> Run:
+    """What joins values on an axis."""
     return lambda values: jnp.concatenate(values, axis)
 
 
@@ -143,8 +339,16 @@ def _first(values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
+def _last(values: Sequence[Any]) -> Any:
+    return values[-1]
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """The sum of values, in single precision where they are of half."""
+    spec = sum_spec(values[0])
+    terms = [[value.astype(spec.dtype)] for value in values]
+    (total,) = functools.reduce(accumulate, terms)
+    return total.astype(values[0].dtype)
 
 
 def _mean(shares: Sequence[float]) -> Any:

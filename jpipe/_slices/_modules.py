@@ -157,10 +157,9 @@ class Modules(ABC):
         def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
             return self._changed(variables, x, rngs, train)
 
-        def joins(y: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
-            del last
+        def joins(results: _join.Results) -> list[_join.Join]:
             try:
-                return _join.of_outputs(self.axes.out_axes, y, sizes)
+                return _join.of_outputs(self.axes.out_axes, results)
             except ValueError as error:
                 _note_axes(error, self.axes)
                 raise
@@ -191,8 +190,8 @@ class Modules(ABC):
             value, aux = objective.of_part(y, targets)
             return value, (aux, changed)
 
-        def joins(aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
-            return _join.of_aux(objective.aux_axes, aux, last, sizes)
+        def joins(results: _join.Results) -> list[_join.Join]:
+            return _join.of_aux(objective.aux_axes, results)
 
         return Work(
             loss,

@@ -140,6 +140,18 @@ class Traced:
                 found.update(eqn.outvars)
         return found
 
+    def constant(self, atom: Any) -> core.ClosedJaxpr | None:
+        """``() -> value`` of what follows from no input; ``None`` if it follows."""
+        jaxpr, eqns, computed = self.closed.jaxpr, [], set(self.closed.jaxpr.constvars)
+        for eqn in jaxpr.eqns:
+            if not eqn.effects and _jaxpr.variables(eqn.invars) <= computed:
+                eqns.append(eqn)
+                computed.update(eqn.outvars)
+        if not isinstance(atom, core.Literal) and atom not in computed:
+            return None
+        jaxpr = jaxpr.replace(invars=[], eqns=eqns, outvars=[atom], effects=set())
+        return _jaxpr.prune(core.ClosedJaxpr(jaxpr, self.closed.consts), [atom])
+
     @cached_property
     def producer(self) -> dict[core.Var, int]:
         """The number of the equation that makes each variable."""

@@ -20,7 +20,7 @@ from . import _arguments, _closures, _composed, _meshes, _order, _program, _summ
 from ._built import Built, Layout
 from ._cuts import Cuts
 from ._division import ByLayer, Division
-from ._join import Join
+from ._join import Join, Results
 from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
@@ -48,8 +48,7 @@ class Work:
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``; the last of
         ``args`` of a loss function is a dict of those by name.
-      joins: of specs of aux of the first micro-batch, of the last one, and the sizes of
-        all, how aux is joined.
+      joins: how what micro-batches return besides the loss is joined.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something besides the loss.
@@ -64,7 +63,7 @@ class Work:
     """
 
     function: Callable[..., Any]
-    joins: Callable[[PyTree, PyTree, Sequence[int]], list[Join]]
+    joins: Callable[[Results], list[Join]]
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
@@ -275,8 +274,15 @@ class Sliced:
         if work.has_loss:
             pipe.check_trains()
         aux, last = map(work.aux_of, (stages.first, stages.program(-1)))
-        each = [size for size in batch.sizes for _ in range(batch.num_shards)]
-        joins = work.joins(aux, last, each) if runs else None
+        results = Results(
+            program=stages.first,
+            has_examples=[axis is not None for axis in batch.axes],
+            first=aux,
+            last=last,
+            sizes=[size for size in batch.sizes for _ in range(batch.num_shards)],
+            trace_whole=lambda: self._trace_whole(call),
+        )
+        joins = work.joins(results) if runs else None
         return Built(pipe, stages, layout, cuts, batch, aux, joins)
 
     def _in_stages(
@@ -365,6 +371,36 @@ class Sliced:
         if self._work.modules is None:
             _arguments.note_order(error, params, args)
 
+    def _trace(self, call: _Call, size: int, num_stages: int) -> Traced:
+        """The function on a micro-batch of some size."""
+        work = self._work
+        return _program.traced(
+            work.function,
+            call.specs,
+            call.batch.part(size),
+            num_stages,
+            has_aux=work.has_aux,
+            has_loss=work.has_loss,
+            is_weighted=work.reduction == "weighted",
+            # Variables are the same for all micro-batches, a key among them too.
+            folds_params=work.modules is None,
+        )
+
+    def _trace_whole(self, call: _Call) -> tuple[Traced, PyTree]:
+        """The function on the mini-batch as one micro-batch, and specs of aux."""
+        size = sum(call.batch.sizes) * call.batch.num_shards
+        try:
+            with _batchnorm.merging(True):
+                program = self._trace(call, size, num_stages=1)
+        except Exception as error:
+            error.add_note(
+                f"raised on the {size} examples of the mini-batch at once: something "
+                f"that is returned follows from no example, and is what one device "
+                f"returns"
+            )
+            raise
+        return program, self._work.aux_of(program)
+
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
         work, batch, sizes = self._work, call.batch, call.batch.sizes
@@ -372,18 +408,14 @@ class Sliced:
         whole = sum(sizes) * batch.num_shards
         programs = {}
         for n in dict.fromkeys(sizes):
-            is_weighted = work.reduction == "weighted"
-            part, kind = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
-            about = self._division.about
-            # Variables are the same for all micro-batches, a key among them too.
-            kind = *kind, work.modules is None
-            traced = _program.traced(work.function, call.specs, part, about, *kind)
+            traced = self._trace(call, n, self._division.about)
             division = self._division
             closed = _meshes.on_places(
                 traced.closed, division.places, division.warnings
             )
             traced = replace(traced, closed=closed)
             if work.modules:
+                part = batch.part(n)
                 leaves = len(jax.tree.leaves(part[0]))
                 local = part[: 1 + work.has_loss] if work.modules.is_local else ()
                 count = len(jax.tree.leaves(local))

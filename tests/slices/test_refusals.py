@@ -56,11 +56,17 @@ REFUSED = {
         (X, TARGETS),
         {"reduction": "weighted"},
     ),
-    r"MEAN is for floating dtypes; type x.astype\(float\):\n  \* aux is int": lambda: (
-        lambda p, x, t: (plain(p, x, t), jnp.argmax(x)),
+    r"cannot be joined on aux_axes=0; .*:\n  \* aux has shape \(6,\)": lambda: (
+        lambda p, x, t: (plain(p, x, t), x.sum(0)),
         matrices(6, 3),
         (X, TARGETS),
-        {"has_aux": True, "aux_axes": jpipe.MEAN},
+        {"has_aux": True, "aux_axes": 0},
+    ),
+    r"SUM is for numbers; type x.astype\(int\):\n  \* aux is bool": lambda: (
+        lambda p, x, t: (plain(p, x, t), x[0, 0] > 0),
+        matrices(6, 3),
+        (X, TARGETS),
+        {"has_aux": True, "aux_axes": jpipe.SUM},
     ),
     "must return a scalar loss": lambda: (perceptron, matrices(6, 3), (X,), {}),
     "scan, is .* and cannot be divided": lambda: (

@@ -100,6 +100,39 @@ def test_the_mean_of_equal_values_is_that_value_to_the_bit(double):
     ref.assert_equal(aux, rates)
 
 
+def test_aux_that_follows_from_no_example_is_that_of_one_device(double):
+    """Whether it has two rows, as many as a micro-batch, or one for each example."""
+
+    def loss(params, x, targets):
+        rows = jnp.broadcast_to(params[0][0], (len(x), 8))
+        aux = {"table": params[0][:2], "exp": jnp.exp(params[0][:2]), "rows": rows}
+        return plain(params, x, targets), {**aux, "numbers": jnp.arange(len(x))}
+
+    params = matrices(6, 8, 3)
+    expected = jax.value_and_grad(loss, has_aux=True)(params, X, TARGETS)
+    for options in ({"num_stages": 2}, {"num_stages": 2, "replicas": [1, 2]}):
+        grad_fn = jpipe.value_and_grad(loss, 5, has_aux=True, aux_axes=0, **options)
+        ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
+
+
+def test_integers_of_a_state_are_those_of_the_last_micro_batch(double):
+    """Averages beside a counter, as a batch norm of Haiku keeps them."""
+
+    def loss(params, state, x, targets):
+        counter, average = state["counter"] + 1, state["average"]
+        average = 0.9 * average + 0.1 * x.mean(0)
+        state = {"counter": counter, "average": average}
+        return plain(params, x, targets), state
+
+    params = matrices(6, 8, 3)
+    state = {"counter": jnp.zeros((), jnp.int32), "average": jnp.ones(6, X.dtype)}
+    expected = jax.value_and_grad(loss, has_aux=True)(params, state, X, TARGETS)
+    options = {"has_aux": True, "aux_axes": jpipe.MEAN, "in_axes": (None, 0, 0)}
+    grad_fn = jpipe.value_and_grad(loss, 4, num_stages=2, **options)
+    found = run(grad_fn, params, state, X, TARGETS)
+    ref.assert_close(found, expected, ref.FLOAT64)
+
+
 def test_what_is_for_aux_alone_has_no_gradient(double):
     def loss(params, x, targets):
         y = perceptron(params[:1], x)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 LAYERS = [ref.dense(6), jnp.tanh, ref.dense(4)]
 X, TARGETS = ref.regression(7)  # in parts of three, two and two
 AXES = {"logits": 0, "outer": {"turned": -1, "each": 0}, "worst": None}
-AXES["mean"] = jpipe.MEAN
+AXES |= {"mean": jpipe.MEAN, "large": jpipe.SUM, "of no example": 0}
 
 
 def loss_fn(y, targets):
@@ -29,6 +29,13 @@ def loss_fn(y, targets):
         "outer": {"turned": jnp.moveaxis(y[None], 1, 2), "each": errors.mean(-1)},
         "worst": errors.max(),
         "mean": errors.mean(),
+        "large": (errors > 1).sum(),
+        "of no example": {  # the first has as many rows as a micro-batch, by chance
+            "table": jnp.eye(3),
+            "ones": jnp.ones((len(y), 2)),
+            "numbers": jnp.arange(len(y)),
+            "scale": jnp.float32(2),
+        },
     }
     return errors.mean(), aux
 
