@@ -1,5 +1,6 @@
 """Layers are run at once and in micro-batches: what `Pipeline.check` does."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ._run import _variables
 from ._run._pipe import Pipe
 from ._slices import _arguments
 from ._slices._division import ByLayer
+from ._slices._join import MEAN, SUM
 from ._slices._listed import Listed
 from ._slices._sliced import Sliced
 from .schedules import gpipe
@@ -65,20 +67,50 @@ def checked(
     specs = [*map(_microbatch.specs, given, names)]
     x_axes, target_axes = _arguments.axes_of(axes[:2], specs, names)
     count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
+    number = pipe.schedule.num_microbatches * pipe.num_shards
+    microbatch = -(-count // number)
     if parts is None:
-        number = pipe.schedule.num_microbatches * pipe.num_shards
-        parts = _sizes(count, -(-count // number))
+        parts = _sizes(count, microbatch)
     sizes = check_parts(parts, count)
     fitting.by_owner(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
     own = _apart(pipe, fitting, variables, x, rngs, train)
     with jax.default_device(_transfer.one_of(pipe.devices[0])):
         checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
-        found = tuple(checking.layer(i, *given) for i, given in enumerate(own))
+        found = [checking.layer(i, *given) for i, given in enumerate(own[:-1])]
+        reductions = functools.partial(_reductions, axes.out_axes, microbatch)
+        found += [checking.layer(len(found), *own[-1], reductions)]
         loss = None
         if objective is not None:
             loss = checking.loss(objective, targets, target_axes)
-    return CheckReport(sizes, found, loss)
+    return CheckReport(sizes, tuple(found), loss)
+
+
+def _reductions(out_axes: Any, microbatch: int, outputs: PyTree) -> list[Sequence[str]]:
+    """What `Pipeline.apply` makes of outputs without examples: see `Checking.layer`.
+
+    Args:
+      out_axes: as the pipeline was given it.
+      microbatch: how many examples a micro-batch of the pipeline has.
+      outputs: specs of the outputs.
+    """
+    flat = _microbatch.flat_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
+    found: list[Sequence[str]] = []
+    for leaf, axis in zip(jax.tree.leaves(outputs), flat, strict=True):
+        if axis is MEAN:
+            found.append(("mean",))
+        elif axis is SUM:
+            found.append(("sum", "each"))
+        elif axis is None or _has_rows(leaf, axis, microbatch):
+            found.append(("each",))
+        else:  # which it does not join, but a loss may be a mean or a sum of it
+            found.append(("mean", "sum"))
+    return found
+
+
+def _has_rows(leaf: Any, axis: int, count: int) -> bool:
+    """Whether an array has so many rows on an axis."""
+    return -leaf.ndim <= axis < leaf.ndim and leaf.shape[axis] == count
 
 
 def _apart(

@@ -133,7 +133,7 @@ def compare(
     sizes: Sequence[int],
     limit: float,
     least: float = 0.0,
-    or_sum: bool = False,
+    reductions: Sequence[Sequence[str]] | None = None,
 ) -> Difference | None:
     """The largest difference of all leaves, if there is one.
 
@@ -145,21 +145,22 @@ def compare(
       sizes: how many examples each micro-batch has.
       limit: how far numbers may be apart, relative to the largest next to them.
       least: how large the largest is at least.
-      or_sum: whether what has no axis of examples may be the sum of that of the
-        micro-batches, in place of the mean, or of integers of the last.
+      reductions: what a leaf without an axis of examples may be of those of the
+        micro-batches, for each leaf: the ``"mean"``, which of integers is the last,
+        the ``"sum"``, or ``"each"`` of them; default: the mean.
     """
     paths, found = jax.tree_util.tree_leaves_with_path(whole), []
-    for (path, leaf), other, axis in zip(
-        paths, jax.tree.leaves(parts), axes, strict=True
+    if reductions is None:
+        reductions = [("mean",)] * len(paths)
+    for (path, leaf), other, axis, names in zip(
+        paths, jax.tree.leaves(parts), axes, reductions, strict=True
     ):
         leaf, other = numbers(leaf), numbers(other)
         made, around = [other], least
         if other.ndim > leaf.ndim:
             # A mean or a sum is rounded as what it is made of.
             around = max(least, size(other))
-            is_number = other.dtype.kind in "fc"
-            made = [np.average(other, 0, sizes) if is_number else other[-1]]
-            made += [other.sum(0)] if or_sum else []
+            made = [_reduce(leaf, other, name, sizes) for name in names]
         gaps = [_apart(leaf, one, axis, limit, around) for one in made]
         best = min(range(len(made)), key=lambda i: np.max(gaps[i], initial=0))
         gap, nearest = gaps[best], made[best]
@@ -173,6 +174,16 @@ def compare(
             values = leaf[at].item(), nearest[at].item()
             found.append(Difference(label, example, *values, float(gap[at])))
     return max(found, key=lambda one: one.size, default=None)
+
+
+def _reduce(whole: Any, parts: Any, name: str, sizes: Sequence[int]) -> Any:
+    """What micro-batches give, along a first axis, as one: see `compare`."""
+    if name == "sum":
+        return parts.sum(0)
+    if name == "each":  # the one that differs most
+        axes = tuple(range(1, parts.ndim))
+        return parts[np.argmax(np.sum(parts != whole, axes))]
+    return np.average(parts, 0, sizes) if parts.dtype.kind in "fc" else parts[-1]
 
 
 def size(tree: PyTree) -> float:

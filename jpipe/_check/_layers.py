@@ -44,6 +44,8 @@ PyTree = Any
 # So much of the largest gradient of a layer counts at least: some are zero but for
 # rounding.
 _OF_LAYER = 1e-2
+# Of specs of outputs, what each leaf without examples may be: see `compare`.
+Reductions = Callable[[PyTree], list[Sequence[str]]]
 
 
 class Checking:
@@ -81,13 +83,21 @@ class Checking:
         # Equal layers on equal shapes are compiled once.
         self._known: dict[Any, Function] = {}
 
-    def layer(self, number: int, layers: Sequential, entries: Entries) -> Checked:
+    def layer(
+        self,
+        number: int,
+        layers: Sequential,
+        entries: Entries,
+        reductions: Reductions | None = None,
+    ) -> Checked:
         """What is found of the next layer.
 
         Args:
           number: that of the layer.
           layers: it, behind those whose variables it reads.
           entries: the variables of these.
+          reductions: of the last layer, what `Pipeline.apply` makes of its outputs;
+            default: what has no examples may be a mean or a sum, as a loss takes it.
         """
         name = f"layer {number} ({layers.layers[-1].name})"
         if self._stopped:
@@ -106,6 +116,11 @@ class Checking:
             f"each micro-batch should, say so: report.raise_if_different("
             f"accept=[{number}])"
         )
+        if reductions is not None:
+            advice += (
+                "; out_axes= says what apply makes of outputs: an axis, jpipe.MEAN or "
+                "jpipe.SUM"
+            )
         try:
             function, axes = self._function(apply, normed, specs, free, fixed)
         except Exception as error:
@@ -119,7 +134,13 @@ class Checking:
             for leaf in function.projected
         ]
         whole, parts = function(free, fixed, cotangents)
-        compared, differences = self._compared(function, axes, whole, parts)
+        of_leaves: list[Sequence[str]] = [("mean", "sum")] * len(axes)
+        if reductions is not None:
+            of_outputs = reductions(specs[0][0])
+            of_leaves[: len(of_outputs)] = of_outputs
+        compared, differences = self._compared(
+            function, axes, whole, parts, reductions=of_leaves
+        )
         (apart, _), made = whole.results
         notes = []
         if compare("", made, apart, axes, self._sizes, 0.0):
@@ -216,6 +237,7 @@ class Checking:
         axes: Sequence[int | None],
         whole: Result,
         parts: Result,
+        reductions: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
         """What was compared of a layer, and what differs."""
         (results, _), divided = whole.results, parts.results
@@ -234,7 +256,16 @@ class Checking:
         limit = function.limit if self._tolerance is None else self._tolerance
         compared = [what.split()[0] for what, one, *_ in found if jax.tree.leaves(one)]
         differences = [
-            compare(what, one, other, at, self._sizes, limit, least, what == "outputs")
+            compare(
+                what,
+                one,
+                other,
+                at,
+                self._sizes,
+                limit,
+                least,
+                reductions if what == "outputs" else None,
+            )
             for what, one, other, at, least in found
         ]
         return tuple(dict.fromkeys(compared)), tuple(filter(None, differences))

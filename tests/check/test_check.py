@@ -260,6 +260,23 @@ def test_examples_are_taken_from_the_axes_given():
     assert np.isclose(expected[:, at.example], at.whole, rtol=1e-4).any()
 
 
+def test_outputs_are_compared_as_apply_joins_them():
+    """By default what is no example's may be a mean or a sum, as a loss takes it."""
+
+    def head(x):
+        y = x[:, 0]
+        # As many numbers as a micro-batch has examples, by chance.
+        return {"y": y, "size": (y**2).sum(), "load": jax.nn.softmax(y).mean(0)}
+
+    axes = {"y": 0, "size": jpipe.SUM, "load": jpipe.MEAN}
+    assert checked([jnp.sin, head], options={"out_axes": axes})
+    assert checked([jnp.sin, lambda x: head(x)["size"]])
+    for name, axis in [("size", None), ("size", jpipe.MEAN), ("load", 0)]:
+        options = {"out_axes": {**axes, name: axis}}
+        (difference,) = checked([jnp.sin, head], options=options).layers[1].differences
+        assert difference.what == f"outputs[0]['{name}']"
+
+
 def test_equal_layers_are_compiled_once():
     traced = []
 
