@@ -9,8 +9,10 @@ from ._legend import legend
 from ._shapes import Picture, Rect, Shape, Text, centred, shortened, text_width
 
 _TOP, _BAR, _PITCH = 46.0, 22.0, 30.0
-_MARGIN, _LEFT, _BETWEEN = 14.0, 280.0, 28.0
-_NAME = _LEFT - 8 - _MARGIN  # so wide is one beside the bars
+_MARGIN, _BETWEEN = 14.0, 28.0
+_BEFORE = 8.0  # between a name and its bars
+# So much of the page the names take at most; longer ones are cut.
+_NAMES = 0.45
 
 
 class Part(NamedTuple):
@@ -59,16 +61,18 @@ def picture(
       width: of the page.
     """
     bottom = _TOP + len(names) * _PITCH
-    entries, height = legend(colours, _LEFT, bottom, width)
+    longest = max(text_width(name, LABEL) for name in names)
+    left = min(_MARGIN + longest + _BEFORE, _NAMES * width)
+    entries, height = legend(colours, left, bottom, width)
     shown = shortened(title, 13.0 * 1.1, width - 2 * _MARGIN)  # bold is wider
     shapes: list[Shape] = [Text(_MARGIN, 18.0, shown, 13.0, palette.INK, bold=True)]
     for i, name in enumerate(names):
-        text = shortened(name, LABEL, _NAME)
-        shapes.append(Text(_LEFT - 8, _middle(i), text, LABEL, palette.INK, "end"))
+        text = shortened(name, LABEL, left - _BEFORE - _MARGIN)
+        x, y = left - _BEFORE, _middle(i)
+        shapes.append(Text(x, y, text, LABEL, palette.INK, "end"))
     after = [8 + max(text_width(bar.text, LABEL) for bar in x.bars) for x in columns]
     gaps = _BETWEEN * (len(columns) - 1)
-    wide = (width - _LEFT - sum(after) - gaps - _MARGIN) / len(columns)
-    left = _LEFT
+    wide = (width - left - sum(after) - gaps - _MARGIN) / len(columns)
     for column, behind in zip(columns, after, strict=True):
         shapes += _column(column, left, wide)
         left += wide + behind + _BETWEEN

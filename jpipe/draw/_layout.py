@@ -9,14 +9,12 @@ from . import _palette as palette
 from ._frame import Frame, frame_of
 from ._legend import legend
 from ._panel import height, panel, summary
-from ._planned import bars, timeline_of
+from ._planned import bars, is_plan, timeline_of
 from ._shapes import Path, Picture, Shape, Text
 
 _TOP, _BETWEEN = 8.0, 8.0
 _AXIS = 26.0
 _SMALL = 10.0
-# What has times to draw.
-Times = Timeline | Schedule | Iterable[Timeline | Schedule]
 
 
 def picture(
@@ -35,8 +33,7 @@ def picture(
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
-    # The type of plans is not imported: a schedule does not need it.
-    if hasattr(drawn, "forecast"):
+    if is_plan(drawn):
         shown = (timeline_of(drawn),)
         frame = frame_of(shown, width)
         above = bars(drawn, *shown, frame.width)
@@ -67,7 +64,8 @@ def picture(
 def listed(timelines: Any) -> tuple[Timeline, ...]:
     """One timeline or several, as several; none is an error.
 
-    Of a schedule, that with the default costs for the layers of a rank.
+    Of a schedule, that with the default costs for the layers of a rank; of a plan that
+    of its step.
     """
     given = tuple(timelines) if isinstance(timelines, Iterable) else (timelines,)
     if not given:
@@ -76,6 +74,8 @@ def listed(timelines: Any) -> tuple[Timeline, ...]:
 
 
 def _timeline(given: Any) -> Timeline:
+    if is_plan(given):
+        return timeline_of(given)
     if isinstance(given, Schedule):
         return given.simulate(fitting(Costs(), given))
     if not isinstance(given, Timeline):

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..schedules import Timeline
+from ..schedules import Action, Timeline
+from ..schedules._action import BACKWARD, FORWARD, INPUT
 from ..schedules._units import duration, many, size
 from . import _bars
 from . import _palette as palette
@@ -25,6 +26,11 @@ _BUSY = palette.OPS["W"]
 _SMALLEST = 1 / 8
 
 
+def is_plan(drawn: Any) -> bool:
+    """Whether something is a plan, whose type is not imported: schedules have none."""
+    return hasattr(drawn, "forecast")
+
+
 def timeline_of(plan: Any) -> Timeline:
     """The timeline of the step of a plan from `jpipe.plan`, in seconds.
 
@@ -35,13 +41,38 @@ def timeline_of(plan: Any) -> Timeline:
         raise ValueError(
             "a plan without a forecast: draw what jpipe.plan returns, or plan.schedule"
         )
-    timeline = plan.schedule.simulate(plan.forecast.costs)
+    timeline = _unjoined(
+        plan.schedule.simulate(plan.forecast.costs), plan.forecast.last_forward
+    )
     name = timeline.name
     if timeline.makespan < plan.forecast.seconds:
         name += ": the devices alone, which wait for the host"
     # What a rank holds besides the optimizer's state and workspace would contradict the
     # bars, which have all of it.
     return dataclasses.replace(timeline, name=name, memory=())
+
+
+def _unjoined(timeline: Timeline, forward: float) -> Timeline:
+    """The timeline with the forwards of the last stage that run in their backwards.
+
+    In the costs of a plan such a forward takes no time, and its backward takes that of
+    both.
+
+    Args:
+      timeline: the simulated one.
+      forward: the seconds of a forward of the last stage.
+    """
+    start, end = dict(timeline.start), dict(timeline.end)
+    last = timeline.num_stages - 1
+    for action in timeline.start:
+        op, stage, microbatch = action
+        joined = Action(FORWARD, last, microbatch)
+        is_whole = op in (BACKWARD, INPUT) and stage == last
+        if is_whole and start[joined] == end[joined]:
+            between = min(start[action] + forward, end[action])
+            start[joined], end[joined] = start[action], between
+            start[action] = between
+    return dataclasses.replace(timeline, start=start, end=end)
 
 
 def bars(plan: Any, timeline: Timeline, width: float) -> Picture:

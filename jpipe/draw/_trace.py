@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..schedules import Action, Timeline
-from ._layout import Times, listed, named
+from ._layout import listed, named
 
 Event = dict[str, Any]
 
 
 def trace(
-    timelines: Times,
+    timelines: Any,
     *,
     titles: Sequence[str] | None = None,
     unit: float = 1e6,
@@ -23,8 +23,8 @@ def trace(
     arrow for each transfer between ranks, and a counter for what each rank holds.
 
     Args:
-      timelines: one or several, or schedules, with the default costs; each starts at
-        0.
+      timelines: one or several, or schedules, with the default costs, or plans of
+        `jpipe.plan`; each starts at 0.
       titles: one for each; default: their names.
       unit: microseconds per unit of time. The default fits what was measured, and
         shows a unit of time as a second.

@@ -110,6 +110,8 @@ class Forecast:
       memory_limit: bytes of a device; ``None`` if none was given.
       sent_bytes: between all devices in a step.
       reasons: in sentences: what holds it up, what it was chosen over, what is idle.
+      last_forward: the seconds of a forward of the last stage, also where it is a part
+        of its backward, so that ``costs`` have it there.
     """
 
     seconds: float
@@ -118,6 +120,7 @@ class Forecast:
     memory_limit: int | None = None
     sent_bytes: int = 0
     reasons: tuple[str, ...] = ()
+    last_forward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,9 @@ class Plan:
         if self.data < 1:
             yield f"data={self.data}: needs at least one device"
         if self.forecast is not None:
-            yield from number_faults("forecast.seconds", self.forecast.seconds)
+            for name in ("seconds", "last_forward"):
+                number = getattr(self.forecast, name)
+                yield from number_faults(f"forecast.{name}", number)
         if self.cuts is not None:
             if len(self.cuts.positions) + 1 != len(self.stages):
                 yield (

@@ -8,7 +8,7 @@ from ..schedules import Action, Schedule
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._units import duration, size
 from ._fingerprint import estimated, measured_on_cpu
-from ._forecast import Candidate, transfers
+from ._forecast import Candidate, stage_costs, transfers
 from ._plan import Forecast, Plan
 from ._space import Space
 
@@ -46,6 +46,7 @@ def chosen(
             memory_limit=space.hardware.memory_limit,
             sent_bytes=sent,
             reasons=(*_reasons(best, candidates, space, sent), *missing),
+            last_forward=stage_costs(space, best).forward[-1],
         ),
     )
 

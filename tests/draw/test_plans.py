@@ -3,13 +3,16 @@
 A private name is imported because the text of a duration has no public one.
 """
 
+import dataclasses
 import functools
+import json
 
 import pytest
 
+import jpipe
 from jpipe.schedules._units import duration
 
-from ..planning.models import planned
+from ..planning.models import SAMPLE, dense, planned
 from .pictures import SVG, actions, boxes, parsed, texts
 
 CLOSE = functools.partial(pytest.approx, abs=0.02)  # what the file is rounded to
@@ -49,3 +52,46 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     assert f"zb_h1, 4 micro-batches, {seconds} a step predicted" in shown
     # Of memory the bars say all.
     assert not any(text.startswith("peak ") for text in shown)
+
+
+def test_forwards_that_run_in_their_backwards_are_drawn_as_those_of_a_schedule():
+    plan = planned(2, schedules="1f1b", data=1, balance=(3, 2))
+    found = actions(parsed(plan))
+    assert plan.forecast.costs.forward[-1] == [0.0] * 4
+    profile = jpipe.profile(
+        dense(2), SAMPLE, num_microbatches=4, measure=False, action_seconds=0.0
+    )
+    costs = profile.costs(plan.balance)
+    for microbatch in range(4):
+        forward, backward = (found[f"1{op}{microbatch}"] for op in "FB")
+        assert forward["x"] + forward["width"] == CLOSE(backward["x"])
+        ratio = forward["width"] / backward["width"]
+        assert ratio == pytest.approx(costs.forward[1] / costs.backward[1], rel=0.01)
+
+
+def test_names_of_ranks_are_cut_only_where_there_is_no_room():
+    plan = planned(2, schedules="interleaved", data=1, balance=(1, 1, 1, 2))
+    stages = (
+        dataclasses.replace(stage, layers=("Feedforward",)) for stage in plan.stages
+    )
+    plan = dataclasses.replace(plan, stages=tuple(stages))
+    wide, narrow = (
+        [text["text"] for text in texts(parsed(plan, width=width))]
+        for width in (1100, 400)
+    )
+    for rank in range(2):
+        (name,) = [text for text in wide if text.startswith(f"rank {rank}, ")]
+        assert name.endswith("min_cut: Feedforward + Feedforward")
+        (cut,) = [text for text in narrow if text.startswith(f"rank {rank}, ")]
+        assert cut.endswith("\N{HORIZONTAL ELLIPSIS}")
+    assert all(box["width"] >= 0 for _, box in boxes(parsed(plan, width=400), ""))
+
+
+def test_a_trace_of_a_plan_is_that_of_its_step():
+    plan = planned(2, schedules="1f1b")
+    found = json.loads(jpipe.draw.trace(plan))["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in found if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(1e6 * plan.forecast.seconds, abs=1e-2)
+    without = dataclasses.replace(plan, forecast=None)
+    with pytest.raises(ValueError, match="a plan without a forecast: draw what"):
+        jpipe.draw.trace(without)
