@@ -59,11 +59,6 @@ class Fitting(Checks):
         # By the shapes of variables, an input that they fit, in words.
         self._inputs = Recent[Any, str]()
 
-    def order(self, params: PyTree) -> None:
-        """Notices arguments in another order."""
-        if not isinstance(params, Sequence):
-            self.listed.entries(params)
-
     def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Checks variables of another kind than before."""
         if _kind(params) not in self._inputs:
@@ -136,6 +131,7 @@ class Fitting(Checks):
 
     def by_owner(self, variables: Any, x: PyTree) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""
+        self.listed.entries(variables)
         initial = self._fitting(variables, x)
         own = self.listed.parent.like(initial.specs, variables)
         self.note(own, x)

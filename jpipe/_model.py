@@ -75,6 +75,7 @@ class OneModel(Subject):
     def _fitting(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Variables, checked where the model can make such."""
         del key
+        self.function.entries(variables)
         given = _microbatch.specs(variables, "variables")
         batch = self.function.sample(x, self.division)
         try:
@@ -90,6 +91,7 @@ class OneModel(Subject):
 
     def check(self, variables: PyTree, *given: Any) -> CheckReport:
         """Checks the model as a list of one layer, on the first device."""
+        self.function.entries(variables)
         report = self._unpipelined().check((variables,), *given)
         found = replace(report.layers[0], name=f"the model ({self._layer.name})")
         return replace(report, layers=(found,))

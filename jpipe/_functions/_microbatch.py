@@ -39,7 +39,7 @@ def specs(tree: PyTree, what: str) -> PyTree:
     Raises:
       TypeError: with the path of every leaf that is not an array.
     """
-    faults = []
+    faults, others = [], []
 
     def spec(path: Any, leaf: Any) -> Any:
         try:
@@ -54,15 +54,20 @@ def specs(tree: PyTree, what: str) -> PyTree:
             return _jaxpr.spec(jax.typeof(leaf))
         except TypeError:
             faults.append(f"{called(what, path)} is {_describe(leaf)}")
+            others.append(leaf)
             return None
 
     result = jax.tree_util.tree_map_with_path(spec, tree)
-    refuse(
-        "every leaf must be an array; convert with jnp.asarray, text to numbers first, "
-        "such as tokens",
-        faults,
-        TypeError,
-    )
+    advice = "convert with jnp.asarray, text to numbers first, such as tokens"
+    classes = type(tree).__mro__
+    is_of_equinox = any(cls.__module__.startswith("equinox.") for cls in classes)
+    if is_of_equinox or any(map(callable, others)):
+        advice = (
+            "of a model of Equinox give its arrays: params, static = eqx.partition("
+            "model, eqx.is_inexact_array), and eqx.combine(params, static) in the "
+            "function that takes params"
+        )
+    refuse(f"every leaf must be an array; {advice}", faults, TypeError)
     return result
 
 

@@ -1,11 +1,14 @@
 """What to type after an error in a layer, by the error and by the layer."""
 
+import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from flax import errors, linen, nnx
 
-from ._layer import Layer
+from ._layer import Layer, Stage
+from ._method import Method
 
 PyTree = Any
 
@@ -37,6 +40,23 @@ _KNOWN: dict[tuple[type[Exception], str], str] = {
     "the pipeline, or let the layer do without them in evaluation (rngs=None)",
     (TypeError, "required positional argument"): _SEVERAL,
 }
+
+
+def missing_inputs(error: Exception, layer: Layer) -> list[str]:
+    """The inputs that the call of a model lacks, if that is the error; else none."""
+    called, source = layer.owner, layer.source
+    if isinstance(source, Method):
+        called = source.method
+    elif isinstance(source, Stage):
+        called = source.apply
+    if isinstance(called, linen.Module | nnx.Module):
+        called = type(called).__call__
+    elif isinstance(called, str):
+        called = getattr(type(layer.owner), called)
+    name = getattr(inspect.unwrap(called), "__qualname__", "")
+    if not isinstance(error, TypeError) or not str(error).startswith(f"{name}() miss"):
+        return []
+    return re.findall(r"'(\w+)'", str(error))
 
 
 def advice(error: Exception, layer: Layer, x: PyTree) -> str:

@@ -17,6 +17,7 @@ from . import _inputs, _linen, _modes, _nnx, _skip, _switches
 from ._method import Method
 
 PyTree = Any
+_PARTITION = "params, static = eqx.partition(module, eqx.is_inexact_array)"
 
 
 @dataclass(frozen=True)
@@ -165,12 +166,17 @@ def _holds_arrays(source: Any) -> str:
     if not callable(source) or is_module(source):
         return ""
     parts = (x for x in jax.tree.leaves(source) if x is not source)
-    if not any(isinstance(x, jax.Array | np.ndarray) for x in parts):
+    are_arrays = [isinstance(x, jax.Array | np.ndarray) for x in parts]
+    if not any(are_arrays):
         return ""
+    split, params, call = "", "module", "variables['params']"
+    if not all(are_arrays):
+        split, params = f"take {_PARTITION} and ", "params"
+        call = "eqx.combine(variables['params'], static)"
     return (
         f"{type(source).__name__} is a pytree with arrays, which would be constants; "
-        f"to train them list jpipe.Stage(lambda key, x: {{'params': module}}, lambda "
-        f"variables, x: variables['params'](x)), else lambda x: module(x)"
+        f"to train them {split}list jpipe.Stage(lambda key, x: {{'params': {params}}}, "
+        f"lambda variables, x: {call}(x)), else lambda x: module(x)"
     )
 
 
@@ -240,6 +246,18 @@ def _from_stage(stage: Stage) -> Layer:
                 f"the init of a jpipe.Stage returns a mapping, such as "
                 f"{{'params': ...}} or {{}}; this one returned: {kind}"
             )
+        faults = [
+            f"{jax.tree_util.keystr(path)} is {leaf!r}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(made)
+            if callable(leaf)
+        ]
+        refuse(
+            f"the init of a jpipe.Stage returns arrays; of a model of Equinox take "
+            f"{_PARTITION}, give params, and call eqx.combine(variables['params'], "
+            f"static) in apply",
+            faults,
+            TypeError,
+        )
         return dict(made)
 
     watch = _modes.Watch()

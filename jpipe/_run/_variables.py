@@ -15,6 +15,7 @@ from .._layers._parent import Parent
 from .._layers._tree import Names, dotted, flat, nested
 
 PyTree = Any
+_OF_NNX = "; of a module of nnx give its values: variables = pipe.init(None, x)"
 
 
 # What to type where parameters are given in place of variables.
@@ -42,8 +43,10 @@ def check_layers(
         for i, entry in enumerate(given)
         if not isinstance(entry, Mapping)
     ]
+    has_modules = any(isinstance(entry, nnx.Module) for entry in given)
     refuse(
-        "variables must have a mapping such as {'params': ...} for each layer",
+        "variables must have a mapping such as {'params': ...} for each layer"
+        + (_OF_NNX if has_modules else ""),
         not_mappings,
     )
     # What belongs to a module may be given in the entry of any layer of it.
@@ -171,9 +174,50 @@ def check_length(given: Any, num_layers: int) -> None:
         )
         raise ValueError(
             f"variables {problem}, the model has {num_layers} layers; give a "
-            f"tuple with one entry per layer, as Pipeline.init returns it; "
-            f"of a train state give state.variables"
+            f"tuple with one entry per layer, as Pipeline.init returns "
+            f"it{_instead(given)}"
         )
+
+
+def check_model(given: Any) -> None:
+    """Checks that something has the form of the variables of a model.
+
+    Raises:
+      ValueError: if it is no mapping.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"variables is a {type(given).__name__}; a model takes a mapping such as "
+            f"{{'params': ...}}, as Pipeline.init returns it{_instead(given)}"
+        )
+
+
+def check_params(given: Any) -> None:
+    """Checks that the parameters of a loss function are no whole train state.
+
+    Raises:
+      ValueError: if they are.
+    """
+    if _is_state(given):
+        raise ValueError(
+            f"params is a {type(given).__name__}; a loss function is differentiated by "
+            f"its parameters alone: give state.params, or what it takes of "
+            f"state.variables"
+        )
+
+
+def _instead(given: Any) -> str:
+    """What to give in place of what holds variables, in words."""
+    if isinstance(given, nnx.Module):
+        return _OF_NNX
+    if _is_state(given) and not hasattr(given, "variables"):
+        return "; of a train state of Flax give {'params': state.params}"
+    return "; of a train state give state.variables"
+
+
+def _is_state(given: Any) -> bool:
+    """Whether something is a train state, of jpipe or of Flax."""
+    return hasattr(given, "params") and hasattr(given, "opt_state")
 
 
 def _leaves(entries: Mapping[str, PyTree]) -> list[tuple[str, Any]]:

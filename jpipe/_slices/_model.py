@@ -1,7 +1,8 @@
 """One model as a function of its variables and a micro-batch."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import chex
@@ -11,6 +12,7 @@ from jax.tree_util import keystr
 from .._functions._batch import Axes
 from .._instructions._sharding import Sharding
 from .._layers import _linen, _rng
+from .._layers._advice import missing_inputs
 from .._layers._layer import Layer, check_unchanged
 from .._layers._parent import Parent
 from .._layers._sequence import Made, called
@@ -37,6 +39,15 @@ class Model(Modules):
         super().__init__([layer], Parent([layer], is_list=False), axes)
         self._layer = layer
 
+    def entries(self, variables: PyTree) -> Sequence[PyTree]:
+        """The variables of each layer: of the one that there is.
+
+        Raises:
+          ValueError: if they have not the form of variables.
+        """
+        _variables.check_model(variables)
+        return (variables,)
+
     def init(self, key: chex.PRNGKey, x: PyTree, given: Sequence[PyTree]) -> Made:
         """Makes the variables: see `Sequential.init`."""
         (entry,) = given
@@ -44,7 +55,8 @@ class Model(Modules):
         def run(handles: Sequence[Any], _: Any) -> Any:
             return called(self._layer, handles[0], entry, key, x)
 
-        (y, own), (made,) = self.parent.init(key, given, run)
+        with self._naming(x):
+            (y, own), (made,) = self.parent.init(key, given, run)
         return Made(y, [made or own], ())
 
     def applied(
@@ -55,10 +67,19 @@ class Model(Modules):
         try:
             keys = _rng.streams(rngs)
             run = functools.partial(self._call, x, keys, train)
-            y, (changed,) = self.parent((variables,), rngs, train, run)
+            with self._naming(x):
+                y, (changed,) = self.parent((variables,), rngs, train, run)
             return y, changed
         except Exception as error:
             _refuse_writes(error, self._layer.owner, variables, train)
+            raise
+
+    @contextmanager
+    def _naming(self, x: PyTree) -> Iterator[None]:
+        """Adds to any exception that the model raised it, and what to type."""
+        try:
+            yield
+        except Exception as error:
             error.add_note(
                 f"raised by the model ({self._layer.name}), whose input was "
                 f"{shapes(x)}; x comes before the targets"
@@ -70,6 +91,12 @@ class Model(Modules):
                 )
             elif _variables.lacks_params(variables):
                 error.add_note(f"variables has no entry 'params'; {_variables.WRAPPED}")
+            if names := missing_inputs(error, self._layer):
+                others = ", ".join(f"{name}={name}" for name in names)
+                error.add_note(
+                    f"a model that takes several inputs is given all of them as one: "
+                    f"x = jpipe.inputs(x, {others})"
+                )
             raise
 
     def _call(self, x: PyTree, keys: Any, train: bool, handles: Sequence[Any]) -> Any:

@@ -36,6 +36,8 @@ class Holder(_closures.Modules, Protocol):
     advice: str
     is_local: bool
 
+    def entries(self, variables: PyTree) -> Sequence[PyTree]: ...
+
     def shardings(
         self, pipe: Pipe, variables: PyTree, stages: Sequence[int]
     ) -> list[Sharding]: ...
@@ -96,9 +98,6 @@ class Work:
 
 class Checks:
     """What is checked besides, where something new is built: here nothing."""
-
-    def order(self, params: PyTree) -> None:
-        """Notices arguments in another order."""
 
     def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Checks what is given; the mini-batch was checked."""
@@ -348,7 +347,7 @@ class Sliced:
     def _made(self, params: PyTree, *args: PyTree) -> Built:
         checks = self._checks
         _variables.check_concrete(jax.tree.leaves((params, args)))
-        checks.order(params)
+        self._check_tree(params)
         try:
             batch = self._batch(args)
         except ValueError as error:
@@ -400,6 +399,13 @@ class Sliced:
             )
             raise
         return program, self._work.aux_of(program)
+
+    def _check_tree(self, params: PyTree) -> None:
+        """Notices what is no tree of parameters, as arguments in another order."""
+        if self._work.modules:
+            self._work.modules.entries(params)
+        else:
+            _variables.check_params(params)
 
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""

@@ -7,11 +7,13 @@ import optax
 import pytest
 from flax import errors, nnx
 from flax import linen as nn
+from flax.training import train_state
 
 import jpipe
 
 from .model import KEY, TARGETS, X, mse, rows, says, two_stages
 
+LINEAR = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 RNGS = "rngs is 0; needs a random key, such as jax.random.key(0)"
 
 
@@ -29,6 +31,11 @@ def gradient(x=X, targets=TARGETS, loss_fn=mse, **options):
 def given(change):
     """A forward pass with other variables."""
     return lambda pipe, variables: pipe.apply(change(variables), X)
+
+
+def state(call):
+    """A call that is given a train state in place of variables."""
+    return lambda pipe, _: call(pipe, pipe.init_train_state(KEY, X, optax.sgd(0.1)))
 
 
 def axes(x=X, stages=(nn.relu,), **options):
@@ -93,6 +100,23 @@ CALLS = {
         "out_axes=2": axes(out_axes=2),
         "num_microbatches=1 ... outputs has shape (6,)": axes(stages=[jnp.ravel]),
         "dict ... 3 layers ... Pipeline.init": given(lambda v: v[0]),
+        "is a Linear ... give its values: variables = pipe.init(None, x)": given(
+            lambda v: LINEAR
+        ),
+        "of a module of nnx give its values ... variables[1] is a Linear": given(
+            lambda v: (v[0], LINEAR, v[2])
+        ),
+        "is a TrainState ... of a train state give state.variables": state(
+            lambda pipe, state: pipe.apply(state, X)
+        ),
+        "variables is a TrainState ... 3 layers ... give state.variables": state(
+            lambda pipe, state: pipe.check(state, X, TARGETS, mse)
+        ),
+        "of a train state of Flax give {'params': state.params}": given(
+            lambda v: train_state.TrainState.create(
+                apply_fn=mse, params={}, tx=optax.sgd(0.1)
+            )
+        ),
         "2 entries ... 3 layers ... one entry per layer": given(lambda v: v[:2]),
         "variables[0] is ... [2] is a list": given(lambda v: (3, {}, [])),
         "x is float32[4,2] ... fit float32[4,3] ... x before the targets": gradient(

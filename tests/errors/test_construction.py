@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def picky(num_ranks, num_microbatches):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Tree:
-    w: jax.Array
+    w: Any
 
     def __call__(self, x):
         return self.w * x
@@ -106,7 +107,12 @@ OPTIONS = {
         "layer 0 ... list the module as jpipe.layer(module, 'attend')": {
             "stages": [nn.Embed(3, 4).attend]
         },
-        "Tree is a pytree with arrays": {"stages": [Tree(jnp.ones(3))]},
+        "Tree is a pytree with arrays ... 'params': module": {
+            "stages": [Tree(jnp.ones(3))]
+        },
+        "Tree is a pytree ... take params, static = eqx.partition": {
+            "stages": [Tree({"w": jnp.ones(3), "act": jnp.sin})]
+        },
     },
     ScheduleError: {
         "runs before": {"schedule": dataclasses.replace(gpipe(3, 2), rows=REVERSED)},

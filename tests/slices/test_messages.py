@@ -73,6 +73,103 @@ def test_inputs_are_named_as_in_the_call(name):
         jpipe.pipeline(Sum(), 2, num_stages=2).init(KEY, make())
 
 
+class Affine(nnx.Module):
+    """A model of nnx with an activation, as those of Equinox have one."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "call", ["apply", "value_and_grad", "check", "modules", "init"]
+)
+def test_a_state_in_the_place_of_variables_is_answered_with_its_variables(call):
+    pipe, tx = jpipe.pipeline(nn.Dense(3), 2, num_stages=1), optax.sgd(0.1)
+    state = pipe.init_train_state(KEY, X, tx)
+    calls = {
+        "apply": lambda given: pipe.apply(given, X),
+        "value_and_grad": lambda given: pipe.value_and_grad(ref.mse)(given, X, TARGETS),
+        "check": lambda given: pipe.check(given, X, TARGETS, ref.mse),
+        "modules": pipe.modules,
+        "init": lambda given: pipe.init_train_state(KEY, X, tx, variables=given),
+    }
+    with pytest.raises(
+        ValueError, match=r"is a TrainState.*of a train state give (.*)"
+    ) as refusal:
+        calls[call](state)
+    calls[call](eval(told(r"of a train state give (.*)", str(refusal.value))))
+
+
+def test_a_module_of_nnx_in_the_place_of_variables_is_answered_with_its_values():
+    module = Affine()
+    pipe = jpipe.pipeline(module, 2, num_stages=1)
+    with pytest.raises(ValueError, match="variables is a Affine") as refusal:
+        pipe.apply(module, X)
+    line = told(r"its values: variables = (.*)", str(refusal.value))
+    variables = eval(line, {"pipe": pipe, "x": X})
+    ref.assert_close(pipe.apply(variables, X), module(X), ref.FLOAT32)
+
+
+def test_a_state_or_functions_among_the_parameters_of_a_loss_are_answered():
+    model: Any = Normed()
+    variables = model.init(KEY, X)
+    pipe = jpipe.pipeline(model, 2, num_stages=1, devices=jax.devices()[:1])
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+
+    def loss(params, x):
+        return jnp.mean(model.apply({**variables, "params": params}, x) ** 2)
+
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=1, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"params is a TrainState.*give state"):
+        grad_fn(state, X)
+    grad_fn(state.params, X)
+    with pytest.raises(
+        TypeError, match=r"(?s)eqx.partition.*params\['act'\] is a PjitF"
+    ):
+        grad_fn({**state.params, "act": jax.jit(jnp.sin)}, X)
+    stage = jpipe.Stage(lambda key, x: {"params": {"act": jnp.sin}}, lambda v, x: x)
+    says = r"(?s)eqx.partition.*\['params'\]\['act'\] is"
+    with pytest.raises(TypeError, match=says):
+        jpipe.pipeline([stage], 2).init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    "given", [X, (X, X), jpipe.inputs(X)], ids=["one", "tuple", "x"]
+)
+def test_an_input_that_is_missing_is_answered_with_inputs(given):
+    def apply(x, y, scale=1.0):
+        return x + scale * y
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x, y):
+            return nn.Dense(3)(x) + y
+
+    for model in (Two(), apply):
+        pipe = jpipe.pipeline(model, 2, num_stages=1)
+        with pytest.raises(TypeError, match="missing 1 required") as refusal:
+            pipe.init(KEY, given)
+        (note,) = (n for n in refusal.value.__notes__ if "jpipe.inputs" in n)
+        line = told(r"all of them as one: x = (.*)$", note)
+        x = eval(line, {"jpipe": jpipe, "x": TARGETS, "y": TARGETS})
+        pipe.apply(pipe.init(KEY, x), x)
+
+
+def test_an_argument_that_is_missing_inside_a_model_is_no_input_of_it():
+    class Inside(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            call: Any = Sum()
+            return call({"x": x})
+
+    with pytest.raises(TypeError, match="missing 1 required") as refusal:
+        jpipe.pipeline(Inside(), 2, num_stages=1).init(KEY, X)
+    assert not any("jpipe.inputs" in note for note in refusal.value.__notes__)
+
+
 @pytest.mark.parametrize("is_whole", ["params", "state"])
 def test_gaps_of_gradients_are_explained(is_whole):
     """Parameters, or the state, are of all leaves, the gradients of a few."""
