@@ -26,8 +26,8 @@ def _kind(variables: PyTree) -> Any:
     return tree, _signature.shapes(leaves)
 
 
-def _state_of(specs: Mapping[str, PyTree], given: Any) -> dict[str, PyTree]:
-    """What is given in place of what is no parameter.
+def state_of(specs: Mapping[str, PyTree], given: Any) -> dict[str, PyTree]:
+    """What is given in place of what is no parameter, where it has the same leaves.
 
     A layer is not held to the shapes that its state has at the start: a cache has room
     for more tokens than the input has.
@@ -91,7 +91,7 @@ class Fitting(Checks):
         given = variables
         try:
             initial = self._made(x)
-            given = [*map(_state_of, initial.specs, variables)]
+            given = [*map(state_of, initial.specs, variables)]
             return self._check(initial, variables, x)
         except Exception:
             with suppress(Exception):  # the first one says what is wrong

@@ -1,12 +1,14 @@
 """One model as it is: its stages follow from its trace."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import chex
 
 from ._check._report import CheckReport
+from ._fitting import state_of
 from ._functions import _microbatch
 from ._functions._batch import Axes
 from ._instructions._sharding import Sharding
@@ -86,7 +88,15 @@ class OneModel(Subject):
             f"the variables are not those of this model for micro-batches of "
             f"{shapes(batch.first[0])}; one of the two is wrong"
         )
-        _variables.check({"variables": specs}, {"variables": given}, message)
+        try:
+            _variables.check({"variables": specs}, {"variables": given}, message)
+        except ValueError:
+            with suppress(Exception):  # the first one says what is wrong
+                state = [state_of(specs, variables)]
+                (specs,) = self.function.initial(batch, state).specs
+                _variables.check({"variables": specs}, {"variables": given}, message)
+                return variables
+            raise
         return variables
 
     def check(self, variables: PyTree, *given: Any) -> CheckReport:

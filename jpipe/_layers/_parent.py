@@ -6,11 +6,13 @@ is in the entry of the first layer that has its module; of a module that is list
 several times, in that of the first which makes it.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.core import DenyList
@@ -186,11 +188,12 @@ class Parent:
         else:
             given = linen.apply(whole, self._root, mutable=mutable)
             result, after = given(before, rngs=_rng.linen_streams(rngs))
-            _check_same(before, after)
+            after = _in_shape(before, after)
         changed = self._by_layer(self._linen, after, entries)
         if merged is not None:
-            values = _nnx_values.values(merged)
-            _check_same(self._under(self._nnx, entries), values)
+            values = _in_shape(
+                self._under(self._nnx, entries), _nnx_values.values(merged)
+            )
             changed |= self._by_layer(self._nnx, values, entries)
         return result, [changed.get(i, {}) for i in range(len(self._layers))]
 
@@ -259,21 +262,30 @@ def _within(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
     return found
 
 
-def _check_same(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> None:
-    """Checks that a call made no variables, and left the others their shapes.
+def _in_shape(
+    before: Mapping[str, PyTree], after: Mapping[str, PyTree]
+) -> dict[str, PyTree]:
+    """What a call leaves of variables, in the shapes in which it was given them.
+
+    A statistic that is made of shape ``(d,)`` may be written as ``(1, 1, d)``, as by
+    ``keepdims=True``: to what it is broadcast with, the two are the same.
 
     Raises:
       ValueError: with what it made, or what it made something else of.
     """
-    was, now = (
-        {names: jax.tree.map(np.shape, x) for names, x in flat(tree).items()}
-        for tree in (before, after)
+    was, now = flat(before), flat(after)
+    kept = {
+        names: _like(was[names], x) if names in was else x for names, x in now.items()
+    }
+    shapes_before, shapes_after = (
+        {names: jax.tree.map(np.shape, x) for names, x in tree.items()}
+        for tree in (was, kept)
     )
     faults = [
         f"{'/'.join(map(str, (names[0], *inner(names[1:]))))} was "
-        f"{was.get(names, 'not there')} and became {shape}"
-        for names, shape in now.items()
-        if was.get(names) != shape
+        f"{shapes_before.get(names, 'not there')} and became {shape}"
+        for names, shape in shapes_after.items()
+        if shapes_before.get(names) != shape
     ]
     if faults:
         raise ValueError(
@@ -281,3 +293,21 @@ def _check_same(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> No
             f"{'; '.join(faults)}. A pipeline keeps arrays in the structure that they "
             f"were made in, in init or __init__; {_linen.NOT_SOWN}"
         )
+    return nested(kept)
+
+
+def _like(old: PyTree, new: PyTree) -> PyTree:
+    """New values in the shapes of old ones, where these differ in leading ones."""
+
+    def reshaped(old: Any, new: Any) -> Any:
+        shapes = np.shape(old), np.shape(new)
+        is_like = len({*map(_without_leading_ones, shapes)}) == 1
+        is_other = shapes[0] != shapes[1]
+        return jnp.reshape(new, shapes[0]) if is_like and is_other else new
+
+    is_like = jax.tree.structure(old) == jax.tree.structure(new)
+    return jax.tree.map(reshaped, old, new) if is_like else new
+
+
+def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.dropwhile(lambda length: length == 1, shape))

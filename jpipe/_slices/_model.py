@@ -1,7 +1,7 @@
 """One model as a function of its variables and a micro-batch."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,8 @@ class Model(Modules):
             return y, changed
         except Exception as error:
             _refuse_writes(error, self._layer.owner, variables, train)
+            if _variables.lacks_params(variables):
+                error.add_note(f"variables has no entry 'params'; {_variables.WRAPPED}")
             raise
 
     @contextmanager
@@ -84,13 +86,6 @@ class Model(Modules):
                 f"raised by the model ({self._layer.name}), whose input was "
                 f"{shapes(x)}; x comes before the targets"
             )
-            if not isinstance(variables, Mapping):
-                error.add_note(
-                    f"variables is a {type(variables).__name__}; a model needs a "
-                    f"mapping such as {{'params': ...}}, as pipe.init returns it"
-                )
-            elif _variables.lacks_params(variables):
-                error.add_note(f"variables has no entry 'params'; {_variables.WRAPPED}")
             if names := missing_inputs(error, self._layer):
                 others = ", ".join(f"{name}={name}" for name in names)
                 error.add_note(

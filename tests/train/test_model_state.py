@@ -169,3 +169,69 @@ def test_what_training_leaves_unchanged_is_warned_of_once(normed):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()
+
+
+class KeepsDims(nn.Module):
+    """Statistics that are made of shape (d,), and written as (1, 1, d)."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        held = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1:])
+        mean = x.mean((0, 1), keepdims=True) if train else held.value
+        if train and not self.is_initializing():
+            held.value = 0.9 * held.value + 0.1 * mean
+        return nn.Dense(2)(x - jax.lax.stop_gradient(held.value))
+
+
+class NnxKeepsDims(nnx.Module):
+    def __init__(self, rngs):
+        self.mean = nnx.BatchStat(jnp.zeros(4))
+        self.dense = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x, train=False):
+        held = self.mean[...]
+        if train:
+            mean = x.mean((0, 1), keepdims=True)
+            self.mean.set_value(0.9 * held + 0.1 * mean)
+        return self.dense(x - jax.lax.stop_gradient(held))
+
+
+def of_no_shape(tree):
+    """Leaves without their shapes."""
+    return [np.ravel(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("make", [KeepsDims, lambda: NnxKeepsDims(nnx.Rngs(0))])
+@pytest.mark.parametrize("is_list", [True, False])
+def test_statistics_keep_their_shape_where_they_are_written_with_leading_ones(
+    is_list, make
+):
+    """From a state that `init` makes, and from one that plain Flax has written."""
+    x = jax.random.normal(jax.random.key(0), (8, 3, 4))
+    number = {} if is_list else {"num_stages": 1}
+    pipe = jpipe.pipeline([make()] if is_list else make(), 4, **number)
+    step = pipe.train_step(lambda y, t: (y**2).mean(), SGD)
+    variables = jax.device_get(pipe.init(jax.random.key(0), x))
+    results = []
+    for shape in [(4,), (1, 1, 4)]:
+        entry = variables[0] if is_list else variables
+        mean = entry["batch_stats"]["mean"].reshape(shape)
+        entry = {**entry, "batch_stats": {"mean": mean}}
+        state = pipe.init_train_state(
+            jax.random.key(0), x, SGD, variables=(entry,) if is_list else entry
+        )
+        for _ in range(2):
+            state, metrics = step(state, x, None)
+        (mean,) = jax.tree.leaves(state.model_state)
+        assert mean.shape == shape
+        expected_mean = 0.19 * np.mean(x, (0, 1))
+        np.testing.assert_allclose(np.ravel(mean), expected_mean, rtol=1e-5, atol=1e-7)
+        assert pipe.apply(state.variables, x).shape == (8, 3, 2)
+        results.append(of_no_shape((state.params, metrics)))
+    ref.assert_close(*results, ref.FLOAT32)
+
+
+def test_statistics_of_another_shape_are_refused():
+    """Of as many numbers, which are broadcast in another way."""
+    with pytest.raises(ValueError, match=r"was \(1, 4\) and became \(4, 1\)"):
+        written(lambda x, held: held.T + 1, np.zeros((1, 4)))
