@@ -97,6 +97,7 @@ class FunctionGradient(OwnLoop):
         value = (loss, aux) if self._has_aux else loss
         return value, jax.tree.structure(params).unflatten(grads)
 
+    @outside_of_meshes
     def place(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Puts each parameter onto the device of the first stage that reads it.
 
@@ -191,6 +192,7 @@ class FunctionGradient(OwnLoop):
         return self._function(*args, **kwargs)
 
     @property
+    @outside_of_meshes
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; with more details the more is known.
 

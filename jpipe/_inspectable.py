@@ -1,5 +1,6 @@
 """What one can know of a pipeline: its plan, its check, its timed actions."""
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._layers import _rng
 from ._profile import as_pair, profile
+from ._report import Report, compiled
 from ._run._context import outside_of_meshes
 from ._subject import UNKNOWN, Subject
 from ._train._gradients import Gradients
@@ -31,6 +33,7 @@ class Inspectable:
     _made: Gradients | None = None
     _used: Gradients | None = None
     _gradients: Callable[[Objective, Any], Gradients]
+    apply: Callable[..., Any]
 
     @property
     def num_stages(self) -> int:
@@ -64,6 +67,7 @@ class Inspectable:
         )
 
     @property
+    @outside_of_meshes
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; with more details the more is known.
 
@@ -99,6 +103,44 @@ class Inspectable:
             return f"{self!r}\n{UNKNOWN}"
         why = self._last.unchecked if self._last else ""
         return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
+
+    def compile(self, function: Any, *args: Any, **kwargs: Any) -> Report:
+        """Compiles now what the first call would compile, side by side.
+
+        Args:
+          function: what `train_step` or `value_and_grad` returned, or `apply`.
+          *args: what it would be called with; of arrays, specs
+            (`jax.ShapeDtypeStruct`) will do.
+          **kwargs: likewise, by name.
+
+        Returns:
+          What is then known: bytes, flops, seconds. It prints as a table.
+
+        Raises:
+          TypeError: if the function is none of these.
+          ValueError: if the arguments do not fit the model.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jpipe
+          >>> from flax import linen as nn
+          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
+          >>> x = jnp.ones((4, 3))
+          >>> variables = pipe.init(jax.random.key(0), x)
+          >>> report = pipe.compile(pipe.apply, variables, x)
+          >>> sum(program.calls for program in report.programs)
+          4
+        """
+        if getattr(function, "__func__", None) is type(self).apply:
+            lower = function.__self__._inference
+        elif hasattr(function, "program"):
+            lower = function.program
+        else:
+            raise TypeError(
+                f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
+                f"returned, or pipe.apply, and its arguments; not "
+                f"{reprlib.repr(function)}"
+            )
+        return compiled(lambda: lower(*args, **kwargs))
 
     @outside_of_meshes
     def check(

@@ -1,13 +1,11 @@
 """What a custom training loop is made of, besides gradients."""
 
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 
 from ._placed import _jit
-from ._report import Report, compiled
 from ._train import _transformation
 
 
@@ -15,44 +13,6 @@ class OwnLoop:
     """The methods of a pipeline for trees that are spread over its devices."""
 
     _places: Sequence[Any]  # the devices, each once
-
-    def compile(self, function: Any, *args: Any, **kwargs: Any) -> Report:
-        """Compiles now what the first call would compile, side by side.
-
-        Args:
-          function: what `train_step` or `value_and_grad` returned, or `apply`.
-          *args: what it would be called with; of arrays, specs
-            (`jax.ShapeDtypeStruct`) will do.
-          **kwargs: likewise, by name.
-
-        Returns:
-          What is then known: bytes, flops, seconds. It prints as a table.
-
-        Raises:
-          TypeError: if the function is none of these.
-          ValueError: if the arguments do not fit the model.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, jpipe
-          >>> from flax import linen as nn
-          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
-          >>> x = jnp.ones((4, 3))
-          >>> variables = pipe.init(jax.random.key(0), x)
-          >>> report = pipe.compile(pipe.apply, variables, x)
-          >>> sum(program.calls for program in report.programs)
-          4
-        """
-        if getattr(function, "__func__", None) is getattr(type(self), "apply", self):
-            lower = function.__self__._inference
-        elif hasattr(function, "program"):
-            lower = function.program
-        else:
-            shown = reprlib.repr(function)
-            raise TypeError(
-                f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
-                f"returned, or pipe.apply, and its arguments; not {shown}"
-            )
-        return compiled(lambda: lower(*args, **kwargs))
 
     def jit(
         self,

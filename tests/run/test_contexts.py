@@ -72,3 +72,20 @@ def test_everything_gives_the_same_bits_in(context, expected):
     with context():
         actual = everything(key)
     ref.assert_equal(actual, expected)
+
+
+def test_a_function_is_placed_outside_of_the_mesh_around_it():
+    meshes = []
+
+    def loss_fn(params, x):
+        meshes.append(jax.sharding.get_abstract_mesh())
+        for w in params:
+            x = jax.numpy.tanh(x @ w)
+        return (x**2).mean()
+
+    value_and_grad = jpipe.value_and_grad(loss_fn, 3, num_stages=2)
+    with jax.set_mesh(mesh(5, 3, AxisType.Explicit)):
+        value_and_grad.place([np.eye(4, dtype=np.float32)] * 2, X)
+        assert len(value_and_grad.plan.stages) == 2
+    assert meshes
+    assert all(mesh.empty for mesh in meshes)
