@@ -42,9 +42,14 @@ class Subject(ABC):
       function: it as a function.
       division: in which stages it runs.
       checks: what is checked where something new is built.
+
+    Attributes:
+      function: it as a function.
+      division: in which stages it runs.
+      places: the devices, each once.
+      by_layer: whether there is one entry per layer.
     """
 
-    # Whether there is one entry per layer.
     by_layer: bool
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`jpipe.pipeline`: a sequence of layers as one program over many devices."""
+"""`jpipe.pipeline`: a list of layers, or one model, over many devices."""
 
 from collections.abc import Sequence
 from typing import Any

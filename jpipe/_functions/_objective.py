@@ -1,4 +1,4 @@
-"""The loss of a mini-batch, composed of its micro-batches."""
+"""A loss function, what it returns, and how the losses of micro-batches combine."""
 
 import reprlib
 from collections.abc import Callable, Hashable, Sequence

@@ -36,6 +36,8 @@ class Cut(NamedTuple):
     Attributes:
       forward: ``(weights, x, extra) -> (outputs, aux, residuals)``. The backward may
         not read all of these.
+      reads: the same computation, ``(weights, x, extra) -> what the backward reads``.
+      residuals: the variables of both that the forward returns for the backward.
       backward: ``(weights, x, extra, residuals, cotangents) -> (weight_grads,
         x_grads)``, of the differentiated leaves only; of a loss with what it is
         divided by in place of cotangents.

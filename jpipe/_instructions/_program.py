@@ -146,7 +146,7 @@ class Program:
 
         Args:
           leaves: the arguments.
-          observe: called after each instruction with the slots, for measurements.
+          observe: called after each instruction with the slots, by tests.
           overwriting: called before the first instruction that overwrites one of them.
 
         Returns:

@@ -348,7 +348,8 @@ def carry(eqn: core.JaxprEqn) -> slice:
         return slice(len(eqn.invars) - len(eqn.outvars), len(eqn.invars))
     if eqn.primitive.name != "scan":
         return slice(0)
-    # What a scan goes along has an axis more outside of it, what it carries has not.
+    # Newer JAX has other names for how many there are. What a scan goes along has an
+    # axis more outside of it, what it carries has not.
     body: Any = eqn.params["jaxpr"]
     given: list[Any] = [atom.aval for atom in eqn.invars]
     made: list[Any] = [var.aval for var in eqn.outvars]

@@ -1,1 +1,1 @@
-"""A schedule and its stages written as a list of instructions."""
+"""The mini-batch of a step, and where its arrays are."""

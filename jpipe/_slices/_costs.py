@@ -6,6 +6,7 @@ from typing import Any
 from .._functions._batch import Batch
 from .._functions._weights import sum_spec
 from .._instructions._bytes import nbytes, residuals
+from .._instructions._instruction import Instruction
 from .._instructions._program import Program
 from .._jaxprs._cheapest import total_bytes
 from ..schedules import Action, Costs
@@ -191,7 +192,7 @@ def _pending(program: Program, s: int, m: int) -> int:
         if i.label == Action(INPUT, s, m) and not i.is_move
     )
     before = program.instructions[: first + 1]
-    made = {slot for i in before for slot in i.writes if i.label[0] != WEIGHT}
+    made = {slot for i in before for slot in i.writes if not _is_weight_grad(i)}
     ended = {slot for i in before for slot in i.frees}
     second = next(i for i in program.instructions if i.label == Action(WEIGHT, s, m))
     sums = set(second.donates)
@@ -199,8 +200,21 @@ def _pending(program: Program, s: int, m: int) -> int:
     others = {
         slot
         for i in program.instructions
-        if not isinstance(i.label, str) and i.label[1:] != (s, m)
+        if not i.is_move and _is_of_another(i, s, m)
         for slot in {*i.reads} - {*i.donates}
-        if not i.is_move
     }
     return sum(nbytes(program.specs[slot]) for slot in read & made - ended - others)
+
+
+def _is_weight_grad(instruction: Instruction) -> bool:
+    """Whether it is, or sends what was made by, a weight gradient of the schedule."""
+    label = instruction.label
+    return isinstance(label, Action) and label.op == WEIGHT
+
+
+def _is_of_another(instruction: Instruction, stage: int, microbatch: int) -> bool:
+    """Whether it is an action of another stage or of another micro-batch."""
+    label = instruction.label
+    if not isinstance(label, Action):
+        return False
+    return (label.stage, label.microbatch) != (stage, microbatch)

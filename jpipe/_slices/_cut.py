@@ -142,7 +142,7 @@ def _candidates(
     kinds: Sequence[str],
     num_stages: int,
 ) -> list[int]:
-    """Places that fewer bytes cross than others within half a stage around them.
+    """Places that fewer bytes cross than others up to a quarter of a stage away.
 
     Of neighbours that are equal the first, right behind what makes the value that
     crosses: so equal blocks are divided alike.

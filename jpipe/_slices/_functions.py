@@ -24,6 +24,9 @@ class StageFunctions:
       arrives: which of what it reads of other stages has one.
 
     Attributes:
+      part: the slice.
+      trained: one bool per weight of it; True if it has a gradient.
+      arrives: one bool per value that it reads of other stages, likewise.
       num_grads: how many of its weights have a gradient.
     """
 

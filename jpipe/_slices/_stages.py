@@ -33,6 +33,7 @@ class Stages:
 
     Attributes:
       first: the program of the first micro-batch.
+      trained: one bool per weight, parameters first; True if it has a gradient.
       states: what each stage writes.
       once: ``params -> values`` that stages read and that are computed once in a step.
       owner_stages: of each weight the first stage that reads it.

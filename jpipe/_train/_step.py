@@ -149,7 +149,7 @@ class TrainStep:
         """The programs for such a state and batch; all checks of shapes are here.
 
         Args:
-          form: what the leaves of the state are like: see `_form`.
+          form: what the leaves of the state are like: see `form`.
           state: the state.
           x: the input of the mini-batch.
           targets: its targets.
