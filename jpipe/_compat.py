@@ -1,4 +1,4 @@
-"""Every private name of JAX and Flax in use here, with its reason and what frees it.
+"""Every private name of JAX in use here, with its reason and when it can be removed.
 
 Where one is there no more, or behaves otherwise, the public way is taken, which gives
 the same arrays and distinguishes the same settings; or a check is left out.

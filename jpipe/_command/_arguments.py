@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import schedules
+from ..schedules._catalogue import key_of
 
 _BYTES = {
     **{"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -48,10 +49,10 @@ def _quantity(text: str, units: Mapping[str, float], expected: str) -> float:
 
 def schedule_name(text: str) -> str:
     """The name of a schedule of the catalogue."""
-    try:
-        schedules.named(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if key_of(text) is None:
+        names = ", ".join(schedules.BY_NAME)
+        message = f"unknown schedule {text!r}: choose from {names}"
+        raise argparse.ArgumentTypeError(message)
     return text
 
 

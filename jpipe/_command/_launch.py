@@ -99,6 +99,9 @@ def launch(
                 start_new_session=True,
             )
             running.append(process)
+        # Only now: a function that runs in a new process may wait for ever where other
+        # threads run in this one.
+        for number, process in enumerate(running):
             outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
             for each in outputs:
                 args = (number, *each)

@@ -130,8 +130,11 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _times(text: str) -> Costs:
-    forward, *back = several(float)(text)
+    message = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
+    try:
+        forward, *back = several(float)(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(message) from None
     if len(back) not in (1, 2):
-        message = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
         raise argparse.ArgumentTypeError(message)
     return Costs(forward, sum(back), *(back if len(back) == 2 else ()))

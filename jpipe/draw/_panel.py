@@ -1,8 +1,8 @@
 """One timeline in the picture: a row of boxes and a memory curve for each rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..schedules import Timeline
+from ..schedules import MemoryEvent, Timeline
 from ..schedules._units import share
 from . import _palette as palette
 from ._frame import LABEL, Frame, peak_label
@@ -21,6 +21,9 @@ def height(timeline: Timeline, frame: Frame) -> float:
 def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[Shape]:
     """The shapes of one timeline, from ``top`` on."""
     yield from _heading(timeline, title, frame, top)
+    events: list[list[MemoryEvent]] = [[] for _ in timeline.rows]
+    for event in timeline.memory:
+        events[event.rank].append(event)
     for rank in range(len(timeline.rows)):
         y = top + _TITLE_HEIGHT + rank * _pitch(timeline, frame)
         middle = centred(y + _BAR / 2, LABEL)
@@ -31,7 +34,9 @@ def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[
         )
         yield from _boxes(timeline, rank, frame, y)
         if _has_memory(timeline, frame):
-            yield from _memory(timeline, rank, frame, y + _BAR + _GAP)
+            steps = _steps(timeline, events[rank])
+            peak = timeline.peak_bytes[rank]
+            yield from _memory(steps, peak, frame, y + _BAR + _GAP)
 
 
 def summary(timeline: Timeline, frame: Frame) -> str:
@@ -50,7 +55,9 @@ def _has_memory(timeline: Timeline, frame: Frame) -> bool:
     return bool(timeline.memory) and frame.most_bytes > 0
 
 
-def _heading(timeline: Timeline, title: str, frame: Frame, top: float):
+def _heading(
+    timeline: Timeline, title: str, frame: Frame, top: float
+) -> Iterator[Shape]:
     text = summary(timeline, frame)
     room = frame.right - frame.left - text_width(text, LABEL) - 20
     shown = shortened(title, TITLE * 1.1, room)  # bold letters are wider
@@ -93,27 +100,30 @@ def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Sh
     yield from sorted(numbers, key=lambda text: (text.fill, text.x))
 
 
-def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator[Shape]:
-    bottom, steps = top + _MEMORY, _steps(timeline, rank)
+def _memory(
+    steps: Sequence[tuple[float, float]], peak: float, frame: Frame, top: float
+) -> Iterator[Shape]:
+    bottom = top + _MEMORY
     if not steps:
         return
     scale = (_MEMORY - 1) / frame.most_bytes
     curve = tuple((frame.x(time), bottom - live * scale) for time, live in steps)
     yield Path((*curve, (curve[-1][0], bottom), (curve[0][0], bottom)), palette.MEMORY)
     yield Path(curve, stroke=palette.MEMORY_LINE)
-    label, size = peak_label(timeline.peak_bytes[rank], frame.in_seconds), LABEL - 1
+    label, size = peak_label(peak, frame.in_seconds), LABEL - 1
     middle = centred((top + bottom) / 2, size)
     yield Text(frame.right + 8, middle, label, size, palette.MEMORY_LINE)
 
 
-def _steps(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """The corners of the memory curve: time after the first start, and bytes."""
+def _steps(
+    timeline: Timeline, events: Sequence[MemoryEvent]
+) -> list[tuple[float, float]]:
+    """The corners of the memory curve of a rank: time since the first start, bytes."""
     first, last = timeline.begin, timeline.makespan
     corners: list[tuple[float, float]] = []
-    for event in timeline.memory:
-        if event.rank == rank:
-            time = min(max(event.time - first, 0.0), last)
-            if corners:
-                corners.append((time, corners[-1][1]))
-            corners.append((time if corners else 0.0, event.bytes))
+    for event in events:
+        time = min(max(event.time - first, 0.0), last)
+        if corners:
+            corners.append((time, corners[-1][1]))
+        corners.append((time if corners else 0.0, event.bytes))
     return [*corners, (last, corners[-1][1])] if corners else []

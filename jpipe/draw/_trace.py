@@ -89,7 +89,9 @@ def _event(phase: str, name: str, tid: int = 0, **fields: Any) -> Event:
 def _slices(clock: _Clock) -> Iterator[Event]:
     timeline = clock.timeline
 
-    def piece(rank: int, name: str, kind: str, start: float, end: float, **args: Any):
+    def piece(
+        rank: int, name: str, kind: str, start: float, end: float, **args: Any
+    ) -> Event:
         first, last = clock(start), clock(end)
         fields = {"cat": kind, "ts": first, "dur": round(last - first, 3), "args": args}
         return _event("X", name, rank, **fields)

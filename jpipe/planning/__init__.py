@@ -1,4 +1,5 @@
 """What to decide before a pipeline is built: profiles, cuts, plans.
 
-Nothing here is needed by a step, so nothing here is imported by one.
+A step imports the `Plan` that `print(pipe)` shows and `_describe`, which makes it, and
+nothing else.
 """

@@ -72,7 +72,11 @@ def _reasons(
     fullest = [memory.total for memory in best.memory].index(most)
     room = "" if limit is None else f", {size(limit - most)} below the limit"
     yield f"memory: rank {fullest} needs most, {size(most)}{room}"
-    free = "" if hardware.bandwidth else "they were taken to cost no time"
+    free = ""
+    if not hardware.bandwidth:
+        free = "they were taken to cost no time"
+        if hardware.latency:
+            free = f"{duration(hardware.latency)} for each, whatever its size"
     speed = hardware.measured or free
     yield f"transfers: {size(sent)} a step between devices{speed and '; ' + speed}"
     if best.data > 1:

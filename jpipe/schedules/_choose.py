@@ -1,7 +1,6 @@
 """Which schedule is meant: by name, by builder, or itself."""
 
 import reprlib
-from collections.abc import Sequence
 from typing import Any
 
 from ._catalogue import BY_NAME, named
@@ -88,8 +87,6 @@ def turns(
             f"replicas={replicas!r} with schedule={schedule!r}: choose '1f1b' or "
             f"'eager_1f1b', or leave out replicas= and give a Schedule that has them"
         )
-    if not isinstance(replicas, Sequence) and hasattr(replicas, "tolist"):
-        replicas = replicas.tolist()  # an array of NumPy
     made = replicated(replicas, num_microbatches, eager=names[schedule])
     return _check_fit(made, num_stages, num_microbatches)
 

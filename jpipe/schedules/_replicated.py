@@ -45,6 +45,8 @@ def replicated(
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019):
       there "1F1B-RR".
     """
+    if not isinstance(replicas, Sequence) and hasattr(replicas, "tolist"):
+        replicas = replicas.tolist()  # an array of NumPy
     if not isinstance(replicas, Sequence) or isinstance(replicas, str) or not replicas:
         raise ScheduleError(
             f"replicated: replicas={replicas!r}: needs one number for each stage"

@@ -137,7 +137,7 @@ class Timeline:
         gap = "" if self.costs is None else f" ({share(self.gap)} above the bound)"
         time, peaks = in_words(self)
         text = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
-        return text + f", peak bytes per rank {peaks}" * bool(self.memory)
+        return f"{text}, peak bytes per rank {peaks}" if self.memory else text
 
     @property
     def bottleneck(self) -> int:
@@ -160,15 +160,19 @@ class Timeline:
         return tuple(sorted(self.end, key=self.end.__getitem__))
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions that an action reads: at most two."""
+        """The actions that an action reads: of neighbours, and by skip connections."""
         op, stage, i = action
+        skips = self.costs.skips if self.costs else ()
         if op == FORWARD:
-            reads = [Action(FORWARD, stage - 1, i)]
+            sources = [stage - 1, *(x.source for x in skips if x.target == stage)]
+            reads = [Action(FORWARD, s, i) for s in dict.fromkeys(sources)]
         elif op == WEIGHT:
             reads = [Action(INPUT, stage, i)]
         else:
             reads = [Action(FORWARD, stage, i)]
-            reads += [Action(other, stage + 1, i) for other in (INPUT, BACKWARD)]
+            targets = [stage + 1, *(x.target for x in skips if x.source == stage)]
+            for s in dict.fromkeys(targets):
+                reads += [Action(other, s, i) for other in (INPUT, BACKWARD)]
         return tuple(read for read in reads if read in self.end)
 
     def median_costs(self, costs: Costs | None = None) -> Costs:

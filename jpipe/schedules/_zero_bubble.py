@@ -91,7 +91,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     Args:
       num_ranks: the number of ranks, two stages on each.
       num_microbatches: the number of micro-batches, any positive number; this
-        text is for ``2 p - 1`` or more.
+        text is for ``2 p - 1`` or more. Of fewer `v_half` may take less time and hold
+        less.
 
     Returns:
       A valid schedule. With ``F = I = W`` no rank waits between its first action and

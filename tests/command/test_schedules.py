@@ -79,6 +79,7 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
         (f"compare gpipe 2f2b {SIZES}", ["unknown schedule '2f2b'", *BY_NAME]),
         ("compare --ranks 2.5 --microbatches 8", ["--ranks", "'2.5'", "whole number"]),
         (f"draw gpipe {SIZES} --costs 1", ["--costs: '1':", "1,1,1", "1,2"]),
+        (f"draw gpipe {SIZES} --costs a,b", ["--costs: 'a,b': write F, I and W"]),
         (
             f"draw gpipe {SIZES} --latency soon",
             ["--latency: invalid float value: 'soon'"],

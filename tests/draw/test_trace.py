@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jpipe import draw
-from jpipe.schedules import Costs, replicated
+from jpipe.schedules import Costs, Skip, gpipe, replicated
 
 from .pictures import CLOSE, NAMES, boxes, measured, parsed, predicted, texts
 
@@ -79,3 +79,14 @@ def test_ranks_that_share_a_stage_exchange_gradients_at_its_end():
     root = parsed(timeline)
     assert len(boxes(root, "exchange of gradients of stage 0: ")) == 2
     assert "exchange of gradients" in [text["text"] for text in texts(root)]
+
+
+def test_a_skip_connection_has_arrows_there_and_back():
+    skips = (Skip(0, 2, 10, 5), Skip(0, 1, 1, 1))
+    timeline = gpipe(3, 1).simulate(Costs(skips=skips))
+    ranks = [
+        {event["id"]: event["tid"] for event in events(timeline, phase)}
+        for phase in "sf"
+    ]
+    pairs = sorted((ranks[0][i], ranks[1][i]) for i in ranks[0])
+    assert pairs == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]

@@ -223,6 +223,15 @@ def test_a_runner_up_that_is_predicted_to_be_faster_says_why_it_was_not_chosen()
     assert "3.9% less as predicted; but devices that share cores take longer" in other
 
 
+def test_transfers_of_a_latency_alone_are_not_called_free():
+    given = {"schedules": "1f1b", "balance": (5, 6), "bandwidth": None}
+    for latency, says in ((0.25, "; 250 ms for each, whatever its size"), (0.0, "no ")):
+        reasons = planned(latency=latency, **given).forecast.reasons
+        (line,) = [line for line in reasons if line.startswith("transfers: ")]
+        assert says in line
+        assert ("cost no time" in line) == (latency == 0)
+
+
 NAMES = ("1f1b", "zb_h1", "zb_v")
 
 

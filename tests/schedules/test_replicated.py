@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 
+import numpy as np
 import pytest
 
 from jpipe.schedules import (
@@ -78,6 +79,10 @@ def test_the_exchange_of_gradients_is_at_the_end_or_hidden():
     assert hidden.start == plain.start
     forwards = schedule.forwards().simulate(dataclasses.replace(costs, exchange=3.0))
     assert forwards.exchanges == ()
+
+
+def test_numbers_of_ranks_may_be_an_array():
+    assert replicated(np.array([2, 1]), 4) == replicated([2, 1], 4)
 
 
 def test_json_keeps_who_shares_a_stage():
