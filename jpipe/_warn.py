@@ -25,13 +25,18 @@ def is_library(frame: FrameType) -> bool:
 
 
 class WarnOnce:
-    """Warnings of one pipeline: of each topic one, whatever is built later."""
+    """Warnings of one pipeline: of each topic one, whatever is built later.
 
-    def __init__(self) -> None:
+    Args:
+      is_muted: whether there are none, as of what is built on paper.
+    """
+
+    def __init__(self, *, is_muted: bool = False) -> None:
         self._topics: set[str] = set()
+        self._is_muted = is_muted
 
     def __call__(self, topic: str, message: str) -> None:
         """Warns, if nothing was said on the topic yet."""
-        if topic not in self._topics:
+        if not self._is_muted and topic not in self._topics:
             self._topics.add(topic)
             warn(message)

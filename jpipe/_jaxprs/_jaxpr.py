@@ -85,12 +85,9 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def inline(closed: core.ClosedJaxpr, chosen: Collection[int]) -> core.ClosedJaxpr:
-    """The same computation with some calls inlined.
+    """The same computation with some calls, by the ids of their equations, inlined.
 
-    Args:
-      closed: the jaxpr.
-      chosen: the ids of their equations. Calls of `jax.jit` that are inside of these
-        are inlined too, as `trace` does with those that are outside.
+    So is what is inside of them that `jax.jit` calls, as by `trace`.
     """
     return _retrace(closed, {*_CALLS, *chosen})
 

@@ -90,6 +90,19 @@ def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
     return Inputs([leaf for _, leaf in pairs], (tree, others, names))
 
 
+class _Shown(str):
+    """A text that is shown without quotation marks."""
+
+    __repr__ = str.__str__
+
+
+def _shown(leaf: Any) -> Any:
+    """The dtype and shape of an array; else the leaf."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    return _Shown(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
+
+
 def _name(path: Any) -> Name:
     _, first, *rest = path
     name = getattr(first, "key", None) or f"input {first.idx}"

@@ -59,6 +59,7 @@ class Layout:
       advice: what to type where one is not in place.
 
     Attributes:
+      paths: of each leaf.
       specs: of each leaf what it is like, and its place.
       params: the numbers of those that are in ``"params"``.
       trained: of these whether each is trained.
@@ -75,7 +76,7 @@ class Layout:
         advice: str,
     ) -> None:
         flat = jax.tree_util.tree_leaves_with_path(specs)
-        self._paths = [path for path, _ in flat]
+        self.paths = [path for path, _ in flat]
         pairs = zip(flat, owner_stages, strict=True)
         self.specs = [(leaf, pipe.place(stage)) for (_, leaf), stage in pairs]
         self.owner_stages, self.shardings = owner_stages, shardings
@@ -83,6 +84,15 @@ class Layout:
         self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
         self._pipe, self._advice = pipe, advice
+
+    @property
+    def keys(self) -> list[list[str]]:
+        """The keys that lead to each leaf, without the collection of parameters."""
+        paths = [
+            [jax.tree_util.keystr((key,), simple=True) for key in path]
+            for path in self.paths
+        ]
+        return [path[1:] if path[0] == "params" else path for path in paths if path]
 
     @property
     def facts(self) -> dict[str, str]:
@@ -97,7 +107,7 @@ class Layout:
         _variables.check_alive(leaves)
         faults: dict[int, str] = {}  # one of each stage
         for path, leaf, stage, sharding in zip(
-            self._paths, leaves, self.owner_stages, self.shardings, strict=True
+            self.paths, leaves, self.owner_stages, self.shardings, strict=True
         ):
             device, own = self._pipe.devices[stage], self._pipe.stages[stage]
             if isinstance(leaf, jax.Array) and _transfer.is_at(leaf, device, sharding):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 
 from .._functions import _remat
+from .._instructions._transfer import OnPaper
 from .._layers._stage import StageLayers
 from .._run._param_sharding import Rule
 from .._run._pipe import Pipe, idle
@@ -57,9 +58,12 @@ class Division:
     cuts: Cuts | None = None
     planned_shapes: Shapes | None = None
     owner_stages: Sequence[int] | None = field(default=None, init=False)
-    warnings: WarnOnce = field(default_factory=WarnOnce, init=False)
+    warnings: WarnOnce = field(init=False)
     # Whether equations move to where they are first read.
     moves: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.warnings = _warnings(self.devices)
 
     def owners(self, specs: PyTree) -> Sequence[int] | None:
         """The owner stages of parameters, once these are known."""
@@ -97,7 +101,7 @@ class Division:
         """
         cuts, (size, first) = self.cuts, next(iter(programs.items()))
         if cuts is None:
-            found = _cut.positions(first, self.num_stages, self.about)
+            found = _cut.positions(first, self.num_stages, self.about, self.warnings)
             cuts = Cuts.of(first, found, num_params, self.about)
         if cuts.positions and len(cuts.totals) != num_params:
             raise ValueError(
@@ -159,7 +163,7 @@ class ByLayer:
     def __init__(self, pipe: Pipe, planned_shapes: Shapes | None = None) -> None:
         self._pipe, self.devices, self.places = pipe, pipe.devices, pipe.places
         self.planned_shapes = planned_shapes
-        self.warnings = WarnOnce()
+        self.warnings = _warnings(pipe.devices)
         self.num_shards = pipe.num_shards
         self.num_microbatches = pipe.schedule.num_microbatches
         self.count = len(pipe.stages)
@@ -185,3 +189,7 @@ class ByLayer:
         """The schedule and the devices of its stages."""
         del count
         return self._pipe
+
+
+def _warnings(devices: Sequence[Any]) -> WarnOnce:
+    return WarnOnce(is_muted=any(isinstance(device, OnPaper) for device in devices))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._faults import refuse
 from .._instructions._sharding import SubMesh
-from .._instructions._transfer import Device, OnPaper, devices_of
+from .._instructions._transfer import Device, devices_of
 from .._jaxprs import _constraints, _jaxpr
 from .._warn import WarnOnce
 
@@ -43,8 +43,7 @@ def on_places(
             if stages != {frozenset(mesh.devices.flat)}
         ],
     )
-    if not any(isinstance(place, OnPaper) for place in places):
-        _warn_of_constraints(closed, places, warnings)
+    _warn_of_constraints(closed, places, warnings)
 
     def keeps(spec: P) -> bool:
         return all(isinstance(at, SubMesh) and at.has_axes(spec) for at in places)

@@ -16,7 +16,16 @@ from .._layers import _batchnorm, _rng
 from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from .._run._recent import Recent
-from . import _arguments, _closures, _composed, _meshes, _order, _program, _summands
+from . import (
+    _arguments,
+    _closures,
+    _composed,
+    _meshes,
+    _order,
+    _program,
+    _stacked,
+    _summands,
+)
 from ._built import Built, Layout
 from ._cuts import Cuts
 from ._division import ByLayer, Division
@@ -309,6 +318,9 @@ class Sliced:
         shardings = work.shardings(pipe, call.specs, owner_stages)
         known = call.trained, work.modules is not None, work.advice
         layout = Layout(pipe, call.specs, owner_stages, shardings, *known)
+        tree = "variables" if work.modules else "params"
+        names = [f"{tree}{jax.tree_util.keystr(path)}" for path in layout.paths]
+        _stacked.check(stages, names, division.warnings)
         return pipe, stages, layout, cuts
 
     def _check_planned(self, specs: PyTree) -> None:

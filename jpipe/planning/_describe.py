@@ -7,6 +7,7 @@ from .._functions import _remat
 from .._instructions import _bytes
 from .._instructions._bytes import most_residuals, nbytes
 from .._instructions._sharding import SubMesh
+from .._jaxprs import _work
 from .._run._pipe import Pipe
 from .._slices._built import Built, Layout
 from .._slices._names import modules
@@ -48,7 +49,7 @@ def of_function(last: Built) -> Known:
     """What is known of a model or a loss function that is divided."""
     stages, layout = last.stages, last.layout
     reads = [stages.weights_on(s) for s in range(stages.num_stages)]
-    return Known(last.pipe, modules(stages), layout, reads, last)
+    return Known(last.pipe, modules(stages, layout.keys), layout, reads, last)
 
 
 def describe(known: Known, forecast: Forecast | None = None) -> Plan:
@@ -67,8 +68,14 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
         most = most_residuals(program, len(pipe.stages))
         names = map(pipe.called, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
+    work: Sequence[float | None] = [None] * len(pipe.stages)
+    if known.last is not None:
+        work = _shares(known.last.stages)
     return Plan(
-        tuple(_stage(known, s, size) for s, size in enumerate(most)),
+        tuple(
+            _stage(known, s, size, part)
+            for s, (size, part) in enumerate(zip(most, work, strict=True))
+        ),
         pipe.schedule,
         ran,
         peaks,
@@ -85,7 +92,15 @@ def _shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(layout.specs[i][0].shape) for i in layout.params)
 
 
-def _stage(known: Known, s: int, residual_bytes: int | None) -> StagePlan:
+def _shares(stages: Stages) -> list[float]:
+    """The part of the work of a forward that each stage has, estimated."""
+    work = [_work.of(stages.part(s).closed) for s in range(stages.num_stages)]
+    return [stage / max(sum(work), 1) for stage in work]
+
+
+def _stage(
+    known: Known, s: int, residual_bytes: int | None, work: float | None
+) -> StagePlan:
     pipe, built, layout = known.pipe, known.built, known.layout
     device, params, trained, local = pipe.devices[s], None, None, None
     cut: dict[str, int] = {}
@@ -123,6 +138,7 @@ def _stage(known: Known, s: int, residual_bytes: int | None) -> StagePlan:
         cut=cut,
         sent_bytes=_sent(known.last.stages, s) if known.last else None,
         modules=tuple(known.modules[s]) if known.modules else (),
+        work=work,
     )
 
 

@@ -43,6 +43,8 @@ class StagePlan:
       sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
         known.
       modules: of a model the modules that it calls, where ``layers`` are pieces.
+      work: the part of the work of a forward that it has, estimated: operations, and
+        bytes that they write; ``None`` if it is not known.
     """
 
     index: int
@@ -59,6 +61,7 @@ class StagePlan:
     cut: Mapping[str, int] = field(default_factory=dict)
     sent_bytes: int | None = None
     modules: tuple[str, ...] = ()
+    work: float | None = None
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,8 @@ class Plan:
                 found["residuals"] = [_size(stage.residual_bytes) for stage in stages]
         if all(stage.sent_bytes is not None for stage in stages):
             found["sent"] = [_size(stage.sent_bytes) for stage in stages]
+        if all(stage.work is not None for stage in stages):
+            found["work"] = [f"{stage.work or 0:.0%}" for stage in stages]
         if any(stage.cut for stage in stages):
             pairs = (stage.cut.items() for stage in stages)
             found["cut along"] = [", ".join(f"{k} {n:,}" for k, n in p) for p in pairs]

@@ -76,7 +76,7 @@ class Subject:
         each = [1] * count, "none", gpipe(count, 1)
         function, divided, variables = self._divided(one, *each)
         if self._is_model:
-            pieces = enumerate(modules(divided.stages))
+            pieces = enumerate(modules(divided.stages, divided.layout.keys))
             self._names = [abbreviate(own) or f"piece {i}" for i, own in pieces]
         skips = function.skips(divided.stages) if isinstance(function, Listed) else {}
         return Traced(tuple(self._names), divided, variables, skips)

@@ -19,6 +19,11 @@ def scanned(params, x, targets):
     return squares(y[:, :3], targets)
 
 
+def turned(params, x, targets):
+    y = jax.lax.fori_loop(0, 4, lambda _, h: jnp.tanh(h @ params[0]), x)
+    return squares(y[:, :3], targets)
+
+
 REFUSED = {
     "params is an nnx.Module": lambda: (
         plain,
@@ -69,9 +74,15 @@ REFUSED = {
         {"has_aux": True, "aux_axes": jpipe.SUM},
     ),
     "must return a scalar loss": lambda: (perceptron, matrices(6, 3), (X,), {}),
-    "scan, is .* and cannot be divided": lambda: (
+    r"scan, at \S*test_refusals.py:\d+ \(scanned\), is .* cannot be": lambda: (
         scanned,
         matrices(6, 6, 6, 6, 6),
+        (X, TARGETS),
+        {"num_stages": 3},
+    ),
+    "one operation, fori_loop, at .*, is .* cannot be divided": lambda: (
+        turned,
+        matrices(6, 6),
         (X, TARGETS),
         {"num_stages": 3},
     ),

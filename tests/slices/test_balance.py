@@ -1,0 +1,156 @@
+"""What `print` tells of the work and the names of stages, and what is warned of."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+KEY, X = jax.random.key(0), jnp.ones((4, 64))
+
+
+def placed(function, params, num_stages=2):
+    """A gradient that knows its stages, and what was warned of meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        grad_fn = jpipe.value_and_grad(function, 2, num_stages=num_stages)
+        grad_fn.place(params, X)
+        grad_fn.place(params, X[:3])  # of another size: nothing is said again
+    return grad_fn, [str(one.message) for one in caught]
+
+
+def narrow(weights, x):
+    for _ in range(4):
+        x = jnp.tanh(x) * 1.1 + x
+    return jnp.tanh(x @ weights["in"]) @ weights["out"]
+
+
+def blocks(wrap):
+    def loss(params, x):
+        for weights in params["blocks"]:
+            x = x + wrap(narrow)(weights, x)
+        return (x @ params["head"]).mean()
+
+    return loss
+
+
+BLOCK = {"in": jnp.ones((64, 2)), "out": jnp.ones((2, 64))}
+BLOCKS = {"blocks": [BLOCK] * 4, "head": jnp.ones((64, 1))}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_blocks_are_divided_alike_in_a_checkpoint(wrap):
+    grad_fn, said = placed(blocks(wrap), BLOCKS)
+    first, last = grad_fn.plan.stages
+    assert not said
+    assert first.num_params == 2 * 2 * 2 * 64
+    assert last.num_params == 2 * 2 * 2 * 64 + 64
+    assert first.work + last.work == pytest.approx(1)
+    assert re.search(rf"work\n.* {first.work:.0%}\n.* {last.work:.0%}\n", str(grad_fn))
+    again = jpipe.Plan.from_json(grad_fn.plan.to_json())
+    assert again == grad_fn.plan
+
+
+def test_a_program_without_modules_names_its_parameters():
+    grad_fn, _ = placed(blocks(jax.checkpoint), BLOCKS)
+    assert grad_fn.plan.names == [
+        ["blocks/0", "blocks/1"],
+        ["blocks/2", "blocks/3", "head"],
+    ]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(64)(jnp.tanh(nn.Dense(64)(x))), None
+
+
+class Layers(nn.Module):
+    """Two dense layers, and a block in a loop or in checkpoints."""
+
+    has_loop: bool
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = jnp.tanh(nn.Dense(64)(x))
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        if self.has_loop:
+            return nn.scan(Block, length=3, **options)()(x, None)[0]
+        for _ in range(2):
+            x, _ = nn.remat(Block)()(x)
+        return x
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(3)])
+        self.head = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return self.head(x)
+
+
+def test_modules_in_checkpoints_and_of_nnx_are_named():
+    pipe = jpipe.pipeline(Layers(False), 2, num_stages=2)
+    pipe.init(KEY, X)
+    first, last = pipe.plan.names
+    assert first[:3] == ["Dense_0", "Dense_1", "Dense_2"]
+    assert [*first[3:], *last] == ["CheckpointBlock_0", "CheckpointBlock_1"]
+    pipe = jpipe.pipeline(Perceptron(nnx.Rngs(0)), 2, num_stages=2)
+    pipe.init(KEY, X)
+    assert pipe.plan.names == [["blocks/0", "blocks/1"], ["blocks/2", "head"]]
+
+
+def test_a_loop_that_is_more_than_its_share_is_warned_of_once():
+    pipe = jpipe.pipeline(Layers(True), 2, num_stages=2)
+    says = (
+        r"stage 1 has 7\d% of the estimated work, .* is 50%: one operation, scan of "
+        r"Layers/ScanBlock_0, at \S*test_balance.py:\d+ \(Layers.__call__\), is "
+        r"6\d% .*; write the loop in Python, or take fewer stages: num_stages=1"
+    )
+    with pytest.warns(UserWarning, match=says):
+        variables = pipe.init(KEY, X)
+    pipe.apply(variables, X)
+    pipe.apply(variables, X[:3])
+    assert pipe.plan.names == [["Dense_0", "Dense_1", "Dense_2"], ["ScanBlock_0"]]
+
+
+def indexed(params, x):
+    for i in range(4):
+        x = jnp.tanh(x @ params["w"][i] + params["b"][i])
+    return x.mean()
+
+
+def tied(params, x):
+    tokens = jnp.int32(x[:, 0])
+    h = params["table"][tokens]
+    for w in params["w"]:
+        h = jnp.tanh(h @ w)
+    return (h @ params["table"].T).mean()
+
+
+def test_large_parameters_that_are_read_by_slices_are_warned_of():
+    stacked = {"w": jnp.ones((4, 64, 64)), "b": jnp.ones((4, 64))}
+    _, said = placed(indexed, stacked)
+    (message,) = said
+    path = r"params\['w'\]"
+    line = rf"{path}, 64.0 KiB, in stages 0, 1: jnp.unstack\({path}, axis=0\)"
+    assert re.search(rf"is given all of it.*\n  \* {line}$", message)
+    _, said = placed(indexed, {"w": jnp.unstack(stacked["w"]), "b": stacked["b"]})
+    assert not said
+    tree = {"w": [jnp.ones((64, 64))] * 4, "table": jnp.ones((256, 64))}
+    _, said = placed(tied, tree)
+    assert not said
+
+
+def test_inputs_are_shown_by_their_shapes():
+    x = jpipe.inputs(X, mask=None, more={"y": X[0]})
+    assert repr(x) == "inputs(float32[4,64], mask=None, more={'y': float32[64]})"
