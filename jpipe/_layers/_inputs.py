@@ -25,7 +25,7 @@ class Inputs:
         self._leaves, self._fixed = tuple(leaves), fixed
 
     def __repr__(self) -> str:
-        args, kwargs = self.call
+        args, kwargs = jax.tree.map(_shown, self.call)
         named = [f"{name}={value!r}" for name, value in kwargs.items()]
         return f"jpipe.inputs({', '.join([*map(repr, args), *named])})"
 

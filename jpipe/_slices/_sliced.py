@@ -35,8 +35,6 @@ from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
 PyTree = Any
-# So many parameters are listed that are not as in a plan.
-_MOST_SHAPES = 4
 
 
 class Holder(_closures.Modules, Protocol):
@@ -350,10 +348,11 @@ class Sliced:
                     f"{tree}{jax.tree_util.keystr(path)} has shape {shape}, in "
                     f"the plan {planned_shape}"
                 )
-        if len(faults) > _MOST_SHAPES:
-            faults[_MOST_SHAPES:] = [f"and {len(faults) - _MOST_SHAPES} more"]
-        title = "plan: it is of a model or function of other parameters"
-        refuse(title, faults, advice=f"\n{advice}")
+        refuse(
+            "plan: it is of a model or function of other parameters",
+            faults,
+            advice=f"\n{advice}",
+        )
 
     @paused()
     def _made(self, params: PyTree, *args: PyTree) -> Built:

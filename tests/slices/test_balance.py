@@ -153,4 +153,4 @@ def test_large_parameters_that_are_read_by_slices_are_warned_of():
 
 def test_inputs_are_shown_by_their_shapes():
     x = jpipe.inputs(X, mask=None, more={"y": X[0]})
-    assert repr(x) == "inputs(float32[4,64], mask=None, more={'y': float32[64]})"
+    assert repr(x) == "jpipe.inputs(float32[4,64], mask=None, more={'y': float32[64]})"
