@@ -17,6 +17,7 @@ from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _arguments, _checked, _join
 from ._slices._division import Division
+from ._slices._results import Results
 from ._slices._sliced import Sliced, Work
 from .planning._describe import describe, of_function
 from .planning._plan import Plan
@@ -56,7 +57,7 @@ class FunctionGradient(OwnLoop):
         self._is_one = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 
-        def joins(results: _join.Results) -> list[_join.Join]:
+        def joins(results: Results) -> list[_join.Join]:
             return _join.of_aux(aux_axes, results)
 
         work = Work(

@@ -13,7 +13,6 @@ Each leaf by itself, and it is what follows from what that decides:
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,11 +24,10 @@ from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._functions._weights import accumulate, is_inexact, sum_spec
 from .._instructions._graph import Graph, Place, Value
-from .._jaxprs import _flow
 from .._jaxprs._function import Function
 from .._layers._stage import shapes
 from .._run._sums import apart
-from ._program import Traced
+from ._results import Results
 
 PyTree = Any
 # What makes one value of those of all micro-batches.
@@ -61,100 +59,6 @@ class Join:
 
     leaf: int
     run: Run
-
-
-@dataclass(frozen=True)
-class Results:
-    """What micro-batches return besides the loss.
-
-    Attributes:
-      program: the program of the first micro-batch.
-      has_examples: whether each leaf of what a micro-batch is given is split.
-      first: specs of what the first micro-batch returns.
-      last: specs of what the last one does.
-      sizes: the number of examples in each micro-batch, the larger ones first.
-      trace_whole: traces the mini-batch as one micro-batch.
-    """
-
-    program: Traced
-    has_examples: Sequence[bool]
-    first: PyTree
-    last: PyTree
-    sizes: Sequence[int]
-    trace_whole: Callable[[], tuple[Traced, PyTree]]
-
-    @cached_property
-    def leaves(self) -> list[tuple[Any, Any]]:
-        """The path and spec of each leaf that the first micro-batch returns."""
-        return jax.tree_util.tree_leaves_with_path(self.first)
-
-    @cached_property
-    def follows(self) -> list[bool]:
-        """Whether each leaf follows from an example."""
-        program, count = self.program, len(self.leaves)
-        jaxpr = program.closed.jaxpr.replace(outvars=program.aux_vars[:count])
-        closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
-        inputs = [False] * len(jaxpr.invars)
-        end = program.num_params + len(self.has_examples)
-        inputs[program.num_params : end] = self.has_examples
-        return _flow.reached(closed, inputs)
-
-    @cached_property
-    def _whole(self) -> tuple[Traced, list[Any]]:
-        """The program of the mini-batch as one micro-batch, and what it returns."""
-        program, specs = self.trace_whole()
-        if jax.tree.structure(specs) != jax.tree.structure(self.first):
-            raise ValueError(
-                f"what is returned has another structure for the whole mini-batch: "
-                f"{shapes(self.first)} for a micro-batch and {shapes(specs)}; return "
-                f"the same for each number of examples"
-            )
-        return program, jax.tree.leaves(specs)
-
-    def shapes_of(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of a leaf of the first and of the last micro-batch."""
-        return self.leaves[i][1].shape, jax.tree.leaves(self.last)[i].shape
-
-    def has_a_row_each(self, i: int, axis: int) -> bool:
-        """Whether a leaf has a row for each example of a micro-batch on an axis."""
-        pairs = zip(self.shapes_of(i), (self.sizes[0], self.sizes[-1]), strict=True)
-        return all(
-            -len(shape) <= axis < len(shape) and shape[axis] == size
-            for shape, size in pairs
-        )
-
-    def joins_to_whole(self, i: int, axis: int) -> bool:
-        """Whether a leaf of all micro-batches, joined, is as large as one device's."""
-        _, specs = self._whole
-        whole, (first, last) = specs[i].shape, self.shapes_of(i)
-        if not -len(first) <= axis < len(first):
-            return False
-        count = list(self.sizes).count(self.sizes[0])
-        rows = first[axis] * count + last[axis] * (len(self.sizes) - count)
-        joined = list(first)
-        joined[axis] = rows
-        return tuple(joined) == whole
-
-    def of_one_device(self, i: int, axis: Any) -> Run | None:
-        """What makes a leaf that follows from no example what one device returns.
-
-        Args:
-          i: which leaf.
-          axis: what ``out_axes`` or ``aux_axes`` says of it.
-
-        Returns:
-          What makes it; ``None`` if micro-batches do not.
-        """
-        atom = self.program.aux_vars[i]
-        if atom in self.program.closed.jaxpr.invars:
-            return _first
-        program, specs = self._whole
-        if closed := program.constant(program.aux_vars[i]):
-            return lambda values: core.jaxpr_as_fun(closed)()[0]
-        if {specs[i].shape} == {*self.shapes_of(i)}:
-            return _first
-        is_joined = _is_axis(axis) and self.joins_to_whole(i, axis)
-        return _along(axis) if is_joined else None
 
 
 def of_aux(axes: Any, results: Results) -> list[Join]:
@@ -276,11 +180,32 @@ def _run(i: int, axis: Any, results: Results) -> Run | None:
         run = _mean(shares) if is_inexact(leaf) else _last
         return run if first == last else None
     if not results.follows[i]:
-        return results.of_one_device(i, axis)
+        return _of_one_device(i, axis, results)
     if axis is SUM:
         return _sum if first == last else None
     is_joined = results.has_a_row_each(i, axis)
     is_joined &= _without_axis(first, axis) == _without_axis(last, axis)
+    return _along(axis) if is_joined else None
+
+
+def _of_one_device(i: int, axis: Any, results: Results) -> Run | None:
+    """What makes a leaf that follows from no example what one device returns.
+
+    Args:
+      i: which leaf.
+      axis: what ``out_axes`` or ``aux_axes`` says of it.
+      results: what micro-batches return.
+
+    Returns:
+      What makes it; ``None`` if micro-batches do not.
+    """
+    if results.is_input(i):
+        return _first
+    if closed := results.constant(i):
+        return lambda values: core.jaxpr_as_fun(closed)()[0]
+    if results.is_alike(i):
+        return _first
+    is_joined = _is_axis(axis) and results.joins_to_whole(i, axis)
     return _along(axis) if is_joined else None
 
 

@@ -25,6 +25,7 @@ from . import _arguments, _discarded, _join
 from ._division import ByLayer, Division
 from ._initial import Initial
 from ._program import Traced
+from ._results import Results
 from ._sliced import Work
 from ._state import Written
 
@@ -157,7 +158,7 @@ class Modules(ABC):
         def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
             return self._changed(variables, x, rngs, train)
 
-        def joins(results: _join.Results) -> list[_join.Join]:
+        def joins(results: Results) -> list[_join.Join]:
             try:
                 return _join.of_outputs(self.axes.out_axes, results)
             except ValueError as error:
@@ -190,7 +191,7 @@ class Modules(ABC):
             value, aux = objective.of_part(y, targets)
             return value, (aux, changed)
 
-        def joins(results: _join.Results) -> list[_join.Join]:
+        def joins(results: Results) -> list[_join.Join]:
             return _join.of_aux(objective.aux_axes, results)
 
         return Work(

@@ -29,8 +29,9 @@ from . import (
 from ._built import Built, Layout
 from ._cuts import Cuts
 from ._division import ByLayer, Division
-from ._join import Join, Results
+from ._join import Join
 from ._program import Traced
+from ._results import Results
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
