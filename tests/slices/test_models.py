@@ -165,10 +165,6 @@ def made(name):
     return case, pipe, pipe.init(KEY, case.x)
 
 
-def streams(key):
-    return {"params": key, "dropout": jax.random.fold_in(key, 1), "default": key}
-
-
 def called(x):
     return x.call if hasattr(x, "call") else ((x,), {})
 
@@ -181,10 +177,10 @@ def applied(model, variables, x, key, train):
     known = inspect.signature(type(model).__call__).parameters
     switches = {"train": train, "deterministic": not train}
     kwargs |= {name: value for name, value in switches.items() if name in known}
-    rngs, written = streams(key), [name for name in variables if name != "params"]
+    written = [name for name in variables if name != "params"]
     if train and written:
-        return model.apply(variables, *args, **kwargs, rngs=rngs, mutable=written)
-    return model.apply(variables, *args, **kwargs, rngs=rngs), {}
+        return model.apply(variables, *args, **kwargs, rngs=key, mutable=written)
+    return model.apply(variables, *args, **kwargs, rngs=key), {}
 
 
 def nnx_applied(model, variables, args, key, train):
@@ -193,7 +189,8 @@ def nnx_applied(model, variables, args, key, train):
         state = nnx.state(own, kinds[name])
         nnx.replace_by_pure_dict(state, values)
         nnx.update(own, state)
-    nnx.reseed(own, policy="match_shape", **streams(key))
+    keys = {"params": key, "dropout": jax.random.fold_in(key, 1), "default": key}
+    nnx.reseed(own, policy="match_shape", **keys)
     own.train() if train else own.eval()
     y = own(*args)
     written = nnx.to_pure_dict(nnx.state(own, nnx.BatchStat))
