@@ -34,7 +34,7 @@ MAY_BE_PRIVATE = {"_compat"}
 PRIVATE = re.compile(
     r"(jax|flax|optax|chex|numpy)\b.*\._(?!_)|jaxlib|jax\.interpreters"
 )
-LONGEST_FILE = 400
+LONGEST_FILE = 600
 ROOT = "__init__"
 
 

@@ -31,7 +31,7 @@ BROKEN = [
     (waits, "_loop", "x.block_until_ready()", "_loop: x.block_until_ready"),
     (private_names, "_loop", "from jax._src import core", "_loop: jax._src.core"),
     (private_names, "_loop", "import jaxlib", "_loop: jaxlib"),
-    (long_files, "_loop", "x = 0\n" * 401, "_loop: 401 lines"),
+    (long_files, "_loop", "x = 0\n" * 601, "_loop: 601 lines"),
 ]
 RULES = dict.fromkeys(rule for rule, *_ in BROKEN)
 
@@ -39,11 +39,6 @@ RULES = dict.fromkeys(rule for rule, *_ in BROKEN)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_library_keeps(rule):
     assert rule(LIBRARY) == []
-
-
-@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests"])
-def test_files_outside_of_it_are_short(folder):
-    assert long_files(LIBRARY.parent / folder) == []
 
 
 # A package that keeps all rules, with packages in it.

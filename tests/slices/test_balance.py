@@ -149,8 +149,3 @@ def test_large_parameters_that_are_read_by_slices_are_warned_of():
     tree = {"w": [jnp.ones((64, 64))] * 4, "table": jnp.ones((256, 64))}
     _, said = placed(tied, tree)
     assert not said
-
-
-def test_inputs_are_shown_by_their_shapes():
-    x = jpipe.inputs(X, mask=None, more={"y": X[0]})
-    assert repr(x) == "jpipe.inputs(float32[4,64], mask=None, more={'y': float32[64]})"
