@@ -272,7 +272,8 @@ def test_a_loop_that_is_most_of_a_model_is_not_divided():
     with (
         jax.enable_x64(True),
         pytest.raises(
-            ValueError, match=r"num_stages=8: one operation, scan, is .* few"
+            ValueError,
+            match=r"num_stages=8: one operation, scan of Seq2Seq/RNN_0, at .*, is .* few",
         ),
     ):
         pipe.init(KEY, x)
