@@ -11,7 +11,7 @@ if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import draw as draw
     from ._layers._inputs import inputs as inputs
-    from ._layers._layer import Stage as Stage
+    from ._layers._layer import Layer as Layer
     from ._layers._method import layer as layer
     from ._layers._skip import isolate as isolate
     from ._layers._skip import pop as pop
@@ -41,12 +41,12 @@ if _TYPE_CHECKING:
 _HOME = {
     "MEAN": "._slices._join",
     "SUM": "._slices._join",
+    "Layer": "._layers._layer",
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
     "Replicated": ".planning._replicate",
     "Report": "._report",
-    "Stage": "._layers._layer",
     "TrainState": "._train._state",
     "TrainStep": "._train._step",
     "boundary": "._slices._marks",
@@ -69,12 +69,12 @@ __version__ = _version("jpipe")
 __all__ = [
     "MEAN",
     "SUM",
+    "Layer",
     "Pipeline",
     "Plan",
     "Profile",
     "Replicated",
     "Report",
-    "Stage",
     "TrainState",
     "TrainStep",
     "boundary",

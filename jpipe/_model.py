@@ -12,7 +12,7 @@ from ._fitting import state_of
 from ._functions import _microbatch
 from ._functions._batch import Axes
 from ._instructions._sharding import Sharding
-from ._layers._layer import Layer
+from ._layers._layer import LayerAdapter
 from ._layers._stage import shapes
 from ._run import _variables
 from ._slices._built import Built
@@ -38,7 +38,7 @@ class OneModel(Subject):
 
     def __init__(
         self,
-        layer: Layer,
+        layer: LayerAdapter,
         division: Division,
         axes: Axes,
         unpipelined: Callable[[], Any],

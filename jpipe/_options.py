@@ -10,7 +10,7 @@ from typing import Any
 from . import _setup
 from ._faults import refuse
 from ._instructions._sharding import SubMesh
-from ._layers._layer import Layer
+from ._layers._layer import LayerAdapter
 from ._processes._start import check_threads
 from ._run._param_sharding import Rule
 from ._slices._cuts import Cuts
@@ -54,7 +54,7 @@ class Options:
         if isinstance(self.devices, Iterator):  # which gives its devices once
             object.__setattr__(self, "devices", [*self.devices])
 
-    def planned(self, plan: Any, layers: Sequence[Layer] | None) -> "Options":
+    def planned(self, plan: Any, layers: Sequence[LayerAdapter] | None) -> "Options":
         """The same, with what a plan decides.
 
         Args:
@@ -143,7 +143,9 @@ class Options:
         )
 
 
-def _check(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) -> None:
+def _check(
+    plan: Any, layers: Sequence[LayerAdapter] | None, given: Sequence[str]
+) -> None:
     """Checks that a plan is one, is for these layers, and decides alone."""
     if not isinstance(plan, Plan):
         raise TypeError(

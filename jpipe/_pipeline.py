@@ -296,7 +296,7 @@ class Pipeline(Inspectable, OwnLoop):
 
         Returns:
           For each layer a bound linen module or a new nnx module, ready to be called;
-          a function or a `Stage` as it is. What is listed twice is one module here
+          a function or a `Layer` as it is. What is listed twice is one module here
           too. They hold the arrays themselves, which a training step overwrites: copy
           them first if training goes on.
 

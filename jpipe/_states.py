@@ -57,7 +57,7 @@ def train_state(
         warn(
             "nothing here has parameters, so steps with this state train nothing; a "
             "function holds arrays, or calls a module, as constants: list the module "
-            "itself, or jpipe.Stage(init, apply)"
+            "itself, or jpipe.Layer(init, apply)"
         )
     if pipe.copies is not None:
         agree_on_key(key)

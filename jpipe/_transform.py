@@ -10,7 +10,7 @@ from . import _setup
 from ._functions._batch import Axes
 from ._instructions import _transfer
 from ._instructions._transfer import Device
-from ._layers._layer import Layer, as_layers, is_model
+from ._layers._layer import LayerAdapter, adapt_layers, is_model
 from ._layers._stage import check_balance, fuse
 from ._list import LayerList
 from ._model import OneModel
@@ -52,7 +52,7 @@ def pipeline(
     in micro-batches, which pass through the stages in the order of a schedule.
 
     Args:
-      stages: the layers: linen modules, `Stage` objects, functions ``x -> y``; each
+      stages: the layers: linen modules, `Layer` objects, functions ``x -> y``; each
         maps one pytree to one pytree. Or one of these alone, a whole model with inputs
         of its own (several: `inputs`), which is divided by itself, where that balances
         and few bytes cross, or where it calls `boundary`.
@@ -135,7 +135,7 @@ def pipeline(
     """
     check_joined()
     is_one = is_model(stages)
-    layers = as_layers([stages] if is_one else stages)
+    layers = adapt_layers([stages] if is_one else stages)
     if is_one:
         _setup.check_for_one(balance, sample)
     elif num_stages is not None:
@@ -187,7 +187,7 @@ def pipeline(
     return Pipeline(LayerList(pipe, axes, options.planned_shapes), forecast)
 
 
-def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:
+def _of_model(layer: LayerAdapter, division: Division, axes: Axes) -> OneModel:
     """One model, which is divided."""
     place = next(filter(is_here, division.devices), division.devices[0])
     first, number = _transfer.one_of(place), division.num_microbatches

@@ -13,7 +13,7 @@ from flax import nnx
 
 from .._faults import refuse
 from .._layers import _nnx_values
-from .._layers._layer import Layer
+from .._layers._layer import LayerAdapter
 from ._weights import is_inexact, is_params
 
 PyTree = Any
@@ -65,7 +65,7 @@ class Trainable:
         self._rules = [] if given is None else [(r, _rule(r)) for r in several]
 
     def marks(
-        self, layers: Sequence[Layer], variables: Sequence[PyTree]
+        self, layers: Sequence[LayerAdapter], variables: Sequence[PyTree]
     ) -> tuple[PyTree, ...]:
         """Whether each leaf is trained.
 
@@ -117,7 +117,9 @@ class Trainable:
         return chosen
 
 
-def _check_types(rules: Sequence[tuple[Any, Any]], layers: Sequence[Layer]) -> None:
+def _check_types(
+    rules: Sequence[tuple[Any, Any]], layers: Sequence[LayerAdapter]
+) -> None:
     """Refuses filters of nnx that mean a Variable which a pipeline does not train."""
     filters = [(given, rule) for given, rule in rules if _is_filter(given)]
     refuse(

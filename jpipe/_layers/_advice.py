@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import errors, linen, nnx
 
-from ._layer import Layer, Stage
+from ._layer import Layer, LayerAdapter
 from ._method import Method
 
 PyTree = Any
@@ -42,12 +42,12 @@ _KNOWN: dict[tuple[type[Exception], str], str] = {
 }
 
 
-def missing_inputs(error: Exception, layer: Layer) -> list[str]:
+def missing_inputs(error: Exception, layer: LayerAdapter) -> list[str]:
     """The inputs that the call of a model lacks, if that is the error; else none."""
     called, source = layer.owner, layer.source
     if isinstance(source, Method):
         called = source.method
-    elif isinstance(source, Stage):
+    elif isinstance(source, Layer):
         called = source.apply
     if isinstance(called, linen.Module | nnx.Module):
         called = type(called).__call__
@@ -59,7 +59,7 @@ def missing_inputs(error: Exception, layer: Layer) -> list[str]:
     return re.findall(r"'(\w+)'", str(error))
 
 
-def advice(error: Exception, layer: Layer, x: PyTree) -> str:
+def advice(error: Exception, layer: LayerAdapter, x: PyTree) -> str:
     """What to type after an error that a layer raised on an input; may be empty."""
     for (kind, says), text in _KNOWN.items():
         if isinstance(error, kind) and says in str(error):

@@ -1,4 +1,4 @@
-"""What a user may list as a layer, brought to one form: a call."""
+"""Layers of any origin: what a user may list as one, adapted to one signature."""
 
 import functools
 import reprlib
@@ -21,8 +21,10 @@ _PARTITION = "params, static = eqx.partition(module, eqx.is_inexact_array)"
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A layer with explicit ``init`` and ``apply``, for models that are not Flax.
+class Layer:
+    """A layer made of two functions, for models that are not Flax.
+
+    `jpipe.layer` makes a layer of a method of a Flax module.
 
     Attributes:
       init: ``init(key, x) -> variables``: a mapping with the trainable pytree under
@@ -34,7 +36,7 @@ class Stage:
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe
-      >>> scale = jpipe.Stage(
+      >>> scale = jpipe.Layer(
       ...     init=lambda key, x: {"params": jnp.ones(x.shape[-1])},
       ...     apply=lambda variables, x: variables["params"] * x,
       ...     name="scale",
@@ -46,12 +48,12 @@ class Stage:
 
     init: Callable[[chex.PRNGKey, PyTree], Mapping[str, PyTree]]
     apply: Callable[..., PyTree]
-    name: str = "Stage"
+    name: str = "Layer"
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer of any origin.
+class LayerAdapter:
+    """A layer of any origin behind one signature: that of `call`.
 
     Attributes:
       name: how pictures and errors call it.
@@ -79,14 +81,14 @@ class Layer:
         return self.source if self.module is None else self.module
 
 
-def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
-    """Brings every object of the user's list to one form.
+def adapt_layers(listed: Sequence[Any]) -> tuple[LayerAdapter, ...]:
+    """Adapts every object of the user's list.
 
     Args:
-      listed: linen modules, nnx modules, `Stage` objects and functions of one pytree.
+      listed: linen modules, nnx modules, `Layer` objects and functions of one pytree.
 
     Returns:
-      One `Layer` per object, in order.
+      One `LayerAdapter` per object, in order.
 
     Raises:
       TypeError: with every object that is none of these.
@@ -108,17 +110,17 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         if (fault := _why_not(source))
     ]
     refuse(
-        "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
+        "a layer is a flax.linen module, a flax.nnx module, a jpipe.Layer or a "
         "function x -> y",
         faults,
         TypeError,
     )
-    return tuple(as_layer(source) for source in objects)
+    return tuple(adapt_layer(source) for source in objects)
 
 
 def is_model(source: Any) -> bool:
     """Whether something is one model, and no list of layers."""
-    is_listed = isinstance(source, Stage | Method | _skip.Isolated)
+    is_listed = isinstance(source, Layer | Method | _skip.Isolated)
     return is_listed or is_module(source) or callable(source)
 
 
@@ -132,7 +134,7 @@ def _why_not(source: Any) -> str:
         return reason
     if reason := _binds_module(source) or _holds_arrays(source):
         return reason
-    known = isinstance(source, Stage | Method) or _linen.is_module(source)
+    known = isinstance(source, Layer | Method) or _linen.is_module(source)
     if known or callable(source):
         return ""
     kind = type(source).__name__
@@ -175,7 +177,7 @@ def _holds_arrays(source: Any) -> str:
         call = "eqx.combine(variables['params'], static)"
     return (
         f"{type(source).__name__} is a pytree with arrays, which would be constants; "
-        f"to train them {split}list jpipe.Stage(lambda key, x: {{'params': {params}}}, "
+        f"to train them {split}list jpipe.Layer(lambda key, x: {{'params': {params}}}, "
         f"lambda variables, x: {call}(x)), else lambda x: module(x)"
     )
 
@@ -185,14 +187,14 @@ def is_module(value: Any) -> bool:
     return _linen.is_module(value) or _nnx.is_module(value)
 
 
-def as_layer(source: Any) -> Layer:
-    """One object of the user's list, known to be a layer."""
+def adapt_layer(source: Any) -> LayerAdapter:
+    """Adapts one object of the user's list, which was checked to be a layer."""
     if isinstance(source, _skip.Isolated):
-        inner, outer = as_layer(source.layer), source.namespace
+        inner, outer = adapt_layer(source.layer), source.namespace
         both = outer if inner.namespace is None else (outer, inner.namespace)
         return replace(inner, namespace=both)
-    if isinstance(source, Stage):
-        return _from_stage(source)
+    if isinstance(source, Layer):
+        return _from_layer(source)
     if isinstance(source, Method):
         return _from_module(source, source.module, source.method)
     if is_module(source):
@@ -200,7 +202,7 @@ def as_layer(source: Any) -> Layer:
     return _from_function(source)
 
 
-def _from_module(source: Any, module: Any, method: Any) -> Layer:
+def _from_module(source: Any, module: Any, method: Any) -> LayerAdapter:
     called = method if isinstance(method, str) else getattr(method, "__name__", "")
     structure = None
     if _nnx.is_module(module):
@@ -211,10 +213,10 @@ def _from_module(source: Any, module: Any, method: Any) -> Layer:
     if isinstance(source, Method) and called not in ("", "<lambda>"):
         name = f"{name}.{called}"
     owner = module if isinstance(source, Method) else None
-    return Layer(name, source, call, None, owner, structure=structure)
+    return LayerAdapter(name, source, call, None, owner, structure=structure)
 
 
-def check_unchanged(layers: Sequence[Layer], called: str = "layer {}") -> None:
+def check_unchanged(layers: Sequence[LayerAdapter], called: str = "layer {}") -> None:
     """Checks that nnx modules are what they were when they were listed.
 
     Args:
@@ -235,15 +237,15 @@ def check_unchanged(layers: Sequence[Layer], called: str = "layer {}") -> None:
             )
 
 
-def _from_stage(stage: Stage) -> Layer:
+def _from_layer(layer: Layer) -> LayerAdapter:
 
     def init(key: chex.PRNGKey, x: PyTree) -> dict[str, PyTree]:
         data, named = _inputs.arguments(zeros(x))
-        made = stage.init(key, *data, **named)
+        made = layer.init(key, *data, **named)
         if not isinstance(made, Mapping):
             kind = "array" if isinstance(made, jax.Array) else type(made).__name__
             raise TypeError(
-                f"the init of a jpipe.Stage returns a mapping, such as "
+                f"the init of a jpipe.Layer returns a mapping, such as "
                 f"{{'params': ...}} or {{}}; this one returned: {kind}"
             )
         faults = [
@@ -252,7 +254,7 @@ def _from_stage(stage: Stage) -> Layer:
             if callable(leaf)
         ]
         refuse(
-            f"the init of a jpipe.Stage returns arrays; of a model of Equinox take "
+            f"the init of a jpipe.Layer returns arrays; of a model of Equinox take "
             f"{_PARTITION}, give params, and call eqx.combine(variables['params'], "
             f"static) in apply",
             faults,
@@ -263,14 +265,14 @@ def _from_stage(stage: Stage) -> Layer:
     watch = _modes.Watch()
 
     def call(variables, x, rngs, train):
-        function, before = stage.apply, [variables]
-        with watch(_watched(stage.name, function, before, x), train):
+        function, before = layer.apply, [variables]
+        with watch(_watched(layer.name, function, before, x), train):
             return _switches.call(function, before, x, rngs, train)
 
-    return Layer(stage.name, stage, call, init)
+    return LayerAdapter(layer.name, layer, call, init)
 
 
-def _from_function(function: Callable[..., PyTree]) -> Layer:
+def _from_function(function: Callable[..., PyTree]) -> LayerAdapter:
 
     name, watch = _name(function), _modes.Watch()
 
@@ -279,7 +281,7 @@ def _from_function(function: Callable[..., PyTree]) -> Layer:
         with watch(_watched(name, function, [], x), train):
             return _switches.call(function, [], x, rngs, train)
 
-    return Layer(name, function, call)
+    return LayerAdapter(name, function, call)
 
 
 def _watched(

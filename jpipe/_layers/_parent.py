@@ -18,7 +18,7 @@ from flax import linen, nnx
 from flax.core import DenyList
 
 from . import _batchnorm, _linen, _nnx, _nnx_values, _rng
-from ._layer import Layer
+from ._layer import LayerAdapter
 from ._slots import Slot, Slots, inner, slot
 from ._tree import Names, flat, nested
 
@@ -40,7 +40,7 @@ class Parent:
       is_list: likewise.
     """
 
-    def __init__(self, layers: Sequence[Layer], is_list: bool = True) -> None:
+    def __init__(self, layers: Sequence[LayerAdapter], is_list: bool = True) -> None:
         self._layers, self.is_list = layers, is_list
         owners = [layer.owner for layer in layers]
         ids = [*map(id, owners)]

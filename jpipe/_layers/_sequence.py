@@ -12,7 +12,7 @@ from .._faults import refuse
 from .._jaxprs import _jaxpr
 from . import _rng, _skip
 from ._advice import advice
-from ._layer import Layer
+from ._layer import LayerAdapter
 from ._parent import Entries, Parent
 from ._stage import shapes
 
@@ -48,7 +48,7 @@ class Sequential:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[LayerAdapter],
         stages: Sequence[int],
         numbers: Sequence[int] | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class Sequential:
 
 
 def called(
-    layer: Layer, handle: Any, entry: PyTree, key: chex.PRNGKey, x: PyTree
+    layer: LayerAdapter, handle: Any, entry: PyTree, key: chex.PRNGKey, x: PyTree
 ) -> tuple[PyTree, PyTree]:
     """What a layer returns as its variables are made, and its entry."""
     if layer.init is not None and not entry:
@@ -195,7 +195,7 @@ def called(
     return layer.call(handle, x, _rng.streams(key), False), entry
 
 
-def _check_output(number: int, layer: Layer, y: PyTree) -> None:
+def _check_output(number: int, layer: LayerAdapter, y: PyTree) -> None:
     """Checks that a layer returned arrays: nothing else goes from stage to stage."""
     if y is None:
         raise TypeError(

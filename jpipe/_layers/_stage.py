@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._faults import refuse
-from ._layer import Layer
+from ._layer import LayerAdapter
 
 PyTree = Any
 
@@ -30,7 +30,7 @@ class StageLayers:
 
     index: int
     first: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerAdapter, ...]
 
     @property
     def span(self) -> slice:
@@ -74,7 +74,9 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageLayers, ...]:
+def fuse(
+    layers: Sequence[LayerAdapter], balance: Sequence[int]
+) -> tuple[StageLayers, ...]:
     """Groups neighbouring layers into stages of the given sizes."""
     stages = []
     first = 0

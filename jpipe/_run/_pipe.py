@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, OnPaper, devices_of
-from .._layers._layer import Layer
+from .._layers._layer import LayerAdapter
 from .._layers._stage import StageLayers, abbreviate
 from .._processes._digest import digest
 from .._processes._elsewhere import copies, is_here
@@ -53,7 +53,7 @@ class Pipe:
             )
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[LayerAdapter]:
         """All layers, in order."""
         return [layer for stage in self.stages for layer in stage.layers]
 

@@ -7,7 +7,7 @@ import jax
 
 from .._faults import refuse
 from .._layers import _nnx_values
-from .._layers._layer import Layer
+from .._layers._layer import LayerAdapter
 from .._warn import warn
 from ._built import Built
 
@@ -17,7 +17,7 @@ PyTree = Any
 class Modules(Protocol):
     """The modules of a pipeline, and what errors call each: see `_modules.Modules`."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[LayerAdapter]
     called: str
 
 
@@ -71,7 +71,7 @@ def _leaves(params: PyTree, built: Built, constants: set[int], name: str) -> lis
     ]
 
 
-def _values(layer: Layer, constants: set[int], name: str) -> list[str]:
+def _values(layer: LayerAdapter, constants: set[int], name: str) -> list[str]:
     """The parameters that a module of nnx holds which are among the constants."""
     return [
         f"{_nnx_values.dotted(path)} of {name} ({layer.name})"

@@ -13,7 +13,7 @@ from .._functions._batch import Axes
 from .._instructions._sharding import Sharding
 from .._layers import _linen, _rng
 from .._layers._advice import missing_inputs
-from .._layers._layer import Layer, check_unchanged
+from .._layers._layer import LayerAdapter, check_unchanged
 from .._layers._parent import Parent
 from .._layers._sequence import Made, called
 from .._layers._stage import shapes
@@ -35,7 +35,7 @@ class Model(Modules):
     called = "the model"
     advice = "variables = pipe.place(variables, x)"
 
-    def __init__(self, layer: Layer, axes: Axes) -> None:
+    def __init__(self, layer: LayerAdapter, axes: Axes) -> None:
         super().__init__([layer], Parent([layer], is_list=False), axes)
         self._layer = layer
 

@@ -15,7 +15,7 @@ from .._functions._trainable import Trainable
 from .._instructions._sharding import Sharding
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _rng
-from .._layers._layer import Layer, check_unchanged
+from .._layers._layer import LayerAdapter, check_unchanged
 from .._layers._parent import Parent
 from .._layers._sequence import Made
 from .._run import _signature
@@ -50,7 +50,9 @@ class Modules(ABC):
     # Whether the first stage alone reads the input, and the last the targets.
     is_local = False
 
-    def __init__(self, layers: Sequence[Layer], parent: Parent, axes: Axes) -> None:
+    def __init__(
+        self, layers: Sequence[LayerAdapter], parent: Parent, axes: Axes
+    ) -> None:
         self.layers, self.parent, self.axes = layers, parent, axes
         # What is made for inputs of one kind.
         self._initial = Recent[Any, Initial]()

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._layers._layer import as_layers
+from .._layers._layer import adapt_layers
 from .._processes._group import group
 from ..schedules import Schedule, named
 from ._layer import MODES
@@ -105,7 +105,7 @@ def _check(profile: Profile, layers: Any) -> None:
     Raises:
       ValueError: with the layers of both.
     """
-    names = [layer.name for layer in as_layers(layers)]
+    names = [layer.name for layer in adapt_layers(layers)]
     others = [layer.name for layer in profile.layers]
     if len(names) != len(others) or (profile.made and names != others):
         raise ValueError(

@@ -11,7 +11,7 @@ from .._functions import _remat
 from .._functions._trainable import Trainable
 from .._instructions._progress import Progress
 from .._instructions._transfer import OnPaper
-from .._layers._layer import as_layers, is_model
+from .._layers._layer import adapt_layers, is_model
 from .._layers._skip import label
 from .._layers._stage import abbreviate, fuse
 from .._run._pipe import Pipe
@@ -49,7 +49,7 @@ class Subject:
 
     def __init__(self, given: Any) -> None:
         self._is_model = is_model(given)
-        self._layers = as_layers([given] if self._is_model else given)
+        self._layers = adapt_layers([given] if self._is_model else given)
         self._names = [layer.name for layer in self._layers]
         # Of a model: where its pieces end, and it as a function.
         self._pieces: Cuts | None = None

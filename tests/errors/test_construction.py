@@ -143,7 +143,7 @@ def test_layers_that_are_no_layers_are_all_listed():
         [nn.Dense(2)],
         np.ones((100, 100)),
     ]
-    with pytest.raises(TypeError, match=r"module, a jpipe\.Stage or a func") as refusal:
+    with pytest.raises(TypeError, match=r"module, a jpipe\.Layer or a func") as refusal:
         jpipe.pipeline(listed, 2)
     faults = [
         r"layer 0: 3 is an? int",

@@ -46,18 +46,18 @@ def test_exception_in_each_call_names_the_layer():
     assert NOTE in notes_of(lambda: step(state, X, TARGETS))
 
 
-def test_exception_in_a_function_and_in_a_stage_names_the_layer():
+def test_exception_in_a_function_or_an_apply_names_the_layer():
     def broken(x):
         raise Unlucky("no luck in functions")
 
     def apply(variables, x):
-        raise Unlucky("no luck in stages")
+        raise Unlucky("no luck in layers")
 
     def two(x):
         return {"a": x, "n": x[:, 0] > 0}
 
-    stage = jpipe.Stage(init=lambda key, x: {}, apply=apply, name="Own")
-    for layer, name in ((broken, "broken"), (stage, "Own")):
+    scale = jpipe.Layer(init=lambda key, x: {}, apply=apply, name="Scale")
+    for layer, name in ((broken, "broken"), (scale, "Scale")):
         pipe = jpipe.pipeline([two, layer], 2)
         given = "{'a': float32[2,3], 'n': bool[2]}"
         note = f"raised by layer 1 ({name}) of stage 1, whose input was {given}"
@@ -132,13 +132,13 @@ def returning(value):
     return [nn.Dense(3), lambda x: value]
 
 
-def stage(made):
-    return [jpipe.Stage(lambda key, x: made, lambda variables, x: x)]
+def initialized_to(variables):
+    return [jpipe.Layer(lambda key, x: variables, lambda _, x: x)]
 
 
 NORM = nn.BatchNorm(use_running_average=False, axis_name="batch")
 NO_AXIS = "a pipeline maps no axis: drop axis_name"
-MAPPING = "init of a jpipe.Stage returns a mapping"
+MAPPING = "init of a jpipe.Layer returns a mapping"
 ARRAYS = "layer 1 (<lambda>) must return a pytree of arrays"
 SAME = "let it use the same parameters in training"
 # Layers that cannot be trained, by what is raised, what it says, and what to type.
@@ -162,7 +162,7 @@ LAYERS = {
     TypeError: {
         f"{ARRAYS} ... output is 'text', a str": (returning("text")),
         f"{ARRAYS} ... a Dense": returning({"module": nn.Dense(2)}),
-        MAPPING: stage(jnp.ones(3)),
+        MAPPING: initialized_to(jnp.ones(3)),
     },
 }
 

@@ -91,7 +91,7 @@ def _call(
 ) -> Any:
     if isinstance(module, nnx.Module):
         return _call_nnx(module, method, variables, x, train)
-    if isinstance(module, jpipe.Stage):
+    if isinstance(module, jpipe.Layer):
         return module.apply(variables, x), variables
     if not isinstance(module, nn.Module):
         return module(x), variables

@@ -320,7 +320,7 @@ class NnxBlock(nnx.Module):
 
 
 def scale(dtype):
-    """A `jpipe.Stage` with a constant beside its parameters."""
+    """A `jpipe.Layer` with a constant beside its parameters."""
 
     def init(key, x):
         gain = jax.random.normal(key, (x.shape[-1],), dtype)
@@ -329,7 +329,7 @@ def scale(dtype):
     def apply(variables, x):
         return x * variables["params"][0] + variables["constants"]["shift"]
 
-    return jpipe.Stage(init, apply, name="scale")
+    return jpipe.Layer(init, apply, name="scale")
 
 
 # All that is defined here, and `dense`: what the text of a program may name.

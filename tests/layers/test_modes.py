@@ -56,14 +56,14 @@ def function(x, is_eval=True, rngs=None):
         NamedNnx(),
         function,
         nn.Sequential([Named(), nn.relu]),
-        jpipe.Stage(lambda key, x: {}, lambda variables, x, **_: x, name="any"),
+        jpipe.Layer(lambda key, x: {}, lambda variables, x, **_: x, name="any"),
     ],
     ids=lambda listed: type(listed).__name__,
 )
 def test_layer_receives_its_switch(listed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert drops(listed, True) is not isinstance(listed, jpipe.Stage)
+        assert drops(listed, True) is not isinstance(listed, jpipe.Layer)
         assert not drops(listed, False)
 
 

@@ -179,8 +179,8 @@ def test_training_changes_the_other_collections_once_per_step(double):
 def test_modules_with_the_values_of_a_pipe():
     x, targets = ref.regression(8)
     targets = jnp.stack([targets] * 2, axis=1)
-    stage = jpipe.Stage(lambda key, x: {}, lambda variables, x: x)
-    layers = [Block(5, nnx.Rngs(1)), jnp.tanh, ref.dense(4), stage]
+    identity = jpipe.Layer(lambda key, x: {}, lambda variables, x: x)
+    layers = [Block(5, nnx.Rngs(1)), jnp.tanh, ref.dense(4), identity]
     layers += [nnx.BatchNorm(4, rngs=nnx.Rngs(4)), Noisy(nnx.Rngs(5))]
     held = [layers[i] for i in (0, 4, 5)]
     before = snapshot(held)
@@ -192,14 +192,14 @@ def test_modules_with_the_values_of_a_pipe():
 
     found = pipe.modules(state.variables)
     assert found[1] is jnp.tanh
-    assert found[3] is stage
+    assert found[3] is identity
     y = x
     for listed, module in zip(layers, found, strict=True):
         assert type(module) is type(listed)
         if isinstance(module, nnx.Module):
             assert module is not listed
             module.eval()
-        y = y if module is stage else module(y)
+        y = y if module is identity else module(y)
     ref.assert_close(y, expected, ref.FLOAT32)
     own = nnx.to_pure_dict(nnx.state(found[4], nnx.BatchStat))
     ref.assert_equal(own, state.variables[4]["batch_stats"])

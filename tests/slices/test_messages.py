@@ -130,10 +130,10 @@ def test_a_state_or_functions_among_the_parameters_of_a_loss_are_answered():
         TypeError, match=r"(?s)eqx.partition.*params\['act'\] is a PjitF"
     ):
         grad_fn({**state.params, "act": jax.jit(jnp.sin)}, X)
-    stage = jpipe.Stage(lambda key, x: {"params": {"act": jnp.sin}}, lambda v, x: x)
+    layer = jpipe.Layer(lambda key, x: {"params": {"act": jnp.sin}}, lambda v, x: x)
     says = r"(?s)eqx.partition.*\['params'\]\['act'\] is"
     with pytest.raises(TypeError, match=says):
-        jpipe.pipeline([stage], 2).init(KEY, X)
+        jpipe.pipeline([layer], 2).init(KEY, X)
 
 
 @pytest.mark.parametrize(
