@@ -107,7 +107,7 @@ def _check(profile: Profile, layers: Any) -> None:
     """
     names = [layer.name for layer in adapt_layers(layers)]
     others = [layer.name for layer in profile.layers]
-    if len(names) != len(others) or (profile.made and names != others):
+    if len(names) != len(others) or (profile.fingerprint and names != others):
         raise ValueError(
             f"sample= is a profile of something else: it is of {others}, the layers "
             f"are {names}. Give a profile of these layers, or an input of a mini-batch"

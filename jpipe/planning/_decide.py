@@ -202,7 +202,7 @@ def _as_made(profile: Any) -> dict[str, Any]:
             f"profile={profile!r} is a {type(profile).__name__}; needs what "
             f"jpipe.profile returned, or jpipe.Profile.from_json(text)"
         )
-    if (rates := estimated(profile.made)) is None:
+    if (rates := estimated(profile.fingerprint)) is None:
         return {}
     return {"measure": False, **rates}
 

@@ -51,17 +51,17 @@ def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, 
     }
 
 
-def estimated(made: Mapping[str, str]) -> dict[str, float] | None:
+def estimated(fingerprint: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
-    if made.get("how") != "estimated":
+    if fingerprint.get("how") != "estimated":
         return None
-    return {name: float(made[name]) for name in _RATES}
+    return {name: float(fingerprint[name]) for name in _RATES}
 
 
-def measured_on_cpu(made: Mapping[str, str]) -> bool:
+def measured_on_cpu(fingerprint: Mapping[str, str]) -> bool:
     """Whether a profile was measured, and on a CPU."""
-    kind = made.get("device", "")
-    return made.get("how") == "measured" and kind.startswith("cpu (")
+    is_measured = fingerprint.get("how") == "measured"
+    return is_measured and fingerprint.get("device", "").startswith("cpu (")
 
 
 def kind_of(device: Device) -> str:

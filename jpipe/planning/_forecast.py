@@ -105,7 +105,7 @@ class Candidate(Way):
         fills a bubble takes them away: with halves of backwards a step is not as fast
         as predicted (`benchmarks/README.md`).
         """
-        if not measured_on_cpu(self.profile.made):
+        if not measured_on_cpu(self.profile.fingerprint):
             return 1.0
         actions = itertools.chain(*self.schedule.rows)
         return _HALVES if any(action.op == WEIGHT for action in actions) else 1.0

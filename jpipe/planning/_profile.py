@@ -33,7 +33,9 @@ class Profile:
       skips: the long skip connections.
       ties: groups of numbers of layers that use the same parameters.
       microbatch_size: how many examples a micro-batch has.
-      made: what it was made on, by name: shapes, dtypes, device, versions, and how.
+      fingerprint: what it is of and where it was made, by name: whether it was measured
+        or estimated, the device or its rates, versions, shapes, and a digest of each
+        layer.
       action_seconds: what an action takes whatever it computes: to have a program run
         from Python.
     """
@@ -43,7 +45,7 @@ class Profile:
     skips: tuple[SkipProfile, ...] = ()
     ties: tuple[tuple[int, ...], ...] = ()
     microbatch_size: int = 1
-    made: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     action_seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -233,29 +235,27 @@ class Profile:
             return mode
         return next((m for m in ("min_cut", "none") if m in self.residuals_of), mode)
 
-    def check(self, made: Mapping[str, str]) -> None:
+    def check(self, fingerprint: Mapping[str, str]) -> None:
         """Refuses a profile that was made on something else.
 
         Args:
-          made: what it should have been made on, by name.
+          fingerprint: that of what it is to be used for.
 
         Raises:
           ValueError: if anything differs; the message names all of it.
 
         Example:
-          >>> Profile((), made={"device": "a"}).check({"device": "b"})
+          >>> Profile((), fingerprint={"device": "a"}).check({"device": "b"})
           Traceback (most recent call last):
           ValueError: the profile was made on something else:
             * device: 'a' in the profile, 'b' here
           Measure again, or use the profile where it was made; ...
         """
-        both = {
-            name: (self.made.get(name), made.get(name)) for name in [*self.made, *made]
-        }
         differ = [
-            f"{name}: {then!r} in the profile, {now!r} here"
-            for name, (then, now) in both.items()
-            if then != now
+            f"{name}: {self.fingerprint.get(name)!r} in the profile, "
+            f"{fingerprint.get(name)!r} here"
+            for name in dict.fromkeys([*self.fingerprint, *fingerprint])
+            if self.fingerprint.get(name) != fingerprint.get(name)
         ]
         if differ:
             listed = "".join(f"\n  * {line}" for line in differ)

@@ -134,7 +134,7 @@ def answer(model: Traced, request: Request) -> Profile:
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        made=fingerprint(model, request.train, where),
+        fingerprint=fingerprint(model, request.train, where),
         action_seconds=action,
     )
 

@@ -93,13 +93,13 @@ def _reasons(
             f"{idle} of {hardware.num_devices} devices are left idle: no better plan "
             f"that uses them was found"
         )
-    if best.num_devices > 1 and measured_on_cpu(best.profile.made):
+    if best.num_devices > 1 and measured_on_cpu(best.profile.fingerprint):
         yield (
             f"cores: {best.num_devices} devices share the {os.cpu_count() or 1} cores "
             f"of this machine, each layer was measured with all of them to itself: a "
             f"step will take longer than predicted, with halves of backwards above all"
         )
-    if (rates := estimated(best.profile.made)) is not None:
+    if (rates := estimated(best.profile.fingerprint)) is not None:
         yield (
             f"layers: estimated for a device of {rates['peak_flops']:g} flops and "
             f"{rates['memory_bandwidth']:g} bytes of memory per second, and "

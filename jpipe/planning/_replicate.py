@@ -26,8 +26,8 @@ class Replicated:
         planner counts: each replica exchanges gradients after each of its
         micro-batches, and an exchange counts twice; a transfer uses as many links as
         the stage with fewer devices has.
-      straight: what ``seconds`` would be with one device per stage.
-      alone: what it would be on one device.
+      unreplicated_seconds: what ``seconds`` would be with one device per stage.
+      single_device_seconds: what it would be on one device.
 
     Example:
       >>> import jpipe
@@ -40,20 +40,20 @@ class Replicated:
     balance: tuple[int, ...]
     replicas: tuple[int, ...]
     seconds: float
-    straight: float
-    alone: float
+    unreplicated_seconds: float
+    single_device_seconds: float
 
     def __str__(self) -> str:
         used, seconds = sum(self.replicas), self.seconds
-        faster = self.alone / seconds if seconds else 1.0
+        faster = self.single_device_seconds / seconds if seconds else 1.0
         lines = [
             f"{seconds:.6g} s a micro-batch on {many(used, 'device')}, "
             f"{faster:.3f} times as fast as one"
         ]
         if max(self.replicas) > 1 and seconds:
             lines.append(
-                f"with one device per stage {self.straight:.6g} s, "
-                f"{self.straight / seconds:.3f} times as long"
+                f"with one device per stage {self.unreplicated_seconds:.6g} s, "
+                f"{self.unreplicated_seconds / seconds:.3f} times as long"
             )
         rows = [["stage", "layers", "devices"]]
         pairs = zip(self.balance, self.replicas, strict=True)
@@ -106,10 +106,16 @@ def replicate(
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     speed = bandwidth or math.inf
     seconds, stages = _best(profile, speed, num_devices, num_devices)
-    straight, _ = _best(profile, speed, min(num_devices, len(profile.layers)), 1)
+    most_stages = min(num_devices, len(profile.layers))
+    unreplicated_seconds, _ = _best(profile, speed, most_stages, 1)
     balance, replicas = zip(*stages, strict=True)
-    alone = sum(layer.forward + layer.backward for layer in profile.layers)
-    return Replicated(balance, replicas, seconds, straight, alone)
+    return Replicated(
+        balance=balance,
+        replicas=replicas,
+        seconds=seconds,
+        unreplicated_seconds=unreplicated_seconds,
+        single_device_seconds=sum(x.forward + x.backward for x in profile.layers),
+    )
 
 
 def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) -> Any:

@@ -47,12 +47,16 @@ def table(profile: Any) -> str:
 
 def _origin(profile: Any) -> str:
     """What the profile was made on."""
-    made, count = profile.made, profile.microbatch_size
-    examples = f"a micro-batch of {many(count, 'example')}"
-    given = f" ({made['input']})" if "input" in made else ""
-    how = _HOW.get(made.get("how"), "").format(**made)
-    versions = [f"{name} {made[name]}" for name in ("jax", "flax") if name in made]
-    return "".join([how, examples, given, *(f", {each}" for each in versions)])
+    fingerprint = profile.fingerprint
+    how = _HOW.get(fingerprint.get("how"), "").format(**fingerprint)
+    examples = f"a micro-batch of {many(profile.microbatch_size, 'example')}"
+    shapes = f" ({fingerprint['input']})" if "input" in fingerprint else ""
+    versions = [
+        f", {name} {fingerprint[name]}"
+        for name in ("jax", "flax")
+        if name in fingerprint
+    ]
+    return "".join([how, examples, shapes, *versions])
 
 
 def _links(profile: Any) -> Iterator[str]:

@@ -7,7 +7,8 @@ from .chains import LayerProfile, Profile, SkipProfile
 
 PROFILES = Path(__file__).with_name("profiles") / "pipedream"
 
-# Profile, devices, straight, transfers; the bottleneck and the speed-up as published.
+# Profile, devices, is_unreplicated, transfers; then the bottleneck and the speed-up,
+# as published.
 PUBLISHED = [
     ("vgg16", 4, False, True, 0.205520896, 3.272),
     ("vgg16", 4, False, False, 0.175732624, 3.827),

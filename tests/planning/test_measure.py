@@ -23,12 +23,12 @@ def test_all_but_times_is_as_estimated():
         assert one.workspace_bytes >= 0
     assert measured.skips == paper.skips
     assert measured.ties == paper.ties
-    of_layers = [key for key in paper.made if "layer" in key]
-    assert [measured.made.get(key) for key in of_layers] == [
-        paper.made[key] for key in of_layers
+    of_layers = [key for key in paper.fingerprint if "layer" in key]
+    assert [measured.fingerprint.get(key) for key in of_layers] == [
+        paper.fingerprint[key] for key in of_layers
     ]
-    assert measured.made["how"] == "measured"
-    assert measured.made["device"].startswith("cpu (")
+    assert measured.fingerprint["how"] == "measured"
+    assert measured.fingerprint["device"].startswith("cpu (")
     assert str(measured).startswith("measured on cpu (")
     assert 1e-7 < measured.action_seconds < 1e-2
 

@@ -96,7 +96,7 @@ def test_what_no_stages_have_is_refused():
 def test_what_is_written_is_read():
     given = dataclasses.replace(
         profile(random.Random(0), 6, skips=3, ties=1),
-        made={"device": "cpu"},
+        fingerprint={"device": "cpu"},
         microbatch_size=4,
         action_seconds=0.25,
     )
@@ -112,9 +112,10 @@ def test_what_is_written_is_read():
     [
         ({"layers": [{"name": "a"}]}, r"layers\[0\].forward is missing; layers"),
         ({"colour": "red"}, "colour is unknown"),
+        ({"made": {"how": "measured"}}, "made is unknown"),
         ({"skips": [["a", 0, 9, 1, 1]]}, r"skips\[0\] is \['a', 0, .*needs an object"),
         ({"ties": [[0, 3]]}, r"ties\[0\]=\(0, 3\): needs numbers of layers, 0 to 2"),
-        ({"made": {"how": "estimated"}}, "KeyError: 'peak_flops'"),
+        ({"fingerprint": {"how": "estimated"}}, "KeyError: 'peak_flops'"),
         ({"input_bytes": -1}, "input_bytes=-1; needs a number, finite and not neg"),
     ],
 )
@@ -127,9 +128,9 @@ def test_a_text_that_is_something_else_is_refused(change, says):
 
 
 def test_a_profile_of_something_else_is_refused_with_all_that_differs():
-    made = {"device": "cpu", "jax": "0.10.2"}
-    stale = Profile((), made=made)
-    stale.check(dict(made))
+    fingerprint = {"device": "cpu", "jax": "0.10.2"}
+    stale = Profile((), fingerprint=fingerprint)
+    stale.check(dict(fingerprint))
     with pytest.raises(ValueError, match="made on something else") as refusal:
         stale.check({"device": "gpu", "jax": "0.10.2", "shapes": "f32[8]"})
     assert str(refusal.value) == (

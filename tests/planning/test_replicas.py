@@ -14,10 +14,10 @@ from .published import PUBLISHED, read
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "straight", "transfers", "seconds", "faster"), PUBLISHED
+    ("name", "devices", "is_unreplicated", "transfers", "seconds", "faster"), PUBLISHED
 )
 def test_plans_are_those_of_pipedream(
-    name, devices, straight, transfers, seconds, faster
+    name, devices, is_unreplicated, transfers, seconds, faster
 ):
     given = read(name)
     if not transfers:
@@ -25,9 +25,9 @@ def test_plans_are_those_of_pipedream(
         layers = tuple(dataclasses.replace(layer, **none) for layer in given.layers)
         given = dataclasses.replace(given, layers=layers, skips=())
     plan = replicate(given, devices, bandwidth=1e9)
-    takes = plan.straight if straight else plan.seconds
+    takes = plan.unreplicated_seconds if is_unreplicated else plan.seconds
     assert takes == pytest.approx(seconds, abs=6e-10, rel=0)
-    assert plan.alone / takes == pytest.approx(faster, abs=6e-4, rel=0)
+    assert plan.single_device_seconds / takes == pytest.approx(faster, abs=6e-4, rel=0)
     assert sum(plan.replicas) == devices
 
 
@@ -72,8 +72,8 @@ def test_no_bottleneck_of_a_random_chain_is_smaller():
             )
 
         assert plan.seconds == pytest.approx(best(devices, devices), rel=1e-9), seed
-        straight = best(min(devices, layers), 1)
-        assert plan.straight == pytest.approx(straight, rel=1e-9), seed
+        unreplicated = best(min(devices, layers), 1)
+        assert plan.unreplicated_seconds == pytest.approx(unreplicated, rel=1e-9), seed
 
 
 def figure(**options):
@@ -90,7 +90,7 @@ def test_the_figure_of_pipedream():
     plan = figure()
     assert (plan.balance, plan.replicas) == ((1, 1, 1, 1), (3, 2, 2, 1))
     assert plan.seconds == 2.0
-    assert plan.alone == 16.0
+    assert plan.single_device_seconds == 16.0
 
 
 def test_a_plan_says_why():
@@ -115,4 +115,4 @@ def test_what_cannot_be_planned_is_refused():
     ):
         assert says in str(refusal.value)
     one = Profile((LayerProfile("a", 1.0, 1.0),))
-    assert jpipe.replicate(one, 3).straight == 2.0
+    assert jpipe.replicate(one, 3).unreplicated_seconds == 2.0
