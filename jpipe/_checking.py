@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ._check._layers import Checking
-from ._check._report import CheckReport, check_parts
+from ._check._report import CheckReport, check_microbatch_sizes
 from ._fitting import Fitting
 from ._functions import _microbatch, _remat
 from ._functions._objective import Objective
@@ -38,7 +38,7 @@ def checked(
     rngs: _rng.Rngs,
     train: bool,
     tolerance: float | None = None,
-    parts: Sequence[int] | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
 ) -> CheckReport:
     """Checks layers: see `Pipeline.check`.
 
@@ -52,7 +52,7 @@ def checked(
       rngs: keys.
       train: whether layers are run as in training.
       tolerance: how far numbers may be apart.
-      parts: how many examples each micro-batch has.
+      microbatch_sizes: how many examples each micro-batch has.
     """
     if pipe.copies is not None:
         raise ValueError(
@@ -69,9 +69,9 @@ def checked(
     count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
     number = pipe.schedule.num_microbatches * pipe.num_shards
     microbatch = -(-count // number)
-    if parts is None:
-        parts = _sizes(count, microbatch)
-    sizes = check_parts(parts, count)
+    if microbatch_sizes is None:
+        microbatch_sizes = _sizes(count, microbatch)
+    sizes = check_microbatch_sizes(microbatch_sizes, count)
     fitting.by_owner(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
     own = _apart(pipe, fitting, variables, x, rngs, train)

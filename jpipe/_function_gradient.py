@@ -136,7 +136,7 @@ class FunctionGradient(OwnLoop):
         params: PyTree,
         /,
         *args: PyTree,
-        parts: Sequence[int] | None = None,
+        microbatch_sizes: Sequence[int] | None = None,
         tolerance: float | None = None,
         **kwargs: PyTree,
     ) -> CheckReport:
@@ -149,8 +149,8 @@ class FunctionGradient(OwnLoop):
         Args:
           params: the parameters, anywhere.
           *args: the rest of a mini-batch, of two examples at least.
-          parts: how many examples each micro-batch has, such as ``(4, 8)``; default:
-            two of different sizes.
+          microbatch_sizes: how many examples each micro-batch has, such as
+            ``(4, 8)``; default: two of different sizes.
           tolerance: how far numbers may be apart, relative to the largest beside them;
             default: as far as rounding explains.
           **kwargs: what the function takes by name.
@@ -160,10 +160,10 @@ class FunctionGradient(OwnLoop):
           ``raise_if_different()``.
 
         Raises:
-          ValueError: if the batch or ``parts`` do not fit.
+          ValueError: if the batch or ``microbatch_sizes`` do not fit.
         """
         params, trees = self._apart((params, *args), kwargs)
-        return _checked.check(self._sliced, params, trees, parts, tolerance)
+        return _checked.check(self._sliced, params, trees, microbatch_sizes, tolerance)
 
     def _apart(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]

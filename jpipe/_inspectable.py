@@ -154,7 +154,7 @@ class Inspectable:
         has_aux: bool = False,
         rngs: _rng.Rngs = None,
         train: bool = True,
-        parts: Sequence[int] | None = None,
+        microbatch_sizes: Sequence[int] | None = None,
         tolerance: float | None = None,
     ) -> CheckReport:
         """Runs each layer and the loss at once and in micro-batches, and compares.
@@ -176,8 +176,8 @@ class Inspectable:
           has_aux: as for `value_and_grad`.
           rngs: as for `apply`.
           train: whether layers are run as in training.
-          parts: how many examples each micro-batch has, such as ``(4, 8)``; default:
-            two of different sizes.
+          microbatch_sizes: how many examples each micro-batch has, such as
+            ``(4, 8)``; default: two of different sizes.
           tolerance: how far numbers may be apart, relative to the largest of the same
             example; default: as far as rounding explains in the narrowest dtype that a
             layer computes in.
@@ -187,8 +187,8 @@ class Inspectable:
           ``raise_if_different()``.
 
         Raises:
-          ValueError: if the batch, ``parts`` or the variables do not fit, or there are
-            several processes.
+          ValueError: if the batch, ``microbatch_sizes`` or the variables do not fit, or
+            there are several processes.
           TypeError: if a leaf of the batch is not an array.
 
         Example:
@@ -203,7 +203,7 @@ class Inspectable:
         objective = None
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)
-        how = objective, rngs, train, tolerance, parts
+        how = objective, rngs, train, tolerance, microbatch_sizes
         return self._subject.check(variables, x, targets, *how)
 
     @outside_of_meshes

@@ -38,7 +38,7 @@ from ._function import (
     in_parts,
     with_own,
 )
-from ._report import Checked
+from ._report import CheckResult
 
 PyTree = Any
 # So much of the largest gradient of a layer counts at least: some are zero but for
@@ -89,7 +89,7 @@ class Checking:
         layers: Sequential,
         entries: Entries,
         reductions: Reductions | None = None,
-    ) -> Checked:
+    ) -> CheckResult:
         """What is found of the next layer.
 
         Args:
@@ -101,7 +101,7 @@ class Checking:
         """
         name = f"layer {number} ({layers.layers[-1].name})"
         if self._stopped:
-            return Checked(name, notes=(self._stopped,))
+            return CheckResult(name, notes=(self._stopped,))
         entries = jax.tree.map(host, entries)
         free = _of(entries, True), (self._x, [*self._skips.values()])
         fixed = self._own, _of(entries, False), self._keys
@@ -126,8 +126,8 @@ class Checking:
         except Exception as error:
             self._stopped = f"not compared, since {name} was not"
             if isinstance(error, Unlike):
-                return Checked(name, error.args, ("outputs",), advice=advice)
-            return Checked(name, notes=(f"not compared: {first_line(error)}",))
+                return CheckResult(name, error.args, ("outputs",), advice=advice)
+            return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
         random = np.random.default_rng(0)
         cotangents = [
             random.normal(size=leaf.shape).astype(leaf.dtype)
@@ -153,7 +153,7 @@ class Checking:
         self._axes, self._skips = axes, dict(zip(names, skips, strict=True))
         pairs = zip(jax.tree.leaves(parts.results[0]), axes, strict=True)
         self._own = [leaf if axis is None else None for leaf, axis in pairs]
-        return Checked(name, differences, compared, tuple(notes), advice)
+        return CheckResult(name, differences, compared, tuple(notes), advice)
 
     def _apply(
         self,
@@ -272,11 +272,11 @@ class Checking:
 
     def loss(
         self, objective: Objective, targets: PyTree, target_axes: Sequence[int | None]
-    ) -> Checked:
+    ) -> CheckResult:
         """What is found of the loss of what the last layer returned."""
         if self._stopped:
             name = f"loss_fn with reduction={objective.reduction!r}"
-            return Checked(name, notes=(self._stopped,))
+            return CheckResult(name, notes=(self._stopped,))
         axes = self._axes, target_axes
         return _loss.check(
             *(objective, self._x, targets, axes, self._sizes, self._tolerance),

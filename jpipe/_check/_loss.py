@@ -32,7 +32,7 @@ from ._function import (
     part,
     with_own,
 )
-from ._report import Checked
+from ._report import CheckResult
 
 PyTree = Any
 ADVICE = (
@@ -125,7 +125,7 @@ def check(
     sizes: Sequence[int],
     tolerance: float | None,
     own: Sequence[Any],
-) -> Checked:
+) -> CheckResult:
     """What is found of a loss of the outputs of a model.
 
     Args:
@@ -139,7 +139,7 @@ def check(
     """
     name = f"loss_fn with reduction={objective.reduction!r}"
     if objective.reduction == "microbatch_mean":
-        return Checked(name, notes=("not compared: each micro-batch by itself",))
+        return CheckResult(name, notes=("not compared: each micro-batch by itself",))
     targets, count = jax.tree.map(host, targets), sum(sizes)
     given = outputs, (targets, own)
 
@@ -167,12 +167,12 @@ def check(
         first = with_own(y, own, 0), (few, own)
         if not _runs_on_some(loss([count]), given, first):
             raise  # what is wrong with any examples
-        return Checked(name, notes=(f"not compared: {first_line(error)}",))
+        return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
     notes = [f"{whole:.6g}"]
     if function.error:
         notes.append(f"without its gradient: {function.error}")
     what = ("outputs",) if function.error else ("outputs", "gradients")
-    return Checked(name, found, what, tuple(notes), ADVICE)
+    return CheckResult(name, found, what, tuple(notes), ADVICE)
 
 
 def _runs_on_some(function: Callable[..., Any], *given: tuple[Any, ...]) -> bool:

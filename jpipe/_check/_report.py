@@ -10,7 +10,7 @@ _COMPARED = ("outputs", "state", "gradients")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What was found of a layer, or of the loss.
 
     Attributes:
@@ -51,14 +51,14 @@ class CheckReport:
     """What `Pipeline.check` found; prints as a table, and is true if nothing differs.
 
     Attributes:
-      sizes: how many examples each micro-batch had.
+      microbatch_sizes: how many examples each micro-batch had.
       layers: one entry for each layer.
       loss: that of the loss; ``None`` if none was given.
     """
 
-    sizes: tuple[int, ...]
-    layers: tuple[Checked, ...]
-    loss: Checked | None = None
+    microbatch_sizes: tuple[int, ...]
+    layers: tuple[CheckResult, ...]
+    loss: CheckResult | None = None
 
     @property
     def is_same(self) -> bool:
@@ -90,19 +90,20 @@ class CheckReport:
                 )
 
     def _title(self) -> str:
-        sizes = " and ".join(map(str, self.sizes))
-        return f"{sum(self.sizes)} examples at once, and in micro-batches of {sizes}"
+        sizes = " and ".join(map(str, self.microbatch_sizes))
+        count = sum(self.microbatch_sizes)
+        return f"{count} examples at once, and in micro-batches of {sizes}"
 
 
-def check_parts(parts: Sequence[int], count: int) -> tuple[int, ...]:
+def check_microbatch_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     """Checks how many examples each micro-batch is to have.
 
     Raises:
       ValueError: if there are not two of them, or other examples in all.
     """
-    if len(parts) < 2 or min(parts) < 1 or sum(parts) != count:
+    if len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != count:
         raise ValueError(
-            f"parts={tuple(parts)}: needs the numbers of examples in two micro-batches "
-            f"or more, together the {count} of the batch"
+            f"microbatch_sizes={tuple(sizes)}: needs the numbers of examples in two "
+            f"micro-batches or more, together the {count} of the batch"
         )
-    return tuple(parts)
+    return tuple(sizes)

@@ -361,7 +361,7 @@ def test_other_structure_in_micro_batches_is_reported(few):
 
 
 def test_loss_that_runs_in_micro_batches_alone_is_not_compared():
-    options = {"targets": batch(), "loss_fn": ref.mse, "parts": (4, 8)}
+    options = {"targets": batch(), "loss_fn": ref.mse, "microbatch_sizes": (4, 8)}
     report = checked([lambda x: x[:4]], **options)
     assert not report.layers[0].is_same
     assert "not compared: " in report.loss.notes[0]

@@ -137,18 +137,19 @@ def test_a_layer_that_cannot_run_on_any_examples_raises_its_error():
     assert report.layers[1].compared == ("outputs", "gradients")
 
 
-def test_parts_of_given_sizes_are_compared():
+def test_micro_batches_of_sizes_that_are_asked_for_are_compared():
     pipe, variables, x, _ = made([lambda x: x.reshape(-1, 6, 2).sum(1)], number=2)
     assert pipe.check(variables, x).layers[0].notes[0].startswith("not compared: TypeE")
-    report = pipe.check(variables, x, parts=(6, 6))
+    report = pipe.check(variables, x, microbatch_sizes=(6, 6))
     assert report
     assert report.layers[0].compared == ("outputs", "gradients")
     assert str(report).startswith(
         "12 examples at once, and in micro-batches of 6 and 6:"
     )
-    for parts in ((6, 5), (12,), (12, 0)):
-        with pytest.raises(ValueError, match=rf"parts={re.escape(str(parts))}: needs"):
-            pipe.check(variables, x, parts=parts)
+    for sizes in ((6, 5), (12,), (12, 0)):
+        says = rf"microbatch_sizes={re.escape(str(sizes))}: needs"
+        with pytest.raises(ValueError, match=says):
+            pipe.check(variables, x, microbatch_sizes=sizes)
     with pytest.raises(ValueError, match="1 example"):
         pipe.check(variables, x[:1])
 
@@ -164,7 +165,7 @@ def test_parts_of_given_sizes_are_compared():
 )
 def test_micro_batches_are_of_two_sizes_and_even(count, number, sizes):
     pipe = jpipe.sequential([jnp.sin], number)
-    assert pipe.check(({},), jnp.ones((count, 1))).sizes == sizes
+    assert pipe.check(({},), jnp.ones((count, 1))).microbatch_sizes == sizes
 
 
 def test_stages_on_several_devices_are_checked_and_left_as_they_are():

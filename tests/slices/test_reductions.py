@@ -183,7 +183,7 @@ def test_a_weight_of_parameters_is_held_constant_or_refused(double):
 def test_check_tries_a_reduction(double, function, reduction, is_same):
     params = matrices(6, 8, 3)
     grad_fn = jpipe.value_and_grad(function, 4, num_stages=2, reduction=reduction)
-    report = grad_fn.check(params, X, TARGETS, parts=np.array([4, 6]))
+    report = grad_fn.check(params, X, TARGETS, microbatch_sizes=np.array([4, 6]))
     assert bool(report) == is_same
     assert "a call does not check the loss; grad_fn.check(params, *args) runs" in str(
         grad_fn
@@ -191,10 +191,12 @@ def test_check_tries_a_reduction(double, function, reduction, is_same):
     if not is_same:
         with pytest.raises(ValueError, match=r"outputs differ: .* at once, .*'sum'"):
             report.raise_if_different()
-    with pytest.raises(ValueError, match=r"parts=\(4, 5\): .* the 10 of the batch"):
-        grad_fn.check(params, X, TARGETS, parts=(4, 5))
-    with pytest.raises(ValueError, match=r"parts=\(\): "):
-        grad_fn.check(params, X, TARGETS, parts=())
+    with pytest.raises(
+        ValueError, match=r"microbatch_sizes=\(4, 5\): .* the 10 of the batch"
+    ):
+        grad_fn.check(params, X, TARGETS, microbatch_sizes=(4, 5))
+    with pytest.raises(ValueError, match=r"microbatch_sizes=\(\): "):
+        grad_fn.check(params, X, TARGETS, microbatch_sizes=())
 
 
 def test_a_loss_that_was_refused_is_refused_again():
