@@ -59,12 +59,11 @@ def check_num_stages(number: Any) -> int | None:
     return number
 
 
-def check_for_one(balance: Any, sample: Any) -> None:
-    """Raises if what is for a list of layers is given for one model."""
-    given = {"balance": balance, "sample": sample}
-    if refused := [name for name, value in given.items() if value is not None]:
+def check_no_balance(balance: Any) -> None:
+    """Raises a ValueError if one model was given a balance."""
+    if balance is not None:
         raise ValueError(
-            f"{', '.join(refused)}: of a list of layers; one model is divided by "
+            f"balance={balance!r} is for a list of layers; one model is divided by "
             f"itself: give num_stages=, or list its layers"
         )
 
@@ -139,13 +138,6 @@ def _has_mesh(devices: Any) -> bool:
     """Whether devices are given as a mesh, or one of them is."""
     listed = [devices, *devices] if isinstance(devices, list | tuple) else [devices]
     return any(isinstance(device, Mesh) for device in listed)
-
-
-def one_of_each_rank(devices: Any) -> Any:
-    """Devices as given; of a mesh the first of each stage."""
-    if not _has_mesh(devices):
-        return devices
-    return [_transfer.one_of(rank) for rank in _ranks(devices)]
 
 
 def _ranks(mesh: Mesh | Sequence[Any]) -> list[Device]:

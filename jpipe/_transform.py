@@ -31,8 +31,7 @@ def pipeline(
     num_microbatches: int | None = None,
     *,
     num_stages: int | None = None,
-    balance: Sequence[int] | str | None = None,
-    sample: Any = None,
+    balance: Sequence[int] | None = None,
     plan: Plan | None = None,
     devices: Sequence[Device] | Mesh | None = None,
     mesh: Mesh | None = None,
@@ -61,10 +60,8 @@ def pipeline(
       num_stages: of a model in how many stages it is divided; default: one for each
         device, or as many as marks make.
       balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
-        each layer is a stage. Or what to make equal, as many stages as there are
-        devices: ``"time"``, measured, ``"flops"``, ``"params"`` or ``"memory"``, what
-        a device holds at its peak besides the optimizer's state.
-      sample: for these, an input of a mini-batch, or a profile of the layers.
+        each layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers
+        finds the one with equal times.
       plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
         ``schedule`` and ``remat``, and of ``mesh`` where it has several devices per
         stage: those of ``devices`` are laid out, stage by stage.
@@ -137,7 +134,7 @@ def pipeline(
     is_one = is_model(stages)
     layers = adapt_layers([stages] if is_one else stages)
     if is_one:
-        _setup.check_for_one(balance, sample)
+        _setup.check_no_balance(balance)
     elif num_stages is not None:
         instead = (
             "give the model as it is, not in a list"
@@ -166,21 +163,7 @@ def pipeline(
     if is_one:
         division = options.division(is_lasting=True)
         return Pipeline(_of_model(layers[0], division, axes), forecast)
-    balance = options.balance
-    if isinstance(balance, str):
-        from .planning._balance import balanced  # measures, which a step does not
-
-        balance = balanced(
-            balance,
-            stages,
-            options.num_microbatches,
-            sample,
-            _setup.one_of_each_rank(options.devices),
-            schedule,
-            remat,
-            in_axes,
-        )
-    groups = fuse(layers, check_balance(balance, len(layers)))
+    groups = fuse(layers, check_balance(options.balance, len(layers)))
     pipe = options.division(len(groups)).pipe(len(groups), groups)
     if replicas is None and not isinstance(options.schedule, Schedule):
         _setup.warn_of_idle(options.devices, pipe.schedule)

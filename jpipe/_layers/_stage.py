@@ -62,7 +62,8 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
         raise TypeError(
             f"balance={balance!r}: needs a sequence of ints, the number of layers of "
-            f"each stage"
+            f"each stage, such as [3, 2, 4] or what jpipe.partition(jpipe.profile("
+            f"layers, x, num_microbatches=8), 4) returns for equal times of 4 stages"
         )
     sizes = [operator.index(n) for n in sizes]
     faults = []

@@ -28,13 +28,7 @@ _TRIED, _PATIENCE, _FEW = 10_000, 40, 1_000
 
 
 class NoCut(ValueError):
-    """No cut meets a limit, or none was found that does.
-
-    Attributes:
-      short: by how many bytes the fullest rank exceeds it at least.
-    """
-
-    short: float = 0.0
+    """No cut meets a limit, or none was found that does."""
 
 
 def partition(
@@ -64,14 +58,17 @@ def partition(
         of all ranks together.
       objective: ``"max"``: the slowest rank takes the least time; ``"step"``: a step
         of ``num_microbatches`` does: all stages one after another, the transfers
-        between them there and back, and ``num_microbatches - 1`` times the slowest.
+        between them there and back, and ``num_microbatches - 1`` times the slowest;
+        ``"memory"``: the fullest rank holds the fewest bytes, and of the cuts that are
+        equal in this the slowest rank takes the least time.
       num_microbatches: of one step.
       bandwidth: bytes per second between two ranks; ``None``: transfers take no time
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
       max_bytes: the most that a rank may hold of parameters, their sums of gradients,
         other state, and its residuals of the micro-batches that ``schedule``, or else
-        1F1B, has in flight there; one number, or one per rank.
+        1F1B, has in flight there; one number, or one per rank. ``objective="memory"``
+        counts the same bytes and has no limit.
       schedule: what will run the stages, as for `jpipe.pipeline`.
       remat: what stages store; see `Profile.costs`. With ``"full"`` all stages but the
         last compute forwards twice.
@@ -87,23 +84,30 @@ def partition(
       >>> partition([1, 2, 3, 4, 5, 6], 3)
       [3, 2, 1]
     """
-    run = num_microbatches, schedule, remat
-    speed = bandwidth, latency
-    problem = _checked(costs, num_stages, objective, max_bytes, *run, *speed)
-    found = _found(problem)
-    short = problem.excess(np.array(found[:1])).item()
-    if short > 0:
-        refusal = NoCut(_too_small(problem, found[0], short))
-        refusal.short = short
-        raise refusal
+    problem = _checked_problem(
+        costs,
+        num_stages,
+        objective=objective,
+        max_bytes=max_bytes,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        remat=remat,
+        bandwidth=bandwidth,
+        latency=latency,
+    )
+    cuts = _best_cuts(problem)
+    missing_bytes = problem.excess(np.array(cuts[:1])).item()
+    if objective != "memory" and missing_bytes > 0:
+        raise NoCut(_too_small(problem, cuts[0], missing_bytes))
     if objective == "step" and schedule is not None:
-        found = _by_simulation(problem, found)
-    return [b - a for a, b in itertools.pairwise(found[0])]
+        cuts = _by_simulation(problem, cuts)
+    return [end - begin for begin, end in itertools.pairwise(cuts[0])]
 
 
-def _checked(
+def _checked_problem(
     costs: Any,
     num_stages: int,
+    *,
     objective: str,
     max_bytes: Any,
     num_microbatches: int | None,
@@ -112,7 +116,7 @@ def _checked(
     bandwidth: float | None,
     latency: float,
 ) -> PartitionProblem:
-    """The arguments of `partition`.
+    """The problem that the arguments of `partition` pose.
 
     Raises:
       ValueError: with what makes no sense.
@@ -129,22 +133,28 @@ def _checked(
         faults.append(
             f"num_stages={count}; needs 1 to {len(profile.layers)}, a layer each"
         )
-    if objective not in ("max", "step"):
-        faults.append(f"objective={objective!r}; needs 'max' or 'step'")
+    if objective not in ("max", "step", "memory"):
+        faults.append(f"objective={objective!r}; needs 'max', 'step' or 'memory'")
+    if objective == "memory" and max_bytes is not None:
+        faults.append(
+            "objective='memory' has no limit: leave max_bytes= out, or ask for the "
+            "fastest cut within max_bytes= by objective='max' or 'step'"
+        )
     if num_microbatches is None and (schedule is not None or objective == "step"):
         faults.append("a step or a schedule needs num_microbatches=")
     number = count if num_microbatches is None else num_microbatches
     if number < 1:
         faults.append(f"num_microbatches={number}; needs at least 1")
     faults += [unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES]
-    # Modes of which a profile has no bytes are of no matter without a limit.
-    if isinstance(costs, Profile):
-        faults += profile.unknown(modes) if max_bytes is not None else ()
-    elif "full" in modes or not bandwidth is max_bytes is None:
-        faults.append(
-            "bandwidth=, max_bytes= and remat='full' need a Profile: the costs are "
-            "numbers, without bytes and forwards"
-        )
+    counts_bytes = objective == "memory" or max_bytes is not None
+    if not isinstance(costs, Profile):
+        if "full" in modes or counts_bytes or bandwidth is not None:
+            faults.append(
+                "bandwidth=, max_bytes=, objective='memory' and remat='full' need a "
+                "Profile: the costs are numbers, without bytes and forwards"
+            )
+    elif counts_bytes:
+        faults += profile.unknown(modes)
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
     chosen = one_f_one_b(count, min(number, count))
@@ -152,10 +162,20 @@ def _checked(
         chosen = choose_schedule(schedule, count, number)
         if chosen.forward_only:
             raise ValueError(f"partition: schedule {chosen.name!r} has no backward")
-    limits = None if max_bytes is None else _limits(max_bytes, chosen.num_ranks)
-    speed = bandwidth, latency
+    limits = None
+    if objective == "memory":
+        limits = (0.0,) * chosen.num_ranks
+    elif max_bytes is not None:
+        limits = _limits(max_bytes, chosen.num_ranks)
     problem = PartitionProblem(
-        profile, modes, *speed, objective, chosen, number, limits
+        profile=profile,
+        modes=modes,
+        bandwidth=bandwidth,
+        latency=latency,
+        objective=objective,
+        schedule=chosen,
+        num_microbatches=number,
+        max_bytes=limits,
     )
     if not math.isfinite(problem.total * number):
         raise ValueError(f"partition: {TOO_LONG}")
@@ -200,27 +220,37 @@ def _limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:
     return tuple(map(float, limits))
 
 
-def _found(problem: PartitionProblem) -> list[Ends]:
+def _best_cuts(problem: PartitionProblem) -> list[Ends]:
     """Cuts, the best first; if none keeps to the limit, the one that exceeds it least.
 
     With one stage per rank the first is the best of all.
     """
     if problem.schedule.num_ranks < problem.num_stages:
-        on_paper = _starts(problem), lambda cuts: _on_paper(problem, cuts)
-        return climb(*on_paper, _TRIED, _PATIENCE)
+        return climb(
+            _starts(problem),
+            lambda cuts: _on_paper(problem, cuts),
+            _TRIED,
+            _PATIENCE,
+        )
     times, transfers = problem.times, problem.transfers
     if problem.max_bytes is not None:
-        over = problem.excess_of_stages()
-        short, ends = smallest_max(over)
-        if short > 0:
+        excess = problem.excess_of_stages()
+        least_excess, ends = smallest_max(excess)
+        if problem.objective == "memory":
+            most_excess = least_excess
+        elif least_excess <= 0:
+            most_excess = 0.0
+        else:
             return [ends]
-        pairs = zip(over, times, strict=True)
-        times = tuple(np.where(own <= 0, time, np.inf) for own, time in pairs)
+        times = tuple(
+            np.where(stage_excess <= most_excess, stage_time, np.inf)
+            for stage_excess, stage_time in zip(excess, times, strict=True)
+        )
     if problem.objective == "step":
         cuts = best_step(times, transfers, problem.num_microbatches)
         return [cut.ends for cut in cuts]
     cut = best_max(times, transfers)
-    assert cut is not None, "the limit was looked at"
+    assert cut is not None, "smallest_max found a cut with these stages"
     return [cut.ends]
 
 

@@ -50,10 +50,11 @@ class PartitionProblem:
       modes: which residuals each stage stores; see `Profile.costs`.
       bandwidth: bytes per second between two ranks; ``None``: as many as there are.
       latency: seconds that a transfer takes whatever its size.
-      objective: ``"max"`` or ``"step"``.
+      objective: ``"max"``, ``"step"`` or ``"memory"``.
       schedule: what runs the stages; 1F1B if none was given.
       num_microbatches: of one step.
-      max_bytes: of each rank; ``None``: no limit.
+      max_bytes: of each rank; ``None``: no limit. For ``"memory"`` it is 0 for all, so
+        that the excess of a cut is what its fullest rank holds.
     """
 
     profile: Profile

@@ -45,7 +45,6 @@ OPTIONS = {
         "num_microbatches=0 ... at least 1": {"num_microbatches": 0},
         "balance=[1, 1] ... its sum is 2 ... 3 layers": {"balance": [1, 1]},
         "balance=[3, 0] ... needs at least one layer": {"balance": [3, 0]},
-        "balance='time' ... needs sample=": {"balance": "time"},
         f"unknown schedule 'zb' ... {KNOWN} ... Schedule": {"schedule": "zb"},
         "for 2 stages, the pipeline has 3 ... 5 micro-batches": {
             "schedule": gpipe(2, 5)
@@ -53,10 +52,9 @@ OPTIONS = {
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
-        "balance, sample: of a list ... give num_stages=": {
+        "balance=[1] is for a list ... give num_stages=": {
             "stages": nn.Dense(2),
             "balance": [1],
-            "sample": X,
         },
         "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
         "num_stages=2 ... give the model as it is, not in a list": {
@@ -85,6 +83,7 @@ OPTIONS = {
             "num_stages": "2",
         },
         "balance=3 ... a sequence of ints": {"balance": 3},
+        "balance='time' ... jpipe.partition(jpipe.profile(": {"balance": "time"},
         "balance=[True, 2] ... a sequence of ints": {"balance": [True, 2]},
         "devices ... 'cpu:0' ... such as devices=jax.devices()[:1]": {
             "devices": ["cpu:0"]

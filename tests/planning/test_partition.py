@@ -11,6 +11,7 @@ import pytest
 import jpipe
 from jpipe import partition, schedules
 
+from ..reference import dense
 from .chains import (
     MODES,
     LayerProfile,
@@ -20,6 +21,7 @@ from .chains import (
     times,
     transfers,
 )
+from .models import X
 
 SEVERAL = ["zb_v", "interleaved"]
 
@@ -142,6 +144,41 @@ def test_no_cut_of_a_small_model_is_simulated_to_be_faster(name):
         assert max(loads(given, found, schedule)) == pytest.approx(best), seed
 
 
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("1f1b", "min_cut"),
+        ("gpipe", "full"),
+        ("zb_h1", "none"),
+        ("interleaved", "none"),
+    ],
+)
+def test_no_cut_needs_less_on_the_fullest_rank(name, remat):
+    for seed in range(6):
+        layers = profile(random.Random(seed), 7, skips=1, ties=1)
+        schedule = schedules.BY_NAME[name](2, 4)
+        modes = [remat] * schedule.num_stages
+        question = {"schedule": name, "num_microbatches": 4, "remat": remat}
+        cut = partition(layers, schedule.num_stages, objective="memory", **question)
+        least = min(
+            max(needs(layers, other, modes, schedule))
+            for other in every_cut(7, schedule.num_stages)
+        )
+        assert max(needs(layers, cut, modes, schedule)) == least, seed
+        # Of the cuts that need as little it is the fastest.
+        within = partition(layers, schedule.num_stages, max_bytes=least, **question)
+        assert cut == within, seed
+
+
+def test_a_partition_of_a_profile_is_a_balance():
+    layers = [dense(6), jnp.tanh, dense(6), jnp.tanh, dense(4)]
+    costs = jpipe.profile(layers, X, num_microbatches=2)
+    balance = partition(costs, 2)
+    assert jpipe.pipeline(layers, 2, balance=balance).plan.balance == balance
+    # Parameters: 54, 0, 42, 0, 28.
+    assert partition([layer.num_params for layer in costs.layers], 2) == [1, 4]
+
+
 def alike(count, **fields):
     """Layers of one second, forward and backward."""
     return Profile(tuple(LayerProfile("a", 1.0, 1.0, **fields) for _ in range(count)))
@@ -175,7 +212,10 @@ GIVEN = profile(random.Random(0), 6)
     [
         ({"num_stages": 7}, "num_stages=7; needs 1 to 6"),
         ({"num_stages": "2"}, "num_stages='2': needs an int of at least 1"),
-        ({"objective": "fast"}, "objective='fast'; needs 'max' or 'step'"),
+        ({"objective": "fast"}, "objective='fast'; needs 'max', 'step' or 'memory'"),
+        ({"objective": "memory", "max_bytes": 9}, "has no limit: leave max_bytes= out"),
+        ({"objective": "memory", "remat": "dots"}, "what remat='dots' keeps is not in"),
+        ({"costs": [1, 2], "objective": "memory"}, "objective='memory' and remat='f"),
         ({"objective": "step"}, "a step or a schedule needs num_microbatches="),
         ({"schedule": "2f2b", "num_microbatches": 4}, "unknown schedule '2f2b'"),
         ({"schedule": "forward_only", "num_microbatches": 4}, "has no backward"),
@@ -183,7 +223,7 @@ GIVEN = profile(random.Random(0), 6)
         ({"remat": "dots", "max_bytes": 9}, "what remat='dots' keeps is not in the"),
         ({"remat": "nope"}, "remat: 'nope' is unknown: choose 'full', 'min_cut'"),
         ({"max_bytes": [1, 2, 3]}, "max_bytes=[1, 2, 3]; needs bytes, more than 0"),
-        ({"costs": [1, 2], "remat": "full"}, "max_bytes= and remat='full' need a Pro"),
+        ({"costs": [1, 2], "remat": "full"}, "and remat='full' need a Profile"),
         (
             {"costs": [1.0, float("nan")]},
             "costs[1]=nan; needs a number, finite",
