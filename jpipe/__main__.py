@@ -1,7 +1,5 @@
-"""Plans and profiles a model, draws and compares schedules, starts processes.
+"""Draws, compares and checks schedules; starts several processes of a program.
 
-python -m jpipe plan model.py:make --devices 4 --memory 16GiB --svg plan.svg
-python -m jpipe profile model.py:make
 python -m jpipe draw zb_v --ranks 4 --microbatches 8 --svg zb_v.svg
 python -m jpipe compare --ranks 4 --microbatches 16 --latency 0.25
 python -m jpipe check my_schedule.txt
@@ -13,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ._command import _launch, _models, _schedules
-from ._command._refusal import CommandError
+from ._command import _launch, _schedules
+from ._command._arguments import CommandError
 from .schedules import ScheduleError
 
 
@@ -26,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 1 if a schedule was checked and cannot run; 2 for arguments
-      that do not fit, and for a model that no plan fits; of a program that was
-      launched, that of the first process that failed.
+      that do not fit; of a program that was launched, that of the first process that
+      failed.
 
     Example:
       >>> main(["compare", "--ranks", "4", "--microbatches", "8", "gpipe", "zb_v"])
@@ -52,14 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jpipe",
-        description="Plans and profiles models; draws, compares and checks schedules "
-        "of pipelines; starts several processes of a program.",
+        description="Draws, compares and checks schedules of pipelines; starts several "
+        "processes of a program.",
         epilog="Options of a command: python -m jpipe draw --help",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        _models.add_plan,
-        _models.add_profile,
         _schedules.add_draw,
         _schedules.add_compare,
         _schedules.add_check,

@@ -1,1 +1,1 @@
-"""How good plans are: against every cut and schedule there is, measured."""
+"""How good plans are: measured against every other way, and beside published cuts."""

@@ -2,21 +2,21 @@
 
 import argparse
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
 
 from .. import schedules
 from ..schedules._catalogue import key_of
 
-_BYTES = {
-    **{"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
-}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 
 
-def count(text: str) -> int:
+class CommandError(ValueError):
+    """Arguments that are well formed and still do not fit: shown without traceback."""
+
+
+def positive_int(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(
@@ -25,37 +25,34 @@ def count(text: str) -> int:
     return int(text)
 
 
-def size(text: str) -> int:
-    """Bytes, or bytes per second, with a unit, such as 16GiB."""
-    return round(_quantity(text.removesuffix("/s"), _BYTES, "bytes, such as 16GiB"))
-
-
 def duration(text: str) -> float:
-    """Seconds, from a number with a unit, such as 5us."""
-    return _quantity(text, _SECONDS, "a time, such as 5us")
-
-
-def _quantity(text: str, units: Mapping[str, float], expected: str) -> float:
-    """A number with a unit; 0 needs none."""
+    """Seconds, from a number with a unit, such as 5us; 0 needs no unit."""
     match = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*([^\W\d]*)", text.strip())
-    value = float(match[1]) * units.get(match[2], math.inf) if match else math.inf
-    if match and not match[2] and not float(match[1]):
-        return 0.0
-    if not math.isfinite(value):
-        known = ", ".join(units)
-        raise argparse.ArgumentTypeError(f"{text!r}: write {expected}; units: {known}")
-    return value
+    if match is not None:
+        number, unit = match.groups()
+        if not unit and float(number) == 0:
+            return 0.0
+        seconds = float(number) * _SECONDS.get(unit, math.inf)
+        if math.isfinite(seconds):
+            return seconds
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: write a time, such as 5us; units: {', '.join(_SECONDS)}"
+    )
 
 
 def schedule_name(text: str) -> str:
     """The name of a schedule of the catalogue."""
     if key_of(text) is None:
         names = ", ".join(schedules.BY_NAME)
-        message = f"unknown schedule {text!r}: choose from {names}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(
+            f"unknown schedule {text!r}: choose from {names}"
+        )
     return text
 
 
-def several(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """How several of what ``read`` reads are read, with commas between them."""
-    return lambda text: tuple(read(part.strip()) for part in text.split(","))
+def output_path(text: str) -> Path:
+    """A file that can be written, which is checked before the command works for it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return path

@@ -20,7 +20,7 @@ from .._processes._environment import (
     PROCESSES,
     TIMEOUT,
 )
-from ._arguments import count, duration
+from ._arguments import duration, positive_int
 
 # When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
 # themselves.
@@ -39,7 +39,7 @@ def add_launch(commands: Any) -> None:
         "jpipe.distributed() makes it one of several processes. What they print begins "
         "with their number. When one fails, all are ended.",
     )
-    parser.add_argument("--processes", type=count, required=True, metavar="N")
+    parser.add_argument("--processes", type=positive_int, required=True, metavar="N")
     parser.add_argument(
         "--timeout",
         type=duration,

@@ -2,16 +2,14 @@
 
 import argparse
 import dataclasses
-import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import fitting
-from . import _files
-from ._arguments import count, schedule_name, several
-from ._refusal import CommandError
+from ._arguments import CommandError, output_path, positive_int, schedule_name
 
 # A text grid of more cells than that is not printed: nobody would look at it.
 _LARGEST = 1_000_000
@@ -24,7 +22,15 @@ def add_draw(commands: Any) -> None:
     names = ", ".join(schedules.BY_NAME)
     command.add_argument("name", type=schedule_name, help=f"one of {names}")
     _add_numbers(command)
-    _files.add(command, "svg", "trace")
+    command.add_argument(
+        "--svg", type=output_path, metavar="FILE", help="write a picture as SVG"
+    )
+    command.add_argument(
+        "--trace",
+        type=output_path,
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev; a unit of time is shown as a second",
+    )
     command.set_defaults(run=_draw)
 
 
@@ -60,31 +66,34 @@ def _draw(arguments: argparse.Namespace) -> int:
     schedule = builder(arguments.ranks, arguments.microbatches)
     timeline = schedule.simulate(fitting(_costs(arguments), schedule))
     print(timeline)
-    pictures = {"svg": draw.svg, "trace": draw.trace}
-    writers = {n: functools.partial(make, timeline) for n, make in pictures.items()}
-    if not _files.write(arguments, **writers):
+    if arguments.svg is None and arguments.trace is None:
         print(timeline.to_text())
+    if arguments.svg is not None:
+        _write(arguments.svg, draw.svg(timeline))
+    if arguments.trace is not None:
+        _write(arguments.trace, draw.trace(timeline))
     return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     names = arguments.names or [n for n in schedules.BY_NAME if n != "forward_only"]
-    found, refused = [], []
+    comparable = []
+    refusals = []
     for name in names:
         try:
             builder = schedules.named(name)
-            found.append(builder(arguments.ranks, arguments.microbatches))
+            comparable.append(builder(arguments.ranks, arguments.microbatches))
         except ScheduleError as error:
-            refused.append(f"no order of {error}")
-    if not found:
-        raise CommandError("\n".join(refused))
-    table = schedules.compare(found, _costs(arguments))
-    print("\n".join([str(table), *refused]))
+            refusals.append(f"no order of {error}")
+    if not comparable:
+        raise CommandError("\n".join(refusals))
+    table = schedules.compare(comparable, _costs(arguments))
+    print("\n".join([str(table), *refusals]))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    text, name = _files.read(arguments.file)
+    text, name = _read(arguments.file)
     try:
         if text.lstrip().startswith(("{", "[")):
             schedule = Schedule.from_json(text)
@@ -100,14 +109,36 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _read(file: str) -> tuple[str, str]:
+    """The text of a file or of standard input, and a name for the schedule in it."""
+    if file == "-":
+        return sys.stdin.read(), "stdin"
+    try:
+        return Path(file).read_text("utf-8"), Path(file).stem
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file}: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+    print(f"wrote {path}")
+
+
 def _add_numbers(command: argparse.ArgumentParser) -> None:
-    for option, metavar, what in (
-        ("--ranks", "P", "number of ranks"),
-        ("--microbatches", "M", "number of micro-batches of a step"),
-    ):
-        command.add_argument(
-            option, type=count, required=True, metavar=metavar, help=what
-        )
+    command.add_argument(
+        "--ranks",
+        type=positive_int,
+        required=True,
+        metavar="P",
+        help="number of ranks",
+    )
+    command.add_argument(
+        "--microbatches",
+        type=positive_int,
+        required=True,
+        metavar="M",
+        help="number of micro-batches of a step",
+    )
     command.add_argument(
         "--costs",
         type=_times,
@@ -130,11 +161,22 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _times(text: str) -> Costs:
-    message = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
+    """Costs from ``F,I,W`` or ``F,B``."""
     try:
-        forward, *back = several(float)(text)
+        times = [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(message) from None
-    if len(back) not in (1, 2):
-        raise argparse.ArgumentTypeError(message)
-    return Costs(forward, sum(back), *(back if len(back) == 2 else ()))
+        times = []
+    if len(times) == 2:
+        forward, backward = times
+        return Costs(forward, backward)
+    if len(times) == 3:
+        forward, input_grad, weight_grad = times
+        return Costs(
+            forward,
+            input_grad + weight_grad,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+        )
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
+    )

@@ -75,6 +75,7 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
     ("line", "parts"),
     [
         ("", ["required", "COMMAND"]),
+        ("plan model.py:make", ["invalid choice: 'plan'", "draw", "launch"]),
         (f"draw gpip {SIZES}", ["unknown schedule 'gpip'", *BY_NAME]),
         (f"compare gpipe 2f2b {SIZES}", ["unknown schedule '2f2b'", *BY_NAME]),
         ("compare --ranks 2.5 --microbatches 8", ["--ranks", "'2.5'", "whole number"]),
@@ -89,6 +90,11 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
             ["num_microbatches=4: needs at least 2 * num_ranks = 8"],
         ),
         ("compare dualpipe_v --ranks 4 --microbatches 4", ["no order of dualpipe_v"]),
+        (f"draw gpipe {SIZES} --svg .", ["--svg: '.' cannot be written"]),
+        (
+            "launch --processes 2 --timeout 5m train.py",
+            ["--timeout: '5m': write a time, such as 5us; units: s, ms, us"],
+        ),
         ("check /nowhere/mine.txt", ["/nowhere/mine.txt: ", "No such file"]),
     ],
 )
@@ -97,17 +103,16 @@ def test_arguments_that_do_not_fit(command, line, parts):
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "plan -h", "profile -h", "draw -h", "compare -h", "check -h"]
+    "line", ["--help", "draw -h", "compare -h", "check -h", "launch -h"]
 )
 def test_help_names_every_option(command, line):
     out = works(command(line))
     named = {
-        "--help": ["plan", "profile", "draw", "compare", "check"],
-        "plan -h": ["--devices", "--memory", "--bandwidth", "--profile", "--svg"],
-        "profile -h": ["module:factory", "--microbatches", "--estimate", "--json"],
+        "--help": ["draw", "compare", "check", "launch"],
         "draw -h": ["--ranks", "--costs F,I,W", "--svg", "--trace", *BY_NAME],
         "compare -h": ["--microbatches", "--latency", "all but forward_only"],
         "check -h": ["2F0", "standard input"],
+        "launch -h": ["--processes", "--timeout", "-m"],
     }[line]
     words = " ".join(out.split())
     assert all(name in words for name in named)

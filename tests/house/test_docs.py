@@ -209,10 +209,6 @@ def test_every_option_of_the_main_job_is_documented():
             r"adapters: +9\d\.\d% .*\nadapters take [2-6]\d% of the memory and",
         ),
         slow(
-            "plan.py --blocks=4 --width=64 --words=500 --devices=2",
-            r"(?s)   2 \| jpipe\.plan .*\npredicted: .* ms a",
-        ),
-        slow(
             "unet.py --steps=3 --batch-size=4 --patch=16 --width=4 --schedule=zb_h1",
             r"gradients +differ by at most \d",
         ),
@@ -250,9 +246,21 @@ def test_the_gallery_is_what_the_example_draws(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_plan_from_the_shell_is_of_a_profile_that_is_measured_once(tmp_path):
+    example = str(ROOT / "examples/plan.py")
+    small = "--blocks=4", "--width=64", "--words=500", "--devices=2"
+    for profile in ("wrote", "read"):
+        shown = run(example, *small, folder=tmp_path)
+        assert shown.startswith(f"{profile} build/plan/profile.json\nmeasured on cpu")
+        assert re.search(r"(?m)^predicted: .* a step", shown)
+        assert shown.endswith("wrote build/plan/plan.json\nwrote build/plan/plan.svg\n")
+    plan = jpipe.Plan.from_json((tmp_path / "build/plan/plan.json").read_text())
+    assert str(plan) in shown
+
+
+@pytest.mark.slow
 def test_the_picture_of_a_plan_is_what_the_example_draws(tmp_path):
-    words = "--devices", "4", "--svg", str(tmp_path / "plan.svg")
-    run("examples/plan.py", *words)
+    run("examples/plan.py", "--estimate", "--devices=4", f"--out={tmp_path}")
     drawn, kept = tmp_path / "plan.svg", ROOT / "docs/plan.svg"
     assert drawn.read_text("utf-8") == kept.read_text("utf-8")
 
