@@ -59,10 +59,11 @@ def text_width(text: str, size: float) -> float:
 
 def shortened(text: str, size: float, width: float) -> str:
     """The text, or as much of it as fits with an ellipsis after it."""
-    fitting = int(width / text_width("0", size))
-    if len(text) <= fitting:
+    # A width that was computed from this text may be less by a rounding error.
+    num_fitting = int(width / text_width("0", size) + 1e-6)
+    if len(text) <= num_fitting:
         return text
-    return text[: fitting - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+    return text[: num_fitting - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def centred(y: float, size: float) -> float:
