@@ -77,7 +77,7 @@ class Options:
             schedule=plan.schedule,
             remat=plan.remat,
             cuts=plan.cuts,
-            planned_shapes=plan.shapes,
+            planned_shapes=plan.param_shapes,
             mesh=mesh,
             devices=devices,
         )

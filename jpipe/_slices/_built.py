@@ -235,14 +235,16 @@ class Built:
         return [i for i in range(len(self.layout.specs)) if i not in params]
 
     @cached_property
-    def ran(self) -> tuple[Action, ...]:
-        """The actions that run, each as one program."""
+    def compiled_actions(self) -> tuple[Action, ...]:
+        """The actions of which a step runs a program."""
         labels = [i.label for i in self.program.instructions if not i.is_move]
         return tuple(label for label in labels if not isinstance(label, str))
 
     def residuals(self, stage: int) -> Residuals | None:
         """What a stage stores of a micro-batch, if it has forwards of their own."""
-        by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
+        by_itself = any(
+            a.op == FORWARD and a.stage == stage for a in self.compiled_actions
+        )
         return self.stages.residuals(stage) if by_itself else None
 
     @paused()

@@ -364,12 +364,12 @@ def is_single_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.shape == ()
 
 
-def microbatch_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
+def microbatch_key(key: jax.Array, microbatch: jax.Array | int) -> jax.Array:
     """The key that a micro-batch is given in place of the key of the mini-batch.
 
     Args:
       key: a key of `jax.random.key`.
-      number: the number of the micro-batch.
+      microbatch: the index of the micro-batch, from 0 on.
 
     Returns:
       A key.
@@ -383,5 +383,5 @@ def microbatch_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
       >>> key.shape
       ()
     """
-    _rng.check_key(key, "microbatch_key(key, number): key")
-    return jax.random.fold_in(key, number)
+    _rng.check_key(key, "microbatch_key(key, microbatch): key")
+    return jax.random.fold_in(key, microbatch)

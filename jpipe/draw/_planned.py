@@ -120,7 +120,9 @@ def _name(plan: Any, rank: int) -> str:
 
 def _layers(plan: Any, rank: int) -> str:
     """What a rank runs in some words."""
-    names = [plan.names[stage.index] for stage in plan.stages if stage.rank == rank]
+    names = [
+        plan.layer_names[stage.index] for stage in plan.stages if stage.rank == rank
+    ]
     return " + ".join(map(_abridged, names))
 
 

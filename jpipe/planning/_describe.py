@@ -62,9 +62,9 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
     pipe, built = known.pipe, known.built
     most: Sequence[int | None] = [None] * len(pipe.stages)
     peaks: tuple[tuple[str, int], ...] = ()
-    ran: tuple[Action, ...] = ()
+    compiled_actions: tuple[Action, ...] = ()
     if built is not None:
-        program, ran = built.program, built.ran
+        program, compiled_actions = built.program, built.compiled_actions
         most = most_residuals(program, len(pipe.stages))
         names = map(pipe.called, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
@@ -72,23 +72,23 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
     if known.last is not None:
         work = _shares(known.last.stages)
     return Plan(
-        tuple(
+        stages=tuple(
             _stage(known, s, size, part)
             for s, (size, part) in enumerate(zip(most, work, strict=True))
         ),
-        pipe.schedule,
-        ran,
-        peaks,
-        tuple(known.skips),
-        forecast,
-        pipe.num_shards,
-        known.last.cuts if known.last else None,
-        _shapes(known.layout) if known.layout else None,
+        schedule=pipe.schedule,
+        compiled_actions=compiled_actions,
+        peak_bytes=peaks,
+        skips=tuple(known.skips),
+        forecast=forecast,
+        data=pipe.num_shards,
+        cuts=known.last.cuts if known.last else None,
+        param_shapes=_param_shapes(known.layout) if known.layout else None,
     )
 
 
-def _shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Those of the parameters."""
+def _param_shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the parameters."""
     return tuple(tuple(layout.specs[i][0].shape) for i in layout.params)
 
 
@@ -103,7 +103,7 @@ def _stage(
 ) -> StagePlan:
     pipe, built, layout = known.pipe, known.built, known.layout
     device, params, trained, local = pipe.devices[s], None, None, None
-    cut: dict[str, int] = {}
+    sharded_params: dict[str, int] = {}
     if layout is not None:
         # What is tied within the stage is counted once.
         own = [i for i in layout.params if i in set(known.reads[s])]
@@ -117,7 +117,7 @@ def _stage(
             ]
             for spec, sharding in zip(params, shardings, strict=True):
                 for name in sharding.axes:
-                    cut[name] = cut.get(name, 0) + spec.size
+                    sharded_params[name] = sharded_params.get(name, 0) + spec.size
         if built:
             trained = sum(
                 layout.specs[i][0].size for i in own if built.stages.trained[i]
@@ -135,7 +135,7 @@ def _stage(
         num_trained=trained,
         residuals=one.nbytes if one else {},
         recomputed_flops=one.recomputed_flops if one else None,
-        cut=cut,
+        sharded_params=sharded_params,
         sent_bytes=_sent(known.last.stages, s) if known.last else None,
         modules=tuple(known.modules[s]) if known.modules else (),
         work=work,

@@ -62,7 +62,7 @@ class LayerProfile:
         return self.input_grad, self.weight_grad
 
     @property
-    def least(self) -> float:
+    def least_seconds(self) -> float:
         """Seconds of a micro-batch, the backward whole or in halves."""
         return self.forward + min(self.backward, sum(self.halves))
 

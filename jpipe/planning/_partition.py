@@ -154,7 +154,7 @@ def _checked_problem(
                 "Profile: the costs are numbers, without bytes and forwards"
             )
     elif counts_bytes:
-        faults += profile.unknown(modes)
+        faults += profile.remat_faults(modes)
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
     chosen = one_f_one_b(count, min(number, count))

@@ -39,7 +39,8 @@ class StagePlan:
         known: all where nothing is computed again by `jax.checkpoint`.
       recomputed_flops: the floating-point operations that its backward takes for
         computing again what was not stored; ``None`` if it is not known.
-      cut: how many of the parameters are cut along each axis of the stage's own mesh.
+      sharded_params: how many of the parameters are sharded along each axis of the
+        stage's own mesh.
       sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
         known.
       modules: of a model the modules that it calls, where ``layers`` are pieces.
@@ -58,7 +59,7 @@ class StagePlan:
     num_trained: int | None = None
     residuals: Mapping[str, int] = field(default_factory=dict)
     recomputed_flops: int | None = None
-    cut: Mapping[str, int] = field(default_factory=dict)
+    sharded_params: Mapping[str, int] = field(default_factory=dict)
     sent_bytes: int | None = None
     modules: tuple[str, ...] = ()
     work: float | None = None
@@ -93,8 +94,8 @@ class Memory:
         """All of it."""
         return sum(dataclasses.astuple(self))
 
-    def short(self, limit: int) -> str:
-        """That it is more than a device has, and what it is made of."""
+    def describe_excess(self, limit: int) -> str:
+        """Says that it is more than a device has, and what it is made of."""
         parts = (f"{name} {size(own)}" for name, own in vars(self).items() if own)
         return (
             f"needs {size(self.total)}, {size(self.total - limit)} more than a device "
@@ -136,8 +137,8 @@ class Plan:
     Attributes:
       stages: one entry per stage.
       schedule: who runs which action when.
-      ran: the actions that a step runs, each as one program; empty while no step is
-        compiled. A forward that is missing is a part of its backward; half of a
+      compiled_actions: the actions of which a step runs a program; empty while no
+        step is compiled. A forward that is missing is a part of its backward; half of a
         backward that is missing has nothing to compute.
       peak_bytes: the most that a step holds on each device, with parameters but without
         the optimizer's state; empty while no step is compiled.
@@ -148,19 +149,19 @@ class Plan:
         along the axis ``"data"`` of a mesh. Numbers of a device are those of each
         of them.
       cuts: where one model is divided; ``None`` of a list of layers.
-      shapes: those of its parameters, by which a pipeline knows what the plan is of;
-        ``None`` while they are unknown.
+      param_shapes: the shapes of its parameters, by which a pipeline knows what the
+        plan is of; ``None`` while they are unknown.
     """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    ran: tuple[Action, ...] = ()
+    compiled_actions: tuple[Action, ...] = ()
     peak_bytes: tuple[tuple[str, int], ...] = ()
     skips: tuple[tuple[str, int, int], ...] = ()
     forecast: Forecast | None = None
     data: int = 1
     cuts: Cuts | None = None
-    shapes: tuple[tuple[int, ...], ...] | None = None
+    param_shapes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def balance(self) -> list[int]:
@@ -168,8 +169,8 @@ class Plan:
         return [len(stage.layers) for stage in self.stages]
 
     @property
-    def names(self) -> list[list[str]]:
-        """Of each stage its layers; of a model its modules, each once."""
+    def layer_names(self) -> list[list[str]]:
+        """The layers of each stage; of a model its modules, each once."""
         names = [[*(stage.modules or stage.layers)] for stage in self.stages]
         return names if self.cuts is None else in_parts(names)
 
@@ -182,7 +183,7 @@ class Plan:
         """All of it as a JSON object; `from_json` reads it."""
         fields = dataclasses.asdict(self)
         fields["schedule"] = json.loads(self.schedule.to_json())
-        fields["ran"] = list(map(str, self.ran))
+        fields["compiled_actions"] = list(map(str, self.compiled_actions))
         return json.dumps(fields, indent=1)
 
     @classmethod
@@ -250,8 +251,8 @@ class Plan:
         stages = self.stages
         found = {"stage": [str(stage.index) for stage in stages]}
         found["device"] = [stage.device for stage in stages]
-        if any(self.names):  # a function may have no modules
-            found["layers"] = [*map(abbreviate, self.names)]
+        if any(self.layer_names):  # a function may have no modules
+            found["layers"] = [*map(abbreviate, self.layer_names)]
         found["remat"] = self.remat
         left = range(len(found))
         if any(stage.num_params is not None for stage in stages):
@@ -263,22 +264,22 @@ class Plan:
             found["sent"] = [_size(stage.sent_bytes) for stage in stages]
         if all(stage.work is not None for stage in stages):
             found["work"] = [f"{stage.work or 0:.0%}" for stage in stages]
-        if any(stage.cut for stage in stages):
-            pairs = (stage.cut.items() for stage in stages)
+        if any(stage.sharded_params for stage in stages):
+            pairs = (stage.sharded_params.items() for stage in stages)
             found["cut along"] = [", ".join(f"{k} {n:,}" for k, n in p) for p in pairs]
         return columns([[*found], *zip(*found.values(), strict=True)], left)
 
     def _grid(self) -> str:
         """The schedule as it runs; its bubble follows where it is predicted."""
-        if not self.ran:
+        if not self.compiled_actions:
             return self.schedule.drawn(Costs(), has_bubble=self.forecast is None)
-        ran, default = set(self.ran), Costs()
+        compiled_actions, default = set(self.compiled_actions), Costs()
 
         def last(action: Action) -> float:
-            if action not in ran:
+            if action not in compiled_actions:
                 return 0.0
             forward = action._replace(op=FORWARD)
-            joined = action.op in (BACKWARD, INPUT) and forward not in ran
+            joined = action.op in (BACKWARD, INPUT) and forward not in compiled_actions
             return default.of(action) + joined * default.of(forward)
 
         microbatches = range(self.schedule.num_microbatches)

@@ -112,7 +112,7 @@ class Profile:
         """
         sizes = list(balance)
         modes = self.modes(remat, len(sizes))
-        faults = [*speed_faults(bandwidth, latency), *self.unknown(modes)]
+        faults = [*speed_faults(bandwidth, latency), *self.remat_faults(modes)]
         count = len(self.layers)
         if min(sizes, default=0) < 1 or sum(sizes) != count:
             faults.append(
@@ -183,8 +183,8 @@ class Profile:
             )
         return modes
 
-    def unknown(self, modes: Sequence[str]) -> list[str]:
-        """The modes whose residuals are not known, a line for each."""
+    def remat_faults(self, modes: Sequence[str]) -> list[str]:
+        """The remat modes whose residuals are not known, a line for each."""
         listed = ", ".join(map(repr, sorted(self.residuals_of)))
         return [
             f"what remat={called(mode)} keeps is not in the profile: choose {listed}"

@@ -148,7 +148,7 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
     limit = space.hardware.memory_limit
     assert limit is not None
     lines = [
-        f"rank {rank} {own.short(limit)}"
+        f"rank {rank} {own.describe_excess(limit)}"
         for rank, own in enumerate(nearest.memory)
         if own.total > limit
     ]

@@ -74,7 +74,7 @@ def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
     The busiest rank has as much to do as all have on average, or what cannot be cut;
     and one thread has at least a forward of each rank run, and its transfer.
     """
-    each = [layer.least for layer in profile.layers]
+    each = [layer.least_seconds for layer in profile.layers]
     busy = max(sum(each) / num_ranks, *each) + profile.action_seconds
     host = (2 * num_ranks - 1) * profile.action_seconds
     # Sums in another order are a little other.

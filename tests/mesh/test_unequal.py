@@ -61,9 +61,9 @@ def test_what_is_cut_where_it_rests_is_whole_where_it_cannot_be(double):
         gather="microbatch",
     )
     compare(layers, pipe, 4, *batch(16))
-    cut = [set(stage.cut) for stage in pipe.plan.stages]
-    assert cut[0] == {"data", "model"}
-    assert "model" not in cut[1] | cut[2]
+    axes = [set(stage.sharded_params) for stage in pipe.plan.stages]
+    assert axes[0] == {"data", "model"}
+    assert "model" not in axes[1] | axes[2]
 
 
 def test_a_replica_may_have_a_mesh_of_another_shape(double):

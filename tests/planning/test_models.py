@@ -71,7 +71,7 @@ def test_a_plan_of_a_model_is_built_and_gives_the_numbers_of_one_device(double):
 def test_a_plan_names_each_module_once_in_a_stage_and_says_what_is_a_part():
     pieces = [name for stage in plan().stages for name in stage.layers]
     assert pieces.count("Block_1") > 1
-    names = plan().names
+    names = plan().layer_names
     assert all(len(own) == len(set(own)) for own in names)
     everywhere = [name for own in names for name in own]
     assert all((everywhere.count(n) > 1) == n.endswith(" (part)") for n in everywhere)
@@ -144,7 +144,7 @@ def test_a_function_without_modules_is_printed_without_a_column_for_them():
     made = jpipe.plan(model, x, TX, **options, action_seconds=0.0)
     pipe = jpipe.pipeline(model, plan=made, devices=2 * jax.devices()[:1])
     pipe.apply(pipe.init(None, x), x)
-    assert not any(pipe.plan.names)
+    assert not any(pipe.plan.layer_names)
     header, *_ = str(pipe).splitlines()
     assert header.split()[:3] == ["stage", "device", "remat"]
     assert "a part of the function" in jpipe.draw.svg(pipe.plan)
