@@ -17,23 +17,24 @@ from .._run import _variables
 PyTree = Any
 
 
-class Made(NamedTuple):
-    """What a step knows of a state that it returned, as long as nobody changes that.
+class StateOrigin(NamedTuple):
+    """Which step returned a state, with which leaves: what it need not check again.
 
     Attributes:
-      by: the step, whose programs the state does not keep alive.
+      train_step: the step, whose programs the state does not keep alive.
       form: what its leaves are like.
       leaves: the leaves.
     """
 
-    by: weakref.ref[Any]
+    train_step: weakref.ref[Any]
     form: int
     leaves: Sequence[Any]
 
-    def is_of(self, step: Any, leaves: Sequence[Any]) -> bool:
-        """Whether it is that of a step and of these arrays."""
-        same = self.by() is step and len(leaves) == len(self.leaves)
-        return same and all(map(operator.is_, leaves, self.leaves))
+    def matches(self, train_step: Any, leaves: Sequence[Any]) -> bool:
+        """Whether this step returned the state, and nobody changed its leaves since."""
+        if self.train_step() is not train_step or len(leaves) != len(self.leaves):
+            return False
+        return all(map(operator.is_, leaves, self.leaves))
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +61,7 @@ class TrainState:
     opt_state: PyTree
     model_state: Any
     rng: jax.Array
-    made: ClassVar[Made | None] = None
+    origin: ClassVar[StateOrigin | None] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: no more than the fields."""
@@ -79,9 +80,9 @@ class TrainState:
         return _variables.merge(self.params, self.model_state)
 
 
-def note(state: TrainState, made: Made) -> None:
-    """Notes what a step knows of a state, which is no part of it."""
-    vars(state)["made"] = made
+def set_origin(state: TrainState, origin: StateOrigin) -> None:
+    """Notes which step returned a state; that is no part of its pytree."""
+    vars(state)["origin"] = origin
 
 
 def become(state: TrainState, other: TrainState) -> None:

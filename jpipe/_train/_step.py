@@ -23,12 +23,12 @@ from .._run._recent import Recent
 from .._slices._built import Built
 from ._optimizer import Optimizer
 from ._state import (
-    Made,
+    StateOrigin,
     TrainState,
     become,
     check_apart,
     check_state,
-    note,
+    set_origin,
 )
 
 PyTree = Any
@@ -101,14 +101,14 @@ class TrainStep:
         check_state(state, self.by_layer)
         x, targets = self.feed(x, targets)
         leaves, tree = jax.tree.flatten(state)
-        known = state.made
-        if known and known.is_of(self, leaves):
-            form = known.form
+        origin = state.origin
+        if origin and origin.matches(self, leaves):
+            form = origin.form
         else:
-            known, form = None, self.form(tree, leaves)
+            origin, form = None, self.form(tree, leaves)
         _variables.check_alive(leaves)
         compiled = self._compile(form, state, x, targets)
-        if not known:
+        if not origin:
             _variables.check_concrete(leaves)
             own = [leaves[i] for i in compiled.order]
             compiled.gradient.layout.check(own, "state")
@@ -238,7 +238,7 @@ class _Compiled:
         state = jax.tree.unflatten(self._tree, own)
         if self._form is None:  # that of what was given, but for weak types
             self._form = by.form(self._tree, own)
-        note(state, Made(weakref.ref(by), self._form, own))
+        set_origin(state, StateOrigin(weakref.ref(by), self._form, own))
         loss, aux, _ = self.gradient.returned(leaves[count:])
         return state, {"loss": loss, "aux": aux} if self._has_aux else {"loss": loss}
 
