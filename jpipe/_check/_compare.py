@@ -21,21 +21,21 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a batch at once and its parts differ most.
+    """Where a batch at once and its micro-batches differ most.
 
     Attributes:
       what: what differs, such as ``"outputs"``.
       example: the number of the example; ``None`` if it is of none.
-      whole: the value for the batch at once.
-      parts: the value that the parts give.
+      at_once: the value that all examples give at once.
+      in_microbatches: the value that they give in micro-batches.
       size: how far they are apart, in tolerances.
       reason: what is wrong, where no values can be compared.
     """
 
     what: str
     example: int | None = None
-    whole: complex = 0.0
-    parts: complex = 0.0
+    at_once: complex = 0.0
+    in_microbatches: complex = 0.0
     size: float = float("inf")
     reason: str = ""
 
@@ -43,8 +43,8 @@ class Difference:
         where = "" if self.example is None else f", most in example {self.example}"
         return f"{self.what} " + (
             self.reason
-            or f"differ{where}: {self.whole:.6g} at once, {self.parts:.6g} in "
-            f"micro-batches"
+            or f"differ{where}: {self.at_once:.6g} at once, "
+            f"{self.in_microbatches:.6g} in micro-batches"
         )
 
 

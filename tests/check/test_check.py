@@ -222,8 +222,8 @@ def test_one_element_that_differs_is_reported():
 
     (difference,) = checked([changed], x).layers[0].differences
     assert difference.example == 7
-    np.testing.assert_allclose(difference.whole, x[7, 1, 2] + 1e-5, rtol=1e-6)
-    np.testing.assert_allclose(difference.parts, x[7, 1, 2], rtol=1e-6)
+    np.testing.assert_allclose(difference.at_once, x[7, 1, 2] + 1e-5, rtol=1e-6)
+    np.testing.assert_allclose(difference.in_microbatches, x[7, 1, 2], rtol=1e-6)
 
 
 def test_layers_behind_a_difference_receive_the_outputs_of_the_whole_batch():
@@ -257,7 +257,7 @@ def test_examples_are_taken_from_the_axes_given():
     whole = np.tanh(x["time"]) + 1
     at = report.layers[1].differences[0]
     expected = whole - whole.mean(1, keepdims=True)
-    assert np.isclose(expected[:, at.example], at.whole, rtol=1e-4).any()
+    assert np.isclose(expected[:, at.example], at.at_once, rtol=1e-4).any()
 
 
 def test_outputs_are_compared_as_apply_joins_them():
