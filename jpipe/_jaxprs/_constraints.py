@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _jaxpr
@@ -91,6 +92,8 @@ def evaluate(
 
     def inner(value: Any) -> Any:
         """A jaxpr in the parameters of an equation, or another parameter."""
+        if _is_of_types(value):
+            return None
         if isinstance(value, core.Jaxpr):
             return _replaced(core.ClosedJaxpr(value, []), constrain).jaxpr
         is_closed = isinstance(value, core.ClosedJaxpr)
@@ -100,7 +103,9 @@ def evaluate(
         if _is_either(eqn):
             spec = _spec(eqn)
             return lambda operands: [constrain(operands[0], spec)]
-        if not any(map(_is_of_mesh, _jaxpr.inside(eqn))):
+        values = jax.tree.leaves([*eqn.params.values()])
+        has_mesh = any(map(_is_of_mesh, _jaxpr.inside(eqn)))
+        if not has_mesh and not any(map(_is_of_types, values)):
             return None
         params = {name: jax.tree.map(inner, x) for name, x in eqn.params.items()}
         changed = eqn.replace(params=params)
@@ -129,6 +134,15 @@ def _is_of_mesh(closed: core.ClosedJaxpr) -> bool:
     avals = list[Any]([*closed.in_avals, *closed.out_avals])
     meshes = (aval.sharding.mesh for aval in avals if hasattr(aval, "sharding"))
     return are_in(closed) or not all(mesh.empty for mesh in meshes)
+
+
+def _is_of_types(value: Any) -> bool:
+    """Whether JAX wrote a sharding into an equation since its operands had it.
+
+    `jax.numpy.zeros_like` of what was constrained broadcasts to such a sharding. It
+    says nothing where meshes are not explicit, and names no devices.
+    """
+    return isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)
 
 
 def _spec(eqn: core.JaxprEqn) -> P | None:
