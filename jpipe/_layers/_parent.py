@@ -187,7 +187,15 @@ class Parent:
             result = whole(None)
         else:
             given = linen.apply(whole, self._root, mutable=mutable)
-            result, after = given(before, rngs=_rng.linen_streams(rngs))
+            try:
+                result, after = given(before, rngs=_rng.linen_streams(rngs))
+            except (TypeError, ValueError) as error:
+                if "perturbations" in before:
+                    error.add_note(
+                        f"variables have perturbations, which have a value for each "
+                        f"example and are not split; {_linen.NOT_SOWN}"
+                    )
+                raise
             after = _in_shape(before, after)
         changed = self._by_layer(self._linen, after, entries)
         if merged is not None:

@@ -248,3 +248,14 @@ def test_what_is_sown_or_perturbed_is_left_out(is_model):
     (size,) = jax.tree.leaves(sizes)
     _, state = module.apply(variables, x, mutable=["metrics"])
     ref.assert_close(size.ravel()[0], state["metrics"]["size"][0], CLOSE)
+
+
+def test_given_perturbations_are_named():
+    module: Any = Reporting()
+    variables = module.init(KEY, X)
+    assert "perturbations" in variables
+    pipe = jpipe.pipeline(module, 2, num_stages=1)
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        pipe.apply(variables, X)
+    notes = " ".join(caught.value.__notes__)
+    assert "give variables without what was sown or perturbed" in notes
