@@ -11,18 +11,21 @@ from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._loop import OwnLoop
-from ._placed._static import without_statics
+from ._placed._static import Static, without_statics
 from ._report import Report, compiled
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _arguments, _checked, _join
 from ._slices._division import Division
 from ._slices._results import Results
-from ._slices._sliced import Sliced, Work
+from ._slices._sliced import Checks, Sliced, Work
+from ._warn import WarnOnce
 from .planning._describe import describe, of_function
 from .planning._plan import Plan
 
 PyTree = Any
+# So many values of an argument may be meant as constants of the function.
+_MOST_NUMBERS = 3
 
 
 class FunctionGradient(OwnLoop):
@@ -68,7 +71,8 @@ class FunctionGradient(OwnLoop):
             has_aux=has_aux,
             reduction=reduction,
         )
-        self._sliced = Sliced(work, division, self._trained)
+        checks = _FixedNumbers(self._argnums)
+        self._sliced = Sliced(work, division, self._trained, checks=checks)
         self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
 
     @outside_of_meshes
@@ -227,6 +231,39 @@ class FunctionGradient(OwnLoop):
         _check_params(specs)
         (marks,) = self._trainable.marks([], ({"params": specs},))
         return jax.tree.leaves(marks)
+
+
+class _FixedNumbers(Checks):
+    """Warns of a Python number that is another one at each call.
+
+    Args:
+      argnums: the positions of the parameters among the arguments.
+    """
+
+    def __init__(self, argnums: Sequence[int]) -> None:
+        self._argnums = argnums
+        # name of an argument -> the numbers that it was
+        self._numbers: dict[str, set[complex]] = {}
+        self._warn_once = WarnOnce()
+
+    def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
+        """Warns where a program was built for each of several numbers."""
+        *by_position, keywords = args
+        names = _arguments.named(len(by_position), self._argnums)
+        arguments = {**dict(zip(names, by_position, strict=False)), **keywords}
+        for name, value in arguments.items():
+            if not isinstance(value, Static) or value.kind not in (int, float, complex):
+                continue
+            numbers = self._numbers.setdefault(name, set())
+            numbers.add(value.value)
+            if len(numbers) > _MOST_NUMBERS:
+                self._warn_once(
+                    name,
+                    f"{name} was {len(numbers)} different numbers, and the function is "
+                    f"compiled for each; to compile it once, type None for it in "
+                    f"in_axes=, as in in_axes=(0, None), or by name in_axes="
+                    f"jpipe.inputs(0, scale=None)",
+                )
 
 
 def _positions(argnums: Any) -> tuple[int, ...]:

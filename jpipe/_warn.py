@@ -1,11 +1,12 @@
 """Warnings that point at the line of the user's program."""
 
 import inspect
+import os
 import warnings
 from pathlib import Path
 from types import FrameType
 
-_LIBRARY = str(Path(__file__).parent)
+_LIBRARY = f"{Path(__file__).parent}{os.sep}"
 
 
 def warn(message: str) -> None:

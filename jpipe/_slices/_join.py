@@ -118,6 +118,17 @@ def of_outputs(axes: Any, results: Results) -> list[Join]:
             if axis is None and follows and len(results.sizes) > 1
         ],
     )
+    refuse(
+        "out_axes=jpipe.MEAN is for floating dtypes; of a count type jpipe.SUM, else "
+        "x.astype(float)",
+        [
+            f"outputs{jax.tree_util.keystr(path)} is {leaf.dtype}"
+            for (path, leaf), axis, follows in zip(
+                results.leaves, flat, results.follows, strict=True
+            )
+            if axis is MEAN and follows and not is_inexact(leaf)
+        ],
+    )
     return _joins(
         [_run(i, axis, results) for i, axis in enumerate(flat)],
         results,

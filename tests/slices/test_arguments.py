@@ -177,6 +177,19 @@ def test_a_number_without_an_axis_is_traced_and_another_is_fixed(double):
         assert all(issubclass(kind, float | int) for kind in traces) == (axes == 0)
 
 
+def test_a_fixed_number_that_changes_is_warned_of_once():
+    def loss(params, x, targets, *, scale):
+        return plain(params, x, targets) * scale
+
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=1)
+    params = matrices(6, 8, 3)
+    for scale in (1.0, 2.0, 3.0):
+        grad_fn(params, X, TARGETS, scale=scale)
+    with pytest.warns(UserWarning, match="scale was 4 different numbers.*once, type"):
+        grad_fn(params, X, TARGETS, scale=4.0)
+    grad_fn(params, X, TARGETS, scale=5.0)  # without a word
+
+
 def blended(encoder, x, decoder, targets):
     return squares(perceptron(decoder, perceptron(encoder, x)), targets)
 

@@ -112,6 +112,13 @@ def test_an_output_that_follows_from_examples_is_not_given_once(name):
     ]
 
 
+def test_a_mean_of_a_count_is_refused():
+    pipe = jpipe.pipeline([lambda x: (x, (x > 2).sum())], 4, out_axes=(0, jpipe.MEAN))
+    says = r"(?s)of a count type jpipe.SUM.*outputs\[1\] is int32"
+    with pytest.raises(ValueError, match=says):
+        pipe.apply(({},), jnp.arange(8.0)[:, None])
+
+
 def test_outputs_of_another_structure_or_of_one_axis_for_tokens_are_refused():
     x = jnp.ones((8, 2))
     rows = jpipe.pipeline([lambda x: [*x]], 3, out_axes=jpipe.SUM)
