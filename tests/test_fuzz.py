@@ -83,6 +83,7 @@ def test_programs_that_failed_once(double, name):
 
 # Most need a few of the devices that there are.
 @pytest.mark.filterwarnings("ignore:.* runs \\d+ stages per rank:UserWarning")
+@pytest.mark.filterwarnings("ignore:nothing here has parameters:UserWarning")
 @pytest.mark.parametrize("shard", range(-(-EXAMPLES // PER_SHARD)))
 def test_random_programs_give_the_numbers_of_one_device(double, shard):
     @seed(1000 * SEED + shard)

@@ -87,4 +87,4 @@ def test_streams_that_two_layers_keep_need_no_key_in_evaluation():
     layers = [Keeps(rngs), Keeps(rngs)]
     pipe = jpipe.pipeline(layers, 2)
     y = pipe.apply(pipe.init(None, x), x)
-    np.testing.assert_allclose(y, layers[1](layers[0](x)), rtol=1e-5)
+    ref.assert_close(y, layers[1](layers[0](x)), ref.FLOAT32)

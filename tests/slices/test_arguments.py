@@ -182,7 +182,7 @@ def test_a_fixed_number_that_changes_is_warned_of_once():
         return plain(params, x, targets) * scale
 
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=1)
-    params = matrices(6, 8, 3)
+    params = grad_fn.place(matrices(6, 8, 3), X, TARGETS, scale=1.0)
     for scale in (1.0, 2.0, 3.0):
         grad_fn(params, X, TARGETS, scale=scale)
     with pytest.warns(UserWarning, match="scale was 4 different numbers.*once, type"):
@@ -292,6 +292,6 @@ def test_a_raw_key_among_two_examples_and_parameters_that_are_not_first_are_note
 
 
 def test_what_is_no_key_has_no_number_folded_in():
-    says = r"microbatch_key\(key, number\): key is 0; needs a random key"
+    says = r"microbatch_key\(key, microbatch\): key is 0; needs a random key"
     with pytest.raises(TypeError, match=says):
         jpipe.microbatch_key(0, KEY)
