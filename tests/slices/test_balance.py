@@ -58,7 +58,7 @@ def test_blocks_are_divided_alike_in_a_checkpoint(wrap):
 
 def test_a_program_without_modules_names_its_parameters():
     grad_fn, _ = placed(blocks(jax.checkpoint), BLOCKS)
-    assert grad_fn.plan.names == [
+    assert grad_fn.plan.layer_names == [
         ["blocks/0", "blocks/1"],
         ["blocks/2", "blocks/3", "head"],
     ]
@@ -101,12 +101,12 @@ class Perceptron(nnx.Module):
 def test_modules_in_checkpoints_and_of_nnx_are_named():
     pipe = jpipe.pipeline(Layers(False), 2, num_stages=2)
     pipe.init(KEY, X)
-    first, last = pipe.plan.names
+    first, last = pipe.plan.layer_names
     assert first[:3] == ["Dense_0", "Dense_1", "Dense_2"]
     assert [*first[3:], *last] == ["CheckpointBlock_0", "CheckpointBlock_1"]
     pipe = jpipe.pipeline(Perceptron(nnx.Rngs(0)), 2, num_stages=2)
     pipe.init(KEY, X)
-    assert pipe.plan.names == [["blocks/0", "blocks/1"], ["blocks/2", "head"]]
+    assert pipe.plan.layer_names == [["blocks/0", "blocks/1"], ["blocks/2", "head"]]
 
 
 def test_a_loop_that_is_more_than_its_share_is_warned_of_once():
@@ -120,7 +120,7 @@ def test_a_loop_that_is_more_than_its_share_is_warned_of_once():
         variables = pipe.init(KEY, X)
     pipe.apply(variables, X)
     pipe.apply(variables, X[:3])
-    assert pipe.plan.names == [["Dense_0", "Dense_1", "Dense_2"], ["ScanBlock_0"]]
+    assert pipe.plan.layer_names == [["Dense_0", "Dense_1", "Dense_2"], ["ScanBlock_0"]]
 
 
 def indexed(params, x):
