@@ -220,7 +220,15 @@ class Sliced:
         Raises:
           ValueError: if it cannot.
         """
-        batch = self._batch(args, few=True, number=2)
+        try:
+            batch = self._batch(args, few=True, number=2)
+        except ValueError as error:
+            if self._division.num_microbatches == 1:
+                error.add_note(
+                    "with num_microbatches=1 nothing is split, as it need not be: "
+                    "then there is nothing that check could compare"
+                )
+            raise
         if all(axis is None for axis in batch.axes):
             raise ValueError(
                 f"check compares a mini-batch with its parts, and in_axes="

@@ -295,3 +295,13 @@ def test_what_is_no_key_has_no_number_folded_in():
     says = r"microbatch_key\(key, microbatch\): key is 0; needs a random key"
     with pytest.raises(TypeError, match=says):
         jpipe.microbatch_key(0, KEY)
+
+
+def test_a_check_of_what_is_not_split_says_that_there_is_nothing_to_compare():
+    def loss(params, nodes, edges):
+        return jnp.mean((nodes @ params) ** 2) + jnp.sum(edges)
+
+    grad_fn = jpipe.value_and_grad(loss, 1, num_stages=1)
+    with pytest.raises(ValueError, match="leaves differ in batch size") as refusal:
+        grad_fn.check(jnp.ones((3, 2)), jnp.ones((10, 3)), jnp.ones(23))
+    assert any("nothing that check could compare" in n for n in refusal.value.__notes__)
