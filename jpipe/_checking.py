@@ -87,7 +87,7 @@ def checked(
 
 
 def _reductions(out_axes: Any, microbatch: int, outputs: PyTree) -> list[Sequence[str]]:
-    """What `Pipeline.apply` makes of outputs without examples: see `Checking.layer`.
+    """The reductions of outputs by `Pipeline.apply`: see `Checking.layer`.
 
     Args:
       out_axes: as the pipeline was given it.

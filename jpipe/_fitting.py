@@ -27,7 +27,7 @@ def _kind(variables: PyTree) -> Any:
 
 
 def state_of(specs: Mapping[str, PyTree], given: Any) -> dict[str, PyTree]:
-    """What is given in place of what is no parameter, where it has the same leaves.
+    """The given collections that are no parameters, where the leaves are the same.
 
     A layer is not held to the shapes that its state has at the start: a cache has room
     for more tokens than the input has.

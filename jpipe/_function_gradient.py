@@ -249,7 +249,7 @@ class _FixedNumbers(Checks):
     def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Warns where a program was built for each of several numbers."""
         *by_position, keywords = args
-        names = _arguments.named(len(by_position), self._argnums)
+        names = _arguments.argument_names(len(by_position), self._argnums)
         arguments = {**dict(zip(names, by_position, strict=False)), **keywords}
         for name, value in arguments.items():
             if not isinstance(value, Static) or value.kind not in (int, float, complex):

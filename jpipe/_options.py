@@ -128,18 +128,18 @@ class Options:
         if any(isinstance(rank, SubMesh) for rank in ranks):
             check_threads()
         return Division(
-            self.num_microbatches,
-            count,
-            ranks,
-            partial(_setup.choose_devices, self.devices),
-            self.schedule,
-            self.remat,
-            replicas,
-            self.sharding,
-            self.gather,
-            is_lasting,
-            self.cuts,
-            self.planned_shapes,
+            num_microbatches=self.num_microbatches,
+            num_stages=count,
+            devices=ranks,
+            choose=partial(_setup.choose_devices, self.devices),
+            schedule=self.schedule,
+            remat=self.remat,
+            replicas=replicas,
+            rule=self.sharding,
+            gather=self.gather,
+            is_lasting=is_lasting,
+            cuts=self.cuts,
+            planned_shapes=self.planned_shapes,
         )
 
 

@@ -33,29 +33,34 @@ def check_num_microbatches(number: Any) -> int:
             "num_microbatches= is missing, into how many micro-batches a mini-batch is "
             "split: type an int of at least 1, such as num_microbatches=4, or plan="
         )
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(
-            f"num_microbatches={number!r} is a {type(number).__name__}; needs an int "
-            f"of at least 1, or plan="
-        )
-    number = operator.index(number)
-    if number < 1:
-        raise ValueError(f"num_microbatches={number}: needs at least 1")
-    return number
+    return _check_count("num_microbatches", number, advice=", or plan=")
 
 
 def check_num_stages(number: Any) -> int | None:
     """Returns the number of stages if it is an int of at least 1, or left out."""
-    if number is None:
-        return None
+    return None if number is None else _check_count("num_stages", number)
+
+
+def _check_count(name: str, number: Any, advice: str = "") -> int:
+    """Returns a number if it is an int of at least 1.
+
+    Args:
+      name: of the argument.
+      number: its value.
+      advice: on what to type in its place.
+
+    Raises:
+      TypeError: if it is no int.
+      ValueError: if it is less than 1.
+    """
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(
-            f"num_stages={number!r} is a {type(number).__name__}; needs an int of at "
-            f"least 1"
+            f"{name}={number!r} is a {type(number).__name__}; needs an int of at least "
+            f"1{advice}"
         )
     number = operator.index(number)
     if number < 1:
-        raise ValueError(f"num_stages={number}: needs at least 1")
+        raise ValueError(f"{name}={number}: needs at least 1")
     return number
 
 

@@ -146,16 +146,16 @@ def pipeline(
             f"{instead}"
         )
     options = Options(
-        num_microbatches,
-        num_stages,
-        devices,
-        mesh,
-        sharding,
-        gather,
-        replicas,
-        schedule,
-        remat,
-        balance,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        devices=devices,
+        mesh=mesh,
+        sharding=sharding,
+        gather=gather,
+        replicas=replicas,
+        schedule=schedule,
+        remat=remat,
+        balance=balance,
     )
     options = options.planned(plan, None if is_one else layers).checked()
     axes = Axes(in_axes, target_axes, out_axes)

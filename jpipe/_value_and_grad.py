@@ -119,15 +119,15 @@ def value_and_grad(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
     options = Options(
-        num_microbatches,
-        num_stages,
-        devices,
-        mesh,
-        sharding,
-        gather,
-        replicas,
-        schedule,
-        remat,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        devices=devices,
+        mesh=mesh,
+        sharding=sharding,
+        gather=gather,
+        replicas=replicas,
+        schedule=schedule,
+        remat=remat,
     )
     return FunctionGradient(
         fun,

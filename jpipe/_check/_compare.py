@@ -177,7 +177,7 @@ def compare(
 
 
 def _reduce(whole: Any, parts: Any, name: str, sizes: Sequence[int]) -> Any:
-    """What micro-batches give, along a first axis, as one: see `compare`."""
+    """The values of micro-batches, stacked on a first axis, as one: see `compare`."""
     if name == "sum":
         return parts.sum(0)
     if name == "each":  # the one that differs most

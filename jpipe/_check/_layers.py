@@ -258,13 +258,13 @@ class Checking:
         differences = [
             compare(
                 what,
-                one,
-                other,
-                at,
-                self._sizes,
-                limit,
-                least,
-                reductions if what == "outputs" else None,
+                whole=one,
+                parts=other,
+                axes=at,
+                sizes=self._sizes,
+                limit=limit,
+                least=least,
+                reductions=reductions if what == "outputs" else None,
             )
             for what, one, other, at, least in found
         ]

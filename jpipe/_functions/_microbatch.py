@@ -191,7 +191,7 @@ def is_like_raw_key(leaf: Any) -> bool:
 def _several_rows(
     parts: Sequence[tuple[str, PyTree, Sequence[int | None]]], size: int
 ) -> list[str]:
-    """What to type for a leaf that has several rows for each example."""
+    """Advice on a leaf that has several rows for each example."""
     for what, tree, axes in parts:
         flat = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), axis in zip(flat, axes, strict=True):

@@ -1,5 +1,6 @@
 """Where equations stand in the program of a user."""
 
+import os
 import posixpath
 import sysconfig
 from collections.abc import Iterator
@@ -10,19 +11,21 @@ from jax.extend import core, source_info_util
 
 from . import _jaxpr
 
-# How users call what JAX traces them to.
+# primitive -> the function that users type
 _CALLS = {
-    **{"while": "while_loop", "remat2": "checkpoint"},
-    **{"custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"},
+    "while": "while_loop",
+    "remat2": "checkpoint",
+    "custom_vjp_call": "custom_vjp",
+    "custom_jvp_call": "custom_jvp",
 }
 _LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{sysconfig.get_path(x)}{os.sep}" for x in ("purelib", "platlib", "stdlib")),
 )
 
 
 def called(eqn: core.JaxprEqn) -> str:
-    """What a user typed for an equation: a `fori_loop` of fixed length is a scan."""
+    """The function that a user typed: a `fori_loop` of fixed length is a scan."""
     name = eqn.primitive.name
     if name == "scan":
         carry = _jaxpr.carry(eqn)
@@ -65,7 +68,7 @@ def line(eqn: core.JaxprEqn) -> str:
 
 
 def told(eqn: core.JaxprEqn) -> str:
-    """What an equation is and where it stands, for errors and warnings."""
+    """The function, module and line of an equation, for errors and warnings."""
     paths = [path for path in modules(eqn) if path]
     path = posixpath.commonpath(paths) if paths else ""
     where = f" of {path}" if path else ""

@@ -67,7 +67,7 @@ class Default(NamedTuple):
 
     @property
     def switch(self) -> str:
-        """What sets it in training, as an argument."""
+        """The argument that sets it in training, such as ``is_train=train``."""
         if isinstance(self.value, str):
             return f"{self.name}=... if train else {self.value!r}"
         return f"{self.name}={'not train' if self.value else 'train'}"
@@ -79,7 +79,7 @@ class Default(NamedTuple):
 
 
 class Call(NamedTuple):
-    """How a layer is called.
+    """A call of a layer, and the switches that it takes.
 
     Attributes:
       name: what messages call it, such as ``"Block.__call__"``.
@@ -105,7 +105,7 @@ class Call(NamedTuple):
 
     @property
     def defaults(self) -> list[Default]:
-        """What it leaves at its default; of linen most of that is seen later."""
+        """The parameters that it leaves at a default; of linen most are seen later."""
         left: list[Default] = []
         if not self.is_given and self.path is None:
             left = _defaults(self.name, self.asking, is_open=bool(self.passing))
@@ -235,14 +235,14 @@ def _of_keywords(layer: Call) -> str:
 
 
 def _passed_on(layer: Call) -> str:
-    """What tells a layer with ``**kwargs`` whether it is trained."""
+    """Advice that tells a layer with ``**kwargs`` whether it is trained."""
     if layer.passing:
         return _listed(layer, "train=train")
     return f"name train before **{layer.keywords}"
 
 
 def _listed(layer: Call, switch: str) -> str:
-    """What to list in place of a module."""
+    """Advice on the layer to list in place of a module."""
     return f"list {layer.passing.format(switch)}, or make that the model"
 
 

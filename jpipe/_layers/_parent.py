@@ -273,7 +273,7 @@ def _within(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
 def _in_shape(
     before: Mapping[str, PyTree], after: Mapping[str, PyTree]
 ) -> dict[str, PyTree]:
-    """What a call leaves of variables, in the shapes in which it was given them.
+    """The variables after a call, in the shapes that they had before it.
 
     A statistic that is made of shape ``(d,)`` may be written as ``(1, 1, d)``, as by
     ``keepdims=True``: to what it is broadcast with, the two are the same.

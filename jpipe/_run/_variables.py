@@ -207,7 +207,7 @@ def check_params(given: Any) -> None:
 
 
 def _instead(given: Any) -> str:
-    """What to give in place of what holds variables, in words."""
+    """Advice on the value to give in place of one that holds variables."""
     if isinstance(given, nnx.Module):
         return _OF_NNX
     if _is_state(given) and not hasattr(given, "variables"):

@@ -14,7 +14,7 @@ from .._placed._static import Static
 from . import _program
 
 PyTree = Any
-# How errors call the arguments that a loss function is given by name.
+# The name of the arguments that a loss function is given by name, for errors.
 KEYWORDS = "keywords"
 _AXES = (
     "in_axes= is a value for all arguments after params, or a tuple with one for each: "
@@ -26,8 +26,8 @@ _AXES = (
 # ------------------------------------------------------- the call of a loss function
 
 
-def named(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
-    """How errors call the arguments of a loss function besides its parameters.
+def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
+    """The names of the arguments besides the parameters, for errors.
 
     Args:
       count: how many there are by position.
@@ -40,7 +40,7 @@ def named(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
 def axes_of_call(
     in_axes: Any, args: Sequence[PyTree], keywords: Mapping[str, PyTree]
 ) -> tuple[Any, ...]:
-    """Where the examples are, in the form of ``(*args, keywords)``.
+    """The axes of the examples, in the form of ``(*args, keywords)``.
 
     A value is for all. A tuple has one for each argument by position, and those by
     name are split along axis 0, as by `jax.vmap`; `inputs` gives axes by name too.
@@ -90,7 +90,7 @@ def as_arrays(
     if all(map(_is_array, jax.tree.leaves(trees))):
         return trees
     *axes, named_axes = axes_of_call(in_axes, args, keywords)
-    names = named(len(args), argnums)
+    names = argument_names(len(args), argnums)
     return (
         *map(_as_arrays, args, axes, names),
         {

@@ -8,7 +8,7 @@ import jax
 from .._faults import refuse
 from .._layers import _nnx_values
 from .._layers._layer import LayerAdapter
-from .._warn import warn
+from .._warn import WarnOnce
 from ._built import Built
 
 PyTree = Any
@@ -21,7 +21,9 @@ class Modules(Protocol):
     called: str
 
 
-def check(params: PyTree, built: Built, modules: Modules | None) -> None:
+def check(
+    params: PyTree, built: Built, modules: Modules | None, warnings: WarnOnce
+) -> None:
     """Checks that a loss closes over no array by which it is differentiated.
 
     Args:
@@ -30,6 +32,7 @@ def check(params: PyTree, built: Built, modules: Modules | None) -> None:
       modules: those whose parameters they are; ``None``: those of a loss function, for
         which this is a warning: `jax.value_and_grad` takes them as constants too, and
         a penalty on the way from the start closes over what it starts from.
+      warnings: of the function.
 
     Raises:
       TypeError: with those that modules or their loss close over.
@@ -41,11 +44,12 @@ def check(params: PyTree, built: Built, modules: Modules | None) -> None:
     captured = _leaves(params, built, constants, "variables" if modules else "params")
     if modules is None:
         if captured:
-            warn(
+            warnings(
+                "closures",
                 f"the loss closes over {', '.join(captured)}, which it is given as "
                 f"parameters too; as under jax.value_and_grad they are constants there "
                 f"and have no gradient: read them from the first argument, or give "
-                f"copies, jax.tree.map(jnp.copy, params), where constants are meant"
+                f"copies, jax.tree.map(jnp.copy, params), where constants are meant",
             )
         return
     for number, layer in enumerate(modules.layers):

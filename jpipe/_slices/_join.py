@@ -30,12 +30,12 @@ from .._run._sums import apart
 from ._results import Results
 
 PyTree = Any
-# What makes one value of those of all micro-batches.
+# values of all micro-batches -> the value of the mini-batch
 Run = Callable[[Sequence[Any]], Any]
 
 
 class Reduction:
-    """What stands in place of an axis where values of micro-batches are reduced."""
+    """A reduction of the values of micro-batches, typed in place of an axis."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,7 +62,7 @@ class Join:
 
 
 def of_aux(axes: Any, results: Results) -> list[Join]:
-    """How each leaf of aux is joined.
+    """The join of each leaf of aux.
 
     Args:
       axes: a prefix of aux: an axis, `MEAN`, `SUM`, or ``None`` for a new axis.
@@ -93,7 +93,7 @@ def of_aux(axes: Any, results: Results) -> list[Join]:
 
 
 def of_outputs(axes: Any, results: Results) -> list[Join]:
-    """How each leaf of outputs is joined.
+    """The join of each leaf of outputs.
 
     Args:
       axes: a prefix of outputs: an axis, `MEAN`, `SUM`, or ``None`` for what follows
@@ -113,7 +113,7 @@ def of_outputs(axes: Any, results: Results) -> list[Join]:
         [
             _label("outputs", path, leaf)
             for (path, leaf), axis, follows in zip(
-                results.leaves, flat, results.follows, strict=True
+                results.leaves, flat, results.depends_on_examples, strict=True
             )
             if axis is None and follows and len(results.sizes) > 1
         ],
@@ -124,7 +124,7 @@ def of_outputs(axes: Any, results: Results) -> list[Join]:
         [
             f"outputs{jax.tree_util.keystr(path)} is {leaf.dtype}"
             for (path, leaf), axis, follows in zip(
-                results.leaves, flat, results.follows, strict=True
+                results.leaves, flat, results.depends_on_examples, strict=True
             )
             if axis is MEAN and follows and not is_inexact(leaf)
         ],
@@ -175,7 +175,7 @@ def _joins(
 
 
 def _run(i: int, axis: Any, results: Results) -> Run | None:
-    """What makes a leaf of all micro-batches one; ``None`` if they cannot be joined.
+    """The function that joins the values of a leaf; ``None`` if there is none.
 
     Args:
       i: which leaf.
@@ -190,17 +190,17 @@ def _run(i: int, axis: Any, results: Results) -> Run | None:
         shares = [size / sum(results.sizes) for size in results.sizes]
         run = _mean(shares) if is_inexact(leaf) else _last
         return run if first == last else None
-    if not results.follows[i]:
+    if not results.depends_on_examples[i]:
         return _of_one_device(i, axis, results)
     if axis is SUM:
         return _sum if first == last else None
-    is_joined = results.has_a_row_each(i, axis)
+    is_joined = results.has_row_per_example(i, axis)
     is_joined &= _without_axis(first, axis) == _without_axis(last, axis)
     return _along(axis) if is_joined else None
 
 
 def _of_one_device(i: int, axis: Any, results: Results) -> Run | None:
-    """What makes a leaf that follows from no example what one device returns.
+    """The function that joins a leaf without examples as one device returns it.
 
     Args:
       i: which leaf.
@@ -214,7 +214,7 @@ def _of_one_device(i: int, axis: Any, results: Results) -> Run | None:
         return _first
     if closed := results.constant(i):
         return lambda values: core.jaxpr_as_fun(closed)()[0]
-    if results.is_alike(i):
+    if results.has_fixed_shape(i):
         return _first
     is_joined = _is_axis(axis) and results.joins_to_whole(i, axis)
     return _along(axis) if is_joined else None
@@ -233,7 +233,7 @@ def _check_aux(axes: Sequence[Any], results: Results) -> None:
         label = f"aux{jax.tree_util.keystr(path)}"
         first, last = results.shapes_of(i)
         is_axis = _is_axis(axis)
-        if is_axis and not results.follows[i]:
+        if is_axis and not results.depends_on_examples[i]:
             continue
         if is_axis and not -leaf.ndim <= axis < leaf.ndim:
             lacking.append(f"{label} of shape {first} has no axis {axis}")
@@ -267,7 +267,7 @@ def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 
 
 def _along(axis: int) -> Run:
-    """What joins values on an axis."""
+    """A function that joins values on an axis."""
     return lambda values: jnp.concatenate(values, axis)
 
 

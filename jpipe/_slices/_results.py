@@ -1,4 +1,4 @@
-"""What micro-batches return besides the loss, and what of it follows from examples."""
+"""The values that micro-batches return besides the loss, and their dependences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Results:
-    """What micro-batches return besides the loss.
+    """The values that micro-batches return besides the loss.
 
     Attributes:
       program: the program of the first micro-batch.
@@ -41,7 +41,7 @@ class Results:
         return jax.tree_util.tree_leaves_with_path(self.first)
 
     @cached_property
-    def follows(self) -> list[bool]:
+    def depends_on_examples(self) -> list[bool]:
         """Whether each leaf follows from an example."""
         program, count = self.program, len(self.leaves)
         jaxpr = program.closed.jaxpr.replace(outvars=program.aux_vars[:count])
@@ -67,7 +67,7 @@ class Results:
         """The shapes of a leaf of the first and of the last micro-batch."""
         return self.leaves[i][1].shape, jax.tree.leaves(self.last)[i].shape
 
-    def has_a_row_each(self, i: int, axis: int) -> bool:
+    def has_row_per_example(self, i: int, axis: int) -> bool:
         """Whether a leaf has a row for each example of a micro-batch on an axis."""
         pairs = zip(self.shapes_of(i), (self.sizes[0], self.sizes[-1]), strict=True)
         return all(
@@ -96,7 +96,7 @@ class Results:
         """Whether a leaf is an input as it was given."""
         return self.program.aux_vars[i] in self.program.closed.jaxpr.invars
 
-    def is_alike(self, i: int) -> bool:
+    def has_fixed_shape(self, i: int) -> bool:
         """Whether a leaf has the same shape for any number of examples."""
         _, specs = self._whole
         return {specs[i].shape} == {*self.shapes_of(i)}

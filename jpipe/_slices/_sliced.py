@@ -269,7 +269,7 @@ class Sliced:
         names, in_axes = work.names, work.in_axes
         if work.modules is None:
             *by_position, keywords = args
-            names = _arguments.named(len(by_position), work.argnums)
+            names = _arguments.argument_names(len(by_position), work.argnums)
             in_axes = _arguments.axes_of_call(in_axes, by_position, keywords)
         elif args[-1] is not None:
             _rng.check_rngs(args[-1])
@@ -380,7 +380,12 @@ class Sliced:
             checks.explain(params, args)
             self._note_order(error, params, args)
             raise
-        _closures.check(params, built, self._work.modules)
+        _closures.check(
+            params,
+            built,
+            modules=self._work.modules,
+            warnings=self._division.warnings,
+        )
         return built
 
     def _note_order(

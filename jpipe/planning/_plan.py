@@ -208,7 +208,7 @@ class Plan:
         return plan
 
     def _faults(self) -> Iterator[str]:
-        """What of a plan that was read does not fit the rest of it."""
+        """The faults of a plan that was read."""
         placement = tuple(stage.rank for stage in self.stages)
         if placement != self.schedule.placement:
             yield (

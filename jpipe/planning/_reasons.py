@@ -109,7 +109,7 @@ def _reasons(
 
 
 def _difference(other: Candidate, best: Candidate) -> str:
-    """What a plan would take that was not chosen; why not, if that is less."""
+    """The seconds or bytes of a runner-up; why it was not chosen, if they are fewer."""
     more = other.seconds / best.seconds - 1 if best.seconds else 0.0
     if abs(more) < _EQUAL:
         return f"as long, and {size(other.most_bytes)} in the device that needs most"

@@ -124,8 +124,15 @@ class Subject:
         if self._is_model:
             self._model = self._model or Model(self._layers[0], request.axes)
             own, chosen = self._model, self._cuts(balance)
-            given = schedule.num_microbatches, None, ranks, lambda _: ranks
-            division = Division(*given, schedule, remat, cuts=chosen)
+            division = Division(
+                num_microbatches=schedule.num_microbatches,
+                num_stages=None,
+                devices=ranks,
+                choose=lambda _: ranks,
+                schedule=schedule,
+                remat=remat,
+                cuts=chosen,
+            )
         else:
             stages = fuse(self._layers, balance)
             modes = _remat.per_stage(remat, len(stages))
