@@ -1,4 +1,8 @@
-"""Equations as late as they are read: what is computed early for a late stage."""
+"""Moves equations to where they are first read.
+
+A program may compute a value early that only a late stage reads, such as a decoder's
+embedding before the encoder. Moved behind the encoder, the value crosses fewer stages.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,101 +12,120 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._cheapest import total_bytes
-from ._program import Traced
+from ._program import EqnKind, Traced
 
 
-def late(programs: Mapping[int, Traced], moves: bool = True) -> dict[int, Traced]:
-    """The same programs, where equations stand right before what first reads them.
+def late(programs: Mapping[int, Traced], *, moves: bool = True) -> dict[int, Traced]:
+    """Moves each equation right before the first one that reads its results.
 
-    As of a decoder's embedding that is computed before the encoder: less crosses the
-    boundaries in between. An equation stays where it is if its operands would be held
-    instead that are larger, if it has effects, or if what it makes is returned.
+    An equation stays where it is if larger operands would be held in place of its
+    results, if it has effects, or if its results are returned.
 
-    Those of the same equations as the first have its order, and its kinds: what is few
-    bytes of one example is many of two. What follows from parameters alone and has
-    another shape in each of them is not made once in a step: a stage makes it.
+    Programs with the same equations as the first one get its order and its kinds, as
+    few bytes of one example are many of two. Results of parameters alone that have
+    another shape in each program are made by a stage, and not once per step.
 
     Args:
-      programs: by the sizes of their micro-batches, the first first.
+      programs: the programs by the sizes of their micro-batches, the first first.
       moves: whether equations move; those of a list stay in their layers.
     """
-    first, *_ = programs.values()
-    find = _order if moves else _as_they_are
-    order, form = find(first), _form(first)
-    alike = {n: one for n, one in programs.items() if _form(one) == form}
-    kinds = _kinds(list(alike.values()))
-    return {
-        n: _ordered(one, order, kinds)
-        if n in alike
-        else _ordered(one, find(one), one.kinds)
-        for n, one in programs.items()
+    first = next(iter(programs.values()))
+    find_order = _sunk_order if moves else _present_order
+    fingerprint = _fingerprint(first)
+    equal_programs = {
+        size: program
+        for size, program in programs.items()
+        if _fingerprint(program) == fingerprint
     }
+    order = find_order(first)
+    kinds = _common_kinds(list(equal_programs.values()))
+
+    ordered = {}
+    for size, program in programs.items():
+        if size in equal_programs:
+            ordered[size] = _ordered(program, order, kinds)
+        else:
+            ordered[size] = _ordered(program, find_order(program), program.kinds)
+    return ordered
 
 
-def _kinds(alike: Sequence[Traced]) -> list[str]:
-    """What each equation is, of programs that have the same."""
-    found = list[str]()
-    # What has another shape or follows from it; and what a stage makes because of that.
-    varying, staged = set[core.Var](), set[core.Var]()
-    columns = zip(*(one.closed.jaxpr.eqns for one in alike), strict=True)
-    for kind, column in zip(alike[0].kinds, columns, strict=True):
-        eqn, *others = column
-        read = _jaxpr.variables(eqn.invars)
-        shapes = [v.aval for v in eqn.outvars]
-        differs = any([v.aval for v in other.outvars] != shapes for other in others)
-        if differs or not varying.isdisjoint(read):
-            varying.update(eqn.outvars)
-            if kind == "once" or not staged.isdisjoint(read):
-                kind = "stage"
-                staged.update(eqn.outvars)
-        found.append(kind)
-    return found
-
-
-def _form(program: Traced) -> list[Any]:
-    """Of each equation its primitive, and by which ones its operands are made."""
-    made = program.producer
-    return [
-        (
-            eqn.primitive.name,
-            [made.get(v) for v in eqn.invars if not isinstance(v, core.Literal)],
+def _common_kinds(programs: Sequence[Traced]) -> list[EqnKind]:
+    """The kinds of the equations of programs that have the same ones."""
+    kinds = list[EqnKind]()
+    # Variables whose shape differs between programs, or that follow from such; and
+    # those that a stage makes because of that.
+    varying = set[core.Var]()
+    moved_to_stage = set[core.Var]()
+    columns = zip(*(program.closed.jaxpr.eqns for program in programs), strict=True)
+    for kind, (eqn, *other_eqns) in zip(programs[0].kinds, columns, strict=True):
+        operands = _jaxpr.variables(eqn.invars)
+        avals = [var.aval for var in eqn.outvars]
+        differs = any(
+            [var.aval for var in other.outvars] != avals for other in other_eqns
         )
-        for eqn in program.closed.jaxpr.eqns
-    ]
+        if differs or not varying.isdisjoint(operands):
+            varying.update(eqn.outvars)
+            if kind == EqnKind.ONCE or not moved_to_stage.isdisjoint(operands):
+                kind = EqnKind.STAGE
+                moved_to_stage.update(eqn.outvars)
+        kinds.append(kind)
+    return kinds
 
 
-def _ordered(program: Traced, order: list[int], kinds: Sequence[str]) -> Traced:
-    kinds = [kinds[i] for i in order]
-    jaxpr, consts = program.closed.jaxpr, program.closed.consts
-    jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[i] for i in order])
-    return replace(program, closed=core.ClosedJaxpr(jaxpr, consts), known_kinds=kinds)
+def _fingerprint(program: Traced) -> list[Any]:
+    """The primitive of each equation, and the equations that make its operands."""
+    producer = program.producer
+    fingerprint = []
+    for eqn in program.closed.jaxpr.eqns:
+        operands = [var for var in eqn.invars if not isinstance(var, core.Literal)]
+        producers = [producer.get(var) for var in operands]
+        fingerprint.append((eqn.primitive.name, producers))
+    return fingerprint
 
 
-def _as_they_are(program: Traced) -> list[int]:
+def _ordered(
+    program: Traced, order: Sequence[int], kinds: Sequence[EqnKind]
+) -> Traced:
+    jaxpr = program.closed.jaxpr
+    jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[index] for index in order])
+    return replace(
+        program,
+        closed=core.ClosedJaxpr(jaxpr, program.closed.consts),
+        known_kinds=[kinds[index] for index in order],
+    )
+
+
+def _present_order(program: Traced) -> list[int]:
     return [*range(len(program.closed.jaxpr.eqns))]
 
 
-def _order(program: Traced) -> list[int]:
-    """The numbers of the equations, as late as they are read."""
-    jaxpr, kinds = program.closed.jaxpr, program.kinds
+def _sunk_order(program: Traced) -> list[int]:
+    """The order of the equations, each right before the first one that reads it."""
+    jaxpr = program.closed.jaxpr
     returned = _jaxpr.variables(jaxpr.outvars)
     of_stages = {
         var
-        for eqn, kind in zip(jaxpr.eqns, kinds, strict=True)
+        for eqn, kind in zip(jaxpr.eqns, program.kinds, strict=True)
+        if kind == EqnKind.STAGE
         for var in eqn.outvars
-        if kind == "stage"
     }
-    # Of each equation the place that it takes, and of each variable those of readers.
-    place = list(range(len(jaxpr.eqns)))
-    readers: dict[core.Var, list[int]] = {}
-    for i in reversed(place):
-        eqn, read = jaxpr.eqns[i], _jaxpr.variables(jaxpr.eqns[i].invars)
-        after = [at for var in eqn.outvars for at in readers.get(var, ())]
-        if after and not eqn.effects and returned.isdisjoint(eqn.outvars):
-            first = min(after)
-            instead = {v for v in read & of_stages if max(readers.get(v, [0])) < first}
-            if total_bytes(instead) <= total_bytes(eqn.outvars):
-                place[i] = first
-        for var in read:
-            readers.setdefault(var, []).append(place[i])
-    return sorted(range(len(place)), key=lambda i: (place[i], i))
+    # The equation before which each one is put; variable -> those of its readers.
+    target = list(range(len(jaxpr.eqns)))
+    reader_targets: dict[core.Var, list[int]] = {}
+    for index in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[index]
+        operands = _jaxpr.variables(eqn.invars)
+        readers = [i for var in eqn.outvars for i in reader_targets.get(var, ())]
+        if readers and not eqn.effects and returned.isdisjoint(eqn.outvars):
+            first_reader = min(readers)
+            # Operands that nobody else reads so late would be held in its place.
+            held = {
+                var
+                for var in operands & of_stages
+                if max(reader_targets.get(var, [0])) < first_reader
+            }
+            if total_bytes(held) <= total_bytes(eqn.outvars):
+                target[index] = first_reader
+        for var in operands:
+            reader_targets.setdefault(var, []).append(target[index])
+    return sorted(range(len(target)), key=lambda index: (target[index], index))

@@ -5,6 +5,7 @@ alone, belong to no stage: each stage that reads what they make computes it. All
 are divided among the stages.
 """
 
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,14 @@ OTHER_READS = (
     "the function reads other parameters, or other arrays from outside, for "
     "micro-batches of another size; give a batch that num_microbatches divides"
 )
+
+
+class EqnKind(enum.StrEnum):
+    """The stages that run an equation."""
+
+    STAGE = "stage"  # one
+    COPY = "copy"  # each one that reads its results, since it is cheap
+    ONCE = "once"  # none: it runs once per step, where its parameters are
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Traced:
     has_loss: bool = True
     is_weighted: bool = False
     numbers: Sequence[Any] = ()
-    known_kinds: Sequence[str] | None = None
+    known_kinds: Sequence[EqnKind] | None = None
     num_inputs: int = 0
     num_local: int = 0
     is_split: bool = True
@@ -159,26 +168,29 @@ class Traced:
         return {var: i for i, eqn in eqns for var in eqn.outvars}
 
     @cached_property
-    def kinds(self) -> Sequence[str]:
-        """Of each equation what it is.
+    def kinds(self) -> Sequence[EqnKind]:
+        """The stages that run each equation.
 
-        ``"stage"``: one stage computes it. ``"copy"``: each stage that reads it does.
-        ``"once"``: it follows from parameters and is dear, or a reduction, and is
-        computed once in a step, where they are.
+        An equation with effects, or one that follows from the batch at some cost, runs
+        in one stage. One that follows from parameters at some cost, or reduces them,
+        runs once per step. All others are cheap enough for each stage that reads them.
         """
-        return self.known_kinds or [*map(self._kind, self.closed.jaxpr.eqns)]
+        if self.known_kinds is not None:
+            return self.known_kinds
+        return [self._kind_of(eqn) for eqn in self.closed.jaxpr.eqns]
 
-    def _kind(self, eqn: core.JaxprEqn) -> str:
-        read = _jaxpr.variables(eqn.invars)
+    def _kind_of(self, eqn: core.JaxprEqn) -> EqnKind:
+        operands = _jaxpr.variables(eqn.invars)
         if eqn.effects:
-            return "stage"
-        if not read.isdisjoint(self.of_batch):
+            return EqnKind.STAGE
+        if not operands.isdisjoint(self.of_batch):
             # A copy must follow from the batch through copies.
-            return "copy" if is_cheap(eqn) and read <= self._copied else "stage"
-        if read.isdisjoint(self.of_params):
-            return "copy"
+            is_copied = is_cheap(eqn) and operands <= self._copied
+            return EqnKind.COPY if is_copied else EqnKind.STAGE
+        if operands.isdisjoint(self.of_params):
+            return EqnKind.COPY
         is_copied = is_cheap(eqn) and eqn.primitive.name not in REDUCTIONS
-        return "copy" if is_copied else "once"
+        return EqnKind.COPY if is_copied else EqnKind.ONCE
 
     @cached_property
     def _copied(self) -> set[core.Var]:

@@ -461,4 +461,4 @@ class Sliced:
                     traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
         programs = _program.with_equal_arrays(programs)
-        return _order.late(programs, self._division.moves)
+        return _order.late(programs, moves=self._division.moves)
