@@ -1,21 +1,20 @@
 """Cuts as numbers that mean the same in another trace of the same function.
 
 A trace of another batch size, of evaluation, or with a loss has other equations. A cut
-is known there by how often each parameter is read before it.
+is recognized there by the number of times that each parameter is read before it.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 from jax.extend import core
 
 from . import _marks
 from ._cut import crossing_bytes
-from ._program import Traced
+from ._program import EqnKind, Traced
 
 Reads = tuple[int, ...]
 
@@ -25,15 +24,16 @@ class Cuts:
     """Where a program is divided.
 
     Attributes:
-      positions: the numbers of the equations with which the stages but the first begin.
-      size: how many equations there are.
+      positions: the indices of the equations with which the stages but the first
+        begin.
+      size: the number of equations.
       names: a digest of their primitives.
-      reads: of each cut how often each parameter is read before it.
-      around: how many equations of stages are between it and the last such reading, and
-        between it and the next.
-      totals: how often each parameter is read at all.
-      about: for how many stages calls of `jax.checkpoint` were opened in that trace, so
-        that they are in others: see `_checkpoints`.
+      reads: for each cut, the number of reads of each parameter before it.
+      around: for each cut, the number of equations of stages since the last read, and
+        until the next.
+      totals: the number of reads of each parameter in all.
+      about: the number of stages for which calls of `jax.checkpoint` were opened in
+        that trace, so that they are in others: see `_checkpoints`.
     """
 
     positions: tuple[int, ...]
@@ -51,33 +51,40 @@ class Cuts:
         """The cuts of a program.
 
         Args:
-          program: what is divided.
-          positions: where.
-          count: how many of its parameters other traces have too.
-          about: for how many stages it was traced.
+          program: the program that is cut.
+          positions: the indices of the equations with which stages begin.
+          count: the number of its parameters that other traces have too.
+          about: the number of stages for which it was traced.
         """
         if not positions:
             return cls.none(about)
-        reads = _reads_before(program, count)
-        around = _around(program, reads)
-        at, total = reads[list(positions)].tolist(), reads[-1].tolist()
+        reads_before = _reads_before(program, count)
+        distances = _distances_to_reads(program, reads_before)
         return cls(
-            tuple(positions),
-            len(program.closed.jaxpr.eqns),
-            _names(program),
-            tuple(map(tuple, at)),
-            tuple(around[i] for i in positions),
-            tuple(total),
-            about,
+            positions=tuple(positions),
+            size=len(program.closed.jaxpr.eqns),
+            names=_primitives_digest(program),
+            reads=tuple(tuple(reads_before[index].tolist()) for index in positions),
+            around=tuple(distances[index] for index in positions),
+            totals=tuple(reads_before[-1].tolist()),
+            about=about,
         )
 
     @classmethod
     def none(cls, about: int) -> "Cuts":
-        """Those of one stage."""
-        return cls((), 0, "", (), (), (), about)
+        """The cuts of one stage: none."""
+        return cls(
+            positions=(),
+            size=0,
+            names="",
+            reads=(),
+            around=(),
+            totals=(),
+            about=about,
+        )
 
     def faults(self) -> Iterator[str]:
-        """Why these are no cuts, such as after they were read from a file."""
+        """Faults of the numbers, such as after they were read from a file."""
         ends = 0, *self.positions, self.size or 1
         if any(begin >= end for begin, end in pairwise(ends)):
             yield (
@@ -96,82 +103,116 @@ class Cuts:
             yield f"cuts.about={self.about}: needs at least one stage"
 
     def some(self, chosen: Sequence[int]) -> "Cuts":
-        """Those with some numbers."""
-        names = "positions", "reads", "around"
-        fields = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
-        return replace(self, **fields)
+        """The cuts with the chosen indices."""
+        return replace(
+            self,
+            positions=tuple(self.positions[index] for index in chosen),
+            reads=tuple(self.reads[index] for index in chosen),
+            around=tuple(self.around[index] for index in chosen),
+        )
 
     def on(self, other: Traced) -> list[int]:
-        """The same cuts in another trace."""
+        """The same cuts in another trace.
+
+        Where the equations are the same, so are their indices. Elsewhere each cut is
+        the place whose parameter reads before it are most alike; of several such
+        places the one as many equations away from reads, then with the fewest bytes,
+        then at the most similar share of the program.
+        """
         if not self.positions:
             return []
         marks = _marks.positions(other.closed)
         if marks and len(marks) == len(self.positions):
             return marks
-        if self.names == _names(other):
+        if self.names == _primitives_digest(other):
             return list(self.positions)
-        reads = _reads_before(other, len(self.totals))
-        # What dropout or a penalty reads another number of times tells nothing.
-        alike = reads[-1] == np.asarray(self.totals)
-        crossing, around = crossing_bytes(other), _around(other, reads)
-        found, last = list[int](), len(other.closed.jaxpr.eqns)
-        for cut, counts, distance in zip(
+
+        reads_before = _reads_before(other, len(self.totals))
+        # Dropout or a penalty may read a parameter another number of times in all: its
+        # reads tell nothing.
+        is_comparable = reads_before[-1] == np.asarray(self.totals)
+        distances = _distances_to_reads(other, reads_before)
+        crossing = crossing_bytes(other)
+        end = len(other.closed.jaxpr.eqns)
+        positions = list[int]()
+        for position, reads, distance in zip(
             self.positions, self.reads, self.around, strict=True
         ):
-            readings = abs(reads - np.asarray(counts))[:, alike].sum(axis=1)
-
-            def apart(
-                i: int, cut: int = cut, readings: Any = readings, own: Any = distance
-            ) -> Any:
-                """How much a place differs: in readings, distance, bytes, position."""
-                share = abs(i - cut / self.size * len(reads))
-                return readings[i], around[i] != own, crossing[i], share
-
+            differences = abs(reads_before - np.asarray(reads))
+            read_differences = differences[:, is_comparable].sum(axis=1)
+            expected = position / self.size * len(reads_before)
             # Stages of the loss alone have nothing to compute in evaluation; with a
-            # loss each has something.
-            after = (len(self.positions) - len(found)) * other.has_loss
-            begin = min(found[-1] + 1 if found else 1, last - after)
-            found.append(min(range(begin, last - after + 1), key=apart))
-        return found
+            # loss each stage has something.
+            num_stages_after = len(self.positions) - len(positions)
+            last = end - num_stages_after if other.has_loss else end
+            begin = min(positions[-1] + 1 if positions else 1, last)
+            ranked = [
+                (
+                    read_differences[index],
+                    distances[index] != distance,
+                    crossing[index],
+                    abs(index - expected),
+                    index,
+                )
+                for index in range(begin, last + 1)
+            ]
+            positions.append(min(ranked)[-1])
+        return positions
 
 
-def _names(program: Traced) -> str:
+def _primitives_digest(program: Traced) -> str:
     """A digest of the primitives of a program."""
     names = "\n".join(eqn.primitive.name for eqn in program.closed.jaxpr.eqns)
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _reads_before(program: Traced, count: int) -> np.ndarray:
-    """Before each equation, and before the end, how often each parameter is read.
+def _reads_before(program: Traced, num_params: int) -> np.ndarray:
+    """The number of reads of each parameter before each equation, and before the end.
 
-    A reading is one by an equation of a stage, directly or through what each stage
-    computes for itself.
+    A read is one by an equation of a stage, directly or through the copies that each
+    stage computes for itself.
+
+    Returns:
+      An array of shape ``(equations + 1, parameters)``.
     """
-    through: dict[core.Var, Reads] = {
-        var: (i,) for i, var in enumerate(program.params[:count])
+    # variable -> the parameters that it follows from by copies
+    sources: dict[core.Var, tuple[int, ...]] = {
+        var: (index,) for index, var in enumerate(program.params[:num_params])
     }
     eqns = program.closed.jaxpr.eqns
-    found = np.zeros((len(eqns) + 1, count), np.int32)
-    for after, eqn, kind in zip(found[1:], eqns, program.kinds, strict=True):
-        read = [a for a in eqn.invars if not isinstance(a, core.Literal)]
-        params = tuple(dict.fromkeys(p for a in read for p in through.get(a, ())))
-        if kind == "stage":
-            after[list(params)] = 1
+    reads = np.zeros((len(eqns) + 1, num_params), np.int32)
+    for row, eqn, kind in zip(reads[1:], eqns, program.kinds, strict=True):
+        operands = [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+        params = dict.fromkeys(
+            param for operand in operands for param in sources.get(operand, ())
+        )
+        if kind == EqnKind.STAGE:
+            row[list(params)] = 1
         else:
-            through |= dict.fromkeys(eqn.outvars, params)
-    return found.cumsum(axis=0)
+            sources.update(dict.fromkeys(eqn.outvars, tuple(params)))
+    return reads.cumsum(axis=0)
 
 
-def _around(program: Traced, reads: np.ndarray) -> list[tuple[int, int]]:
-    """The equations of stages since the last reading, and until the next.
+def _distances_to_reads(
+    program: Traced, reads_before: np.ndarray
+) -> list[tuple[int, int]]:
+    """The equations of stages since the last read before a place, and until the next.
 
-    Behind the last reading there may be a loss or none: nothing is counted until then.
+    Behind the last read of all there may be a loss or none: nothing is counted there.
     """
-    before = [0, *accumulate(kind == "stage" for kind in program.kinds)]
-    numbers = reads.sum(axis=1).tolist()
-    first = {own: before[i] for i, own in reversed([*enumerate(numbers)])}
-    last = {own: before[i] for i, own in enumerate(numbers)}
-    return [
-        (at - first[own], 0 if own == numbers[-1] else last[own] - at)
-        for at, own in zip(before, numbers, strict=True)
-    ]
+    is_of_stage = [kind == EqnKind.STAGE for kind in program.kinds]
+    stage_eqns_before = [0, *accumulate(is_of_stage)]
+    num_reads = reads_before.sum(axis=1).tolist()
+    # number of reads -> the equations before the first and last place with so many
+    first_place: dict[int, int] = {}
+    last_place: dict[int, int] = {}
+    for count, num_eqns in zip(num_reads, stage_eqns_before, strict=True):
+        first_place.setdefault(count, num_eqns)
+        last_place[count] = num_eqns
+
+    distances = []
+    for count, num_eqns in zip(num_reads, stage_eqns_before, strict=True):
+        is_behind_all = count == num_reads[-1]
+        until_next = 0 if is_behind_all else last_place[count] - num_eqns
+        distances.append((num_eqns - first_place[count], until_next))
+    return distances

@@ -83,9 +83,7 @@ def _fingerprint(program: Traced) -> list[Any]:
     return fingerprint
 
 
-def _ordered(
-    program: Traced, order: Sequence[int], kinds: Sequence[EqnKind]
-) -> Traced:
+def _ordered(program: Traced, order: Sequence[int], kinds: Sequence[EqnKind]) -> Traced:
     jaxpr = program.closed.jaxpr
     jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[index] for index in order])
     return replace(
