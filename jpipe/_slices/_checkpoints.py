@@ -1,7 +1,7 @@
-"""Calls of `jax.checkpoint` that are more than a stage, in the open.
+"""Inlines calls of `jax.checkpoint` that are more than a stage.
 
-``remat=`` decides what a stage stores, and so it does for what was in such a call. One
-that is less than a stage stays, and decides for itself.
+``remat=`` decides what a stage stores, and so it does for the contents of such a call.
+A call that is less than a stage stays, and decides for itself.
 """
 
 from jax.extend import core
@@ -11,20 +11,23 @@ from . import _marks
 
 
 def opened(closed: core.ClosedJaxpr, num_stages: int) -> core.ClosedJaxpr:
-    """The same computation, divisible in so many stages.
+    """Inlines such calls until the program can be cut into so many stages.
 
     Args:
       closed: the jaxpr.
-      num_stages: how many stages there are to be.
+      num_stages: the number of stages that it will be cut into.
     """
+    if num_stages == 1:
+        return closed
     while True:
-        total, eqns = _flops.flops(closed), closed.jaxpr.eqns
-        chosen = {
-            id(eqn)
-            for eqn in eqns
-            if eqn.primitive.name in _jaxpr.CHECKPOINTS
-            and (_flops.of_equation(eqn) * num_stages > total or _marks.are_inside(eqn))
-        }
-        if num_stages == 1 or not chosen:
+        total_flops = _flops.flops(closed)
+        chosen = set[int]()  # ids of equations
+        for eqn in closed.jaxpr.eqns:
+            if eqn.primitive.name not in _jaxpr.CHECKPOINTS:
+                continue
+            is_more_than_stage = _flops.of_equation(eqn) * num_stages > total_flops
+            if is_more_than_stage or _marks.are_inside(eqn):
+                chosen.add(id(eqn))
+        if not chosen:
             return closed
         closed = _jaxpr.inline(closed, chosen)
