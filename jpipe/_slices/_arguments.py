@@ -30,11 +30,11 @@ def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
     """The names of the arguments besides the parameters, for errors.
 
     Args:
-      count: how many there are by position.
+      count: the number of these arguments by position.
       argnums: the positions of the parameters.
     """
-    positions = (i for i in range(count + len(argnums)) if i not in argnums)
-    return [*(f"argument {i}" for i in positions), KEYWORDS]
+    positions = [i for i in range(count + len(argnums)) if i not in argnums]
+    return [*(f"argument {position}" for position in positions), KEYWORDS]
 
 
 def axes_of_call(
@@ -42,8 +42,9 @@ def axes_of_call(
 ) -> tuple[Any, ...]:
     """The axes of the examples, in the form of ``(*args, keywords)``.
 
-    A value is for all. A tuple has one for each argument by position, and those by
-    name are split along axis 0, as by `jax.vmap`; `inputs` gives axes by name too.
+    A single value is for all arguments. A tuple has one for each argument by position,
+    and arguments by name are split along axis 0, as by `jax.vmap`; `inputs` gives axes
+    by name too.
 
     Raises:
       ValueError: if there are axes of other arguments.
@@ -77,13 +78,13 @@ def as_arrays(
 ) -> tuple[PyTree, ...]:
     """``(*args, keywords)`` with arrays for leaves.
 
-    An argument without any array is fixed, as in `inputs`: its values are a part of
+    An argument without any array is static, as in `inputs`: its values are a part of
     the structure. A Python number whose axis is ``None`` is an array.
 
     Args:
       in_axes: where the examples are.
       args: the arguments by position.
-      keywords: those by name.
+      keywords: the arguments by name.
       argnums: the positions of the parameters.
     """
     trees = *args, dict(keywords)
@@ -91,18 +92,17 @@ def as_arrays(
         return trees
     *axes, named_axes = axes_of_call(in_axes, args, keywords)
     names = argument_names(len(args), argnums)
-    return (
-        *map(_as_arrays, args, axes, names),
-        {
-            name: _as_arrays(tree, named_axes[name], name)
-            for name, tree in keywords.items()
-        },
-    )
+    array_args = map(_as_arrays, args, axes, names)
+    array_keywords = {
+        name: _as_arrays(tree, named_axes[name], name)
+        for name, tree in keywords.items()
+    }
+    return *array_args, array_keywords
 
 
 def _as_arrays(tree: PyTree, axes: Any, name: str) -> PyTree:
     """One argument: see `as_arrays`."""
-    is_fixed = not any(map(_is_array, jax.tree.leaves(tree)))
+    is_static = not any(map(_is_array, jax.tree.leaves(tree)))
     note = f"{name} holds no array, so that it is fixed and has to be hashable"
 
     def convert(leaf: Any, axis: Any) -> Any:
@@ -110,10 +110,10 @@ def _as_arrays(tree: PyTree, axes: Any, name: str) -> PyTree:
             return leaf
         if axis is None and type(leaf) in (int, float, complex):
             return jnp.asarray(leaf)
-        return Static.of(leaf, note) if is_fixed else leaf
+        return Static.of(leaf, note) if is_static else leaf
 
-    full = _microbatch.full_axes(axes, tree, name, "in_axes")
-    return jax.tree.map(convert, tree, full)
+    leaf_axes = _microbatch.full_axes(axes, tree, name, "in_axes")
+    return jax.tree.map(convert, tree, leaf_axes)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -122,8 +122,8 @@ def _is_array(leaf: Any) -> bool:
 
 def note_order(error: Exception, params: PyTree, args: Sequence[PyTree]) -> None:
     """Notes that parameters come first, where one array stands for them."""
-    is_one = jax.tree.structure(params) == jax.tree.structure(0)
-    if is_one and any(len(jax.tree.leaves(tree)) > 1 for tree in args[:-1]):
+    is_leaf = jax.tree.structure(params) == jax.tree.structure(0)
+    if is_leaf and any(len(jax.tree.leaves(tree)) > 1 for tree in args[:-1]):
         error.add_note(
             f"params come first, as in grad_fn(params, x); they are {shapes(params)}"
         )
@@ -133,67 +133,71 @@ def note_order(error: Exception, params: PyTree, args: Sequence[PyTree]) -> None
 
 
 def axes_of(
-    in_axes: Sequence[Any], given: Sequence[PyTree], names: Sequence[str]
+    in_axes: Sequence[Any], args: Sequence[PyTree], names: Sequence[str]
 ) -> list[list[int | None]]:
-    """Where the examples are in each leaf of each argument; keys have none."""
-    found = []
-    for name, axes, tree in zip(names, in_axes, given, strict=True):
+    """The axis of the examples in each leaf of each argument; keys have none."""
+    axes_by_arg = []
+    for name, axes, tree in zip(names, in_axes, args, strict=True):
         leaves = jax.tree.leaves(tree)
         option = "target_axes" if name == "targets" else "in_axes"
-        own = axes if leaves else 0  # of nothing, whatever they would be
-        leaf_axes = _microbatch.flat_axes(own, tree, name, option)
-        found.append(
+        # An argument without leaves takes whatever axes there are.
+        leaf_axes = _microbatch.flat_axes(axes if leaves else 0, tree, name, option)
+        axes_by_arg.append(
             [
                 None if _program.is_single_key(leaf) else axis
                 for leaf, axis in zip(leaves, leaf_axes, strict=True)
             ]
         )
-    return found
+    return axes_by_arg
 
 
 def batch_size(
-    given: Sequence[PyTree],
+    args: Sequence[PyTree],
     axes: Sequence[Sequence[int | None]],
     count: int,
     names: Sequence[str],
 ) -> int:
-    """How many examples there are, at least as many as micro-batches."""
-    parts = [*zip(names, given, axes, strict=True)]
-    advice = {"advice": _AXES} if KEYWORDS in names else {}
-    return _microbatch.batch_size(parts, count, **advice)
+    """The number of examples, at least as many as micro-batches."""
+    arguments = [*zip(names, args, axes, strict=True)]
+    if KEYWORDS in names:
+        return _microbatch.batch_size(arguments, count, advice=_AXES)
+    return _microbatch.batch_size(arguments, count)
 
 
 def batch(
     args: Sequence[PyTree],
     in_axes: Sequence[Any],
     names: Sequence[str],
+    *,
     num_microbatches: int,
     num_shards: int,
     few: bool = False,
 ) -> Batch:
-    """A mini-batch, checked.
+    """Checks a mini-batch.
 
     Args:
-      args: all that is given of it, in arrays or specs.
-      in_axes: where the examples are in each.
-      names: what errors call them.
+      args: its arguments, in arrays or specs.
+      in_axes: where the examples are in each argument.
+      names: the names of the arguments, for errors.
       num_microbatches: M.
-      num_shards: over how many shards examples are spread.
-      few: whether it is one micro-batch where it cannot be split, as a single example.
+      num_shards: the number of shards over which examples are spread.
+      few: whether a mini-batch that cannot be split, such as a single example, is taken
+        as one micro-batch.
     """
-    given = tuple(map(_microbatch.specs, args, names))
-    axes = axes_of(in_axes, given, names)
-    flat = [axis for own in axes for axis in own]
-    whole = Batch(given, [None] * len(flat), (1,))
-    if few and all(axis is None for axis in flat):
-        return whole
+    specs = tuple(map(_microbatch.specs, args, names))
+    axes = axes_of(in_axes, specs, names)
+    flat_axes = [axis for leaf_axes in axes for axis in leaf_axes]
+    unsplit = Batch(specs, [None] * len(flat_axes), (1,))
+    if few and all(axis is None for axis in flat_axes):
+        return unsplit
     try:
-        size = batch_size(given, axes, 1 if few else num_microbatches, names)
+        size = batch_size(specs, axes, 1 if few else num_microbatches, names)
     except ValueError:
         if num_microbatches * num_shards == 1:  # which splits nothing
-            return whole
+            return unsplit
         raise
     if few and (size < num_microbatches * num_shards or size % num_shards):
-        return Batch(given, flat, (size,))
+        return Batch(specs, flat_axes, (size,))
     shard = _microbatch.shard(size, num_microbatches, num_shards)
-    return Batch(given, flat, _microbatch.sizes(shard, num_microbatches), num_shards)
+    sizes = _microbatch.sizes(shard, num_microbatches)
+    return Batch(specs, flat_axes, sizes, num_shards)

@@ -1,4 +1,4 @@
-"""Parameters that a program reads as constants too, since it closes over them."""
+"""Finds parameters that a loss closes over: as constants they have no gradient."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class Modules(Protocol):
-    """The modules of a pipeline, and what errors call each: see `_modules.Modules`."""
+    """The modules of a pipeline: see `_modules.Modules`."""
 
     layers: Sequence[LayerAdapter]
     called: str
@@ -28,20 +28,22 @@ def check(
 
     Args:
       params: the parameters of the call.
-      built: what was built for them.
-      modules: those whose parameters they are; ``None``: those of a loss function, for
-        which this is a warning: `jax.value_and_grad` takes them as constants too, and
-        a penalty on the way from the start closes over what it starts from.
-      warnings: of the function.
+      built: the function, traced for them.
+      modules: the modules that have these parameters. ``None``: they are those of a
+        loss function, where this is a warning: `jax.value_and_grad` takes them as
+        constants too, and a penalty on the distance from the start closes over the
+        parameters that it starts from.
+      warnings: the warnings of the function.
 
     Raises:
-      TypeError: with those that modules or their loss close over.
+      TypeError: with the parameters that modules or their loss close over.
     """
     program = built.stages.first
     if not program.has_loss or not program.constants:
         return
-    constants = set(map(id, program.constants))
-    captured = _leaves(params, built, constants, "variables" if modules else "params")
+    constant_ids = set(map(id, program.constants))
+    tree_name = "variables" if modules else "params"
+    captured = _captured_leaves(params, built, constant_ids, tree_name)
     if modules is None:
         if captured:
             warnings(
@@ -52,8 +54,9 @@ def check(
                 f"copies, jax.tree.map(jnp.copy, params), where constants are meant",
             )
         return
-    for number, layer in enumerate(modules.layers):
-        captured += _values(layer, constants, modules.called.format(number))
+    for index, layer in enumerate(modules.layers):
+        layer_name = modules.called.format(index)
+        captured += _captured_variables(layer, constant_ids, layer_name)
     refuse(
         "the loss or a layer takes variables from outside, which would be "
         "constants without a gradient and stay as they are now; compute it in the "
@@ -65,20 +68,24 @@ def check(
     )
 
 
-def _leaves(params: PyTree, built: Built, constants: set[int], name: str) -> list[str]:
+def _captured_leaves(
+    params: PyTree, built: Built, constant_ids: set[int], tree_name: str
+) -> list[str]:
     """The trained parameters of the call that are among the constants."""
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
-        f"{name}{jax.tree_util.keystr(path)}"
-        for (path, leaf), is_trained in zip(paths, built.layout.marks, strict=True)
-        if is_trained and id(leaf) in constants
+        f"{tree_name}{jax.tree_util.keystr(path)}"
+        for (path, leaf), is_trained in zip(leaves, built.layout.marks, strict=True)
+        if is_trained and id(leaf) in constant_ids
     ]
 
 
-def _values(layer: LayerAdapter, constants: set[int], name: str) -> list[str]:
-    """The parameters that a module of nnx holds which are among the constants."""
+def _captured_variables(
+    layer: LayerAdapter, constant_ids: set[int], layer_name: str
+) -> list[str]:
+    """The parameters of a module of nnx that are among the constants."""
     return [
-        f"{_nnx_values.dotted(path)} of {name} ({layer.name})"
+        f"{_nnx_values.dotted(path)} of {layer_name} ({layer.name})"
         for path, variable in _nnx_values.parameters(layer.owner).items()
-        if id(variable.get_raw_value()) in constants
+        if id(variable.get_raw_value()) in constant_ids
     ]

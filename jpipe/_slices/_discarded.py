@@ -1,4 +1,4 @@
-"""Warnings of what a forward pass writes, which its caller does not receive."""
+"""Warns of variables that a forward pass writes, which its caller does not receive."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,20 +19,21 @@ def check(
     variables: PyTree,
     train: bool,
 ) -> None:
-    """Warns of what the forward pass of modules writes.
+    """Warns of variables that the forward pass of modules writes.
 
     Args:
       program: its trace.
-      first: the number of the first leaf that may be written in what it returns.
-      written: of each such leaf what it is.
+      first: the index of the first leaf, among those that it returns, that may be
+        written to a variable.
+      written: the variables that these leaves may be written to.
       variables: specs of the variables.
-      train: whether it is as in training.
+      train: whether it runs as in training.
 
     Raises:
       ValueError: if it writes, in training, what no step would take from it.
     """
     if not train:
-        _in_evaluation(_state.changes(program, first, written), variables)
+        _warn_in_evaluation(_state.changes(program, first, written), variables)
     elif changed := _state.written_by(program, first, written).at:
         warn(
             f"apply leaves {_variables.collections(variables, changed)} as given, "
@@ -41,19 +42,19 @@ def check(
         )
 
 
-def _in_evaluation(changed: Sequence[Written], variables: PyTree) -> None:
-    """Warns of what a call writes in evaluation, as no call of linen may.
+def _warn_in_evaluation(changed: Sequence[Written], variables: PyTree) -> None:
+    """Warns of variables that a call writes in evaluation, as no call of linen may.
 
-    Parameters that a call normalizes are written anew by each.
+    Parameters that a call normalizes are written anew by each call.
     """
-    where = [leaf.text for leaf in changed if leaf.collection != "params"]
+    lines = [leaf.text for leaf in changed if leaf.collection != "params"]
     is_model = isinstance(variables, Mapping)
-    given = "jax.device_put(variables, device)" if is_model else "variables"
-    if where:
+    argument = "jax.device_put(variables, device)" if is_model else "variables"
+    if lines:
         warn(
             f"evaluation gives outputs alone, and leaves the variables as they were "
             f"given, where a call of nnx goes on from what it wrote. To go on, as from "
-            f"a cache of attention, call pipe.modules({given}); where this is what "
+            f"a cache of attention, call pipe.modules({argument}); where this is what "
             f"training writes, evaluation should not: let __call__ take train\n"
-            + "\n".join(f"  * {text}" for text in where)
+            + "\n".join(f"  * {line}" for line in lines)
         )

@@ -1,4 +1,9 @@
-"""Marks between stages: what bears one is the same value, made by the stage before."""
+"""Marks the ends of stages in a jaxpr, by an identity primitive with a name.
+
+A user's mark, `boundary`, ends a stage where it stands. The marks of a list of layers
+have the number of the stage that they end, and which of the trees that leave it they
+belong to: 0 is its output, others are what skip connections stash.
+"""
 
 from typing import Any
 
@@ -14,7 +19,7 @@ _MARK = "jpipe boundary "
 
 
 def boundary(x: PyTree) -> PyTree:
-    """Marks the place between two stages; gives back what it is given.
+    """Marks the place between two stages; returns its argument.
 
     Call it in a loss function that `jpipe.value_and_grad` divides, or in a model that
     `jpipe.pipeline` does. Where there are marks, the stages are what is between them.
@@ -37,11 +42,11 @@ def boundary(x: PyTree) -> PyTree:
 
 
 def numbered(stage: int, trees: dict[int, PyTree]) -> dict[int, PyTree]:
-    """Trees with the mark of the end of a stage; the place has one even without leaves.
+    """Marks trees that leave a stage; its end has a mark even if they have no leaves.
 
     Args:
-      stage: its number.
-      trees: what leaves it, by numbers.
+      stage: the number of the stage.
+      trees: the trees that leave it, by their numbers.
     """
 
     def mark(number: int, tree: PyTree) -> PyTree:
@@ -53,49 +58,65 @@ def numbered(stage: int, trees: dict[int, PyTree]) -> dict[int, PyTree]:
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation marks a value."""
+    """True if an equation marks a value."""
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
 
 
 def positions(closed: core.ClosedJaxpr) -> list[int]:
-    """The numbers of the equations right behind each group of a user's marks."""
+    """The indices of the equations right behind each group of a user's marks.
+
+    Raises:
+      ValueError: if a mark is in a loop or a branch.
+    """
     eqns = closed.jaxpr.eqns
-    inner = [i for i, eqn in enumerate(eqns) if are_inside(eqn)]
-    if inner:
-        raise ValueError(
-            f"jpipe.boundary is called inside {eqns[inner[0]].primitive.name}; a stage "
-            f"ends between two operations of the whole function: call it outside of "
-            f"loops and branches"
-        )
-    at = [i for i, eqn in enumerate(eqns) if is_mark(eqn)]
-    return [i + 1 for i in at if i + 1 not in at and i + 1 < len(eqns)]
+    for eqn in eqns:
+        if are_inside(eqn):
+            raise ValueError(
+                f"jpipe.boundary is called inside {eqn.primitive.name}; a stage "
+                f"ends between two operations of the whole function: call it outside "
+                f"of loops and branches"
+            )
+    return [
+        index + 1
+        for index in range(len(eqns) - 1)
+        if is_mark(eqns[index]) and not is_mark(eqns[index + 1])
+    ]
 
 
 def are_inside(eqn: core.JaxprEqn) -> bool:
-    """Whether there are marks in the jaxprs of an equation."""
-    inner = (e for closed in _jaxpr.inside(eqn) for e in closed.jaxpr.eqns)
-    return any(is_mark(e) or are_inside(e) for e in inner)
+    """True if there are marks in the jaxprs of an equation."""
+    inner_eqns = (
+        inner_eqn for closed in _jaxpr.inside(eqn) for inner_eqn in closed.jaxpr.eqns
+    )
+    return any(is_mark(inner) or are_inside(inner) for inner in inner_eqns)
 
 
 def ends(closed: core.ClosedJaxpr) -> dict[int, int]:
-    """Of each stage that bears a number the first equation behind it."""
-    return {
-        number: i + 1
-        for i, eqn in enumerate(closed.jaxpr.eqns)
-        if (number := _number(eqn)) is not None
-    }
+    """The end of each stage with a number: the index of the first equation behind it.
 
-
-def _number(eqn: core.JaxprEqn) -> int | None:
-    words = eqn.params["name"].removeprefix(_MARK).split() if is_mark(eqn) else []
-    return int(words[0]) if words else None
+    Returns:
+      By the number of the stage.
+    """
+    stage_ends = {}
+    for index, eqn in enumerate(closed.jaxpr.eqns):
+        if numbers := _mark_numbers(eqn):
+            stage_ends[numbers[0]] = index + 1
+    return stage_ends
 
 
 def marked(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[int, int]]:
-    """Of what leaves a stage with a number: the stage, and which tree it is of."""
-    found = {}
+    """The variables that leave a stage with a number: its number, and their tree's."""
+    variables = {}
     for eqn in closed.jaxpr.eqns:
-        words = eqn.params["name"].removeprefix(_MARK).split() if is_mark(eqn) else []
-        if len(words) == 2:
-            found[eqn.outvars[0]] = int(words[0]), int(words[1])
-    return found
+        numbers = _mark_numbers(eqn)
+        if len(numbers) == 2:
+            stage, tree = numbers
+            variables[eqn.outvars[0]] = stage, tree
+    return variables
+
+
+def _mark_numbers(eqn: core.JaxprEqn) -> list[int]:
+    """The numbers in the mark of a list of layers; none if it is no such mark."""
+    if not is_mark(eqn):
+        return []
+    return [int(word) for word in eqn.params["name"].removeprefix(_MARK).split()]

@@ -1,4 +1,8 @@
-"""Meshes of a user's own in what is divided: a stage runs on its own devices alone."""
+"""Meshes in a user's program: each stage runs on its own devices alone.
+
+An operation over a mesh of devices is refused. A sharding constraint is kept where the
+meshes of all stages have the axes that it names, and is left out elsewhere.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,21 +22,21 @@ from .._warn import WarnOnce
 def on_places(
     closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
 ) -> core.ClosedJaxpr:
-    """A program that names no devices but those on which each stage runs.
+    """Rewrites a program so that it names no devices but those of its stages.
 
     Args:
       closed: the program.
-      places: where stages run.
-      warnings: of the pipeline.
+      places: the devices of the stages.
+      warnings: the warnings of the pipeline.
 
     Returns:
-      The same without sharding constraints, or with what they mean on the meshes of the
-      stages: see `_constraints`.
+      The program without sharding constraints, or with constraints by the axes of the
+      meshes of its stages: see `_constraints`.
 
     Raises:
       ValueError: with each other operation that names devices.
     """
-    stages = {devices_of(place) for place in places}
+    device_sets = {devices_of(place) for place in places}
     refuse(
         "the program contains a mesh of devices, and each of its stages runs on "
         "devices of its own; leave the operation out, and give mesh= and sharding= of "
@@ -40,15 +44,17 @@ def on_places(
         [
             f"{name} over {mesh.size} devices, {dict(mesh.shape)}"
             for name, mesh in _meshes(closed)
-            if stages != {frozenset(mesh.devices.flat)}
+            if device_sets != {frozenset(mesh.devices.flat)}
         ],
     )
     _warn_of_constraints(closed, places, warnings)
 
-    def keeps(spec: P) -> bool:
-        return all(isinstance(at, SubMesh) and at.has_axes(spec) for at in places)
+    def is_kept(spec: P) -> bool:
+        return all(
+            isinstance(place, SubMesh) and place.has_axes(spec) for place in places
+        )
 
-    return _constraints.name_specs(closed, keeps)
+    return _constraints.name_specs(closed, is_kept)
 
 
 def _warn_of_constraints(
@@ -76,9 +82,9 @@ def _warn_of_constraints(
 
 
 def _leaves_out(place: Device, sharding: Any) -> bool:
-    """Whether a constraint has no meaning in a place, where it would change anything.
+    """True if a constraint would change something in a place, and cannot be kept there.
 
-    On one device each array is already as a mesh of that device wants it.
+    On one device each array is already as a mesh of that device needs it.
     """
     if isinstance(place, SubMesh):
         spec = getattr(sharding, "spec", None)
