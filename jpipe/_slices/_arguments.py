@@ -1,4 +1,4 @@
-"""What a function that is divided is given, checked."""
+"""Checks the arguments of a call, and describes its mini-batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -24,7 +24,7 @@ PyTree = Any
 
 
 class Makes(Protocol):
-    """What makes variables: a list of layers, or one model."""
+    """Layers that make variables: see `_modules.Modules`."""
 
     parent: Parent
 
@@ -34,19 +34,23 @@ class Makes(Protocol):
 class Initial:
     """The variables of layers before any step.
 
+    The layers' init is traced once, ``key -> (leaf, leaf, ...)``. Each leaf is then the
+    result of a small jaxpr of its own, the equations that it follows from; equal ones,
+    such as the kernels of equal blocks, share a compiled program.
+
     Args:
-      layers: what makes them.
-      key: a key, or one like it.
+      layers: the layers.
+      key: a key, or specs of one.
       spec: the input of a micro-batch.
-      given: by layer variables that it takes as they are, in place of its own.
+      given: for each layer, variables that it takes as they are, in place of new ones.
 
     Attributes:
-      specs: the variables, by layer, as specs.
+      specs: specs of the variables, for each layer.
       draws: whether any of them follows from the key.
       routes: the skip connections between stages.
 
     Raises:
-      ValueError: with what would follow from the values of the input.
+      ValueError: with the variables that would follow from values of the input.
     """
 
     def __init__(
@@ -58,136 +62,170 @@ class Initial:
     ) -> None:
         routes: list[Any] = []
 
-        def make(key: chex.PRNGKey, x: PyTree, given: PyTree) -> Any:
-            made = layers.init(key, x, given)
-            routes[:] = made.routes
-            return tuple(jax.tree.map(strong, tuple(made.entries)))
+        def init(key: chex.PRNGKey, x: PyTree, taken: PyTree) -> Any:
+            initialized = layers.init(key, x, taken)
+            routes[:] = initialized.routes
+            return tuple(jax.tree.map(strong, tuple(initialized.entries)))
 
-        known = _specs([{}] * len(layers.parent) if given is None else given)
-        like = _jaxpr.spec(jax.typeof(key))
-        closed, specs = jax.make_jaxpr(make, return_shape=True)(like, spec, known)
+        taken = _specs([{}] * len(layers.parent) if given is None else given)
+        key_spec = _jaxpr.spec(jax.typeof(key))
+        closed, specs = jax.make_jaxpr(init, return_shape=True)(key_spec, spec, taken)
         closed = _constraints.leave_out(closed)
-        _check_made(closed, specs, known, layers.parent.is_list)
-        # Some equations have the input among their operands, as a jax.checkpoint has.
-        others = [*map(_jaxpr.spec, closed.in_avals[1:])]
-        run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
-        on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), like)
-        self._closed, self._numbers = lifted(on_zeros)
+        _check_follows_from_shapes(closed, specs, taken, is_list=layers.parent.is_list)
+        self._closed, self._numbers = _function_of_key(closed, key_spec)
         self.routes = tuple(routes)
         self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
-        own_values = layers.parent.nnx_values(known)
-        own_specs = jax.eval_shape(
-            lambda trees: jax.tree.map(strong, trees), own_values
+
+        # A module of nnx holds values already: these are its initial variables.
+        held_values = layers.parent.nnx_values(taken)
+        held_specs = jax.eval_shape(
+            lambda trees: jax.tree.map(strong, trees), held_values
         )
         self.specs: tuple[PyTree, ...] = tuple(
-            {name: _like(x, own.get(name)) for name, x in of_nnx.items()} or made
-            for of_nnx, own, made in zip(own_specs, known, specs, strict=True)
+            {
+                name: _taken_if_alike(collection, taken_entry.get(name))
+                for name, collection in held_entry.items()
+            }
+            or drawn_entry
+            for held_entry, taken_entry, drawn_entry in zip(
+                held_specs, taken, specs, strict=True
+            )
         )
-        # Of each leaf its value, or the variable of the jaxpr that is its value.
+        # The source of each leaf: its value, or the variable of the jaxpr that it is.
         self._sources: list[Any] = []
-        results = iter(self._closed.jaxpr.outvars)
-        for own, made in zip(own_values, specs, strict=True):
-            drawn = [next(results) for _ in jax.tree.leaves(made)]
-            self._sources += jax.tree.leaves(own) or drawn
+        outvars = iter(self._closed.jaxpr.outvars)
+        for held_entry, drawn_entry in zip(held_values, specs, strict=True):
+            drawn_vars = [next(outvars) for _ in jax.tree.leaves(drawn_entry)]
+            self._sources += jax.tree.leaves(held_entry) or drawn_vars
 
     @cached_property
     def _producer(self) -> dict[core.Var, int]:
-        """The number of the equation that makes each variable."""
-        eqns = enumerate(self._closed.jaxpr.eqns)
-        return {var: i for i, eqn in eqns for var in eqn.outvars}
+        """The index of the equation that makes each variable."""
+        return {
+            var: index
+            for index, eqn in enumerate(self._closed.jaxpr.eqns)
+            for var in eqn.outvars
+        }
 
     def leaves(
         self, key: chex.PRNGKey, device: Any, wanted: Sequence[bool]
     ) -> Iterator[jax.Array | None]:
-        """Makes them one after the other, on a device.
+        """Makes the leaves one after the other, on a device.
 
         Args:
           key: the key.
           device: the device.
-          wanted: whether each is to be made; ``None`` is given for one that is not.
+          wanted: one bool per leaf; False yields ``None`` in its place.
         """
-        known: dict[Any, Executable] = {}
-        key, runs = _transfer.put_each(key, [device], [(0, WHOLE)]), list[Any]()
-        with compiling() as add:
+        key = _transfer.put_each(key, [device], [(0, WHOLE)])
+        # The draw of each leaf, with numbers that are folded into the key; or its
+        # value; or None.
+        runs = list[Any]()
+        executables: dict[Any, Executable] = {}  # structural key of a jaxpr -> it
+        with compiling() as compile_ahead:
             for source, is_wanted in zip(self._sources, wanted, strict=True):
                 if not is_wanted or not isinstance(source, core.Var | core.Literal):
                     runs.append(source if is_wanted else None)
                     continue
-                closed, numbers = self._drawn(source)
-                kind = _alike.form(closed)
-                if kind not in known:
-                    run = jax.jit(_named(core.jaxpr_as_fun(closed)))
-                    known[kind] = (
-                        add(
-                            functools.partial(run.trace, key, *numbers),
+                closed, numbers = self._function_of_leaf(source)
+                form = _alike.form(closed)
+                if form not in executables:
+                    draw = jax.jit(_named_draw(core.jaxpr_as_fun(closed)))
+                    if is_ahead():
+                        executables[form] = compile_ahead(
+                            functools.partial(draw.trace, key, *numbers),
                             device,
                             drawing_options(device),
                         )
-                        if is_ahead()
-                        else Executable(run)
-                    )
-                runs.append((known[kind], numbers))
-        for one in runs:
-            if isinstance(one, tuple):
-                executable, numbers = one
-                yield executable.run(key, *_transfer.put(numbers, device))[0]
-            else:  # a copy: a step overwrites what it is given
-                yield None if one is None else jnp.copy(strong(one))
+                    else:
+                        executables[form] = Executable(draw)
+                runs.append((executables[form], numbers))
 
-    def _drawn(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
-        """``(key, *numbers) -> variable``, and numbers that are folded into the key."""
+        for run in runs:
+            if isinstance(run, tuple):
+                executable, numbers = run
+                yield executable.run(key, *_transfer.put(numbers, device))[0]
+            else:  # a copy: a step overwrites its arguments
+                yield None if run is None else jnp.copy(strong(run))
+
+    def _function_of_leaf(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
+        """The jaxpr ``(key, *numbers) -> leaf``, and the numbers."""
         jaxpr = self._closed.jaxpr
-        consts = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
-        needed, numbers = _jaxpr.variables([var]), set[int]()
-        found = [*needed]
-        while found:
-            number = self._producer.get(found.pop())
-            if number is not None and number not in numbers:
-                numbers.add(number)
-                read = _jaxpr.variables(jaxpr.eqns[number].invars)
-                found += read
-                needed |= read
+        needed = _jaxpr.variables([var])
+        eqn_indices = set[int]()
+        todo = [*needed]
+        while todo:
+            index = self._producer.get(todo.pop())
+            if index is None or index in eqn_indices:
+                continue
+            eqn_indices.add(index)
+            operands = _jaxpr.variables(jaxpr.eqns[index].invars)
+            todo += operands
+            needed |= operands
+
         key, *folded = jaxpr.invars
-        own = [i for i, v in enumerate(folded) if v in needed]
-        read = [v for v in jaxpr.constvars if v in needed]
-        single = jaxpr.replace(
-            constvars=read,
-            invars=[key, *(folded[i] for i in own)],
+        number_indices = [i for i, invar in enumerate(folded) if invar in needed]
+        constants = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        constvars = [constvar for constvar in jaxpr.constvars if constvar in needed]
+        leaf_jaxpr = jaxpr.replace(
+            constvars=constvars,
+            invars=[key, *(folded[i] for i in number_indices)],
             outvars=[var],
-            eqns=[jaxpr.eqns[number] for number in sorted(numbers)],
+            eqns=[jaxpr.eqns[index] for index in sorted(eqn_indices)],
             effects=set(),
         )
-        closed = core.ClosedJaxpr(single, [consts[v] for v in read])
-        return closed, [self._numbers[i] for i in own]
+        closed = core.ClosedJaxpr(leaf_jaxpr, [constants[var] for var in constvars])
+        return closed, [self._numbers[i] for i in number_indices]
 
 
-def _like(specs: PyTree, given: PyTree) -> PyTree:
-    """What is given of a collection, if it has the same leaves."""
-    is_like = jax.tree.structure(given) == jax.tree.structure(specs)
-    return given if is_like else specs
+def _function_of_key(
+    closed: core.ClosedJaxpr, key_spec: Any
+) -> tuple[core.ClosedJaxpr, list[Any]]:
+    """The jaxpr ``(key, *numbers) -> leaves``, and numbers that are folded into keys.
+
+    No leaf follows from values of the other inputs. Some equations have them among
+    their operands all the same, as a jax.checkpoint has: they are zeros.
+    """
+    others = [*map(_jaxpr.spec, closed.in_avals[1:])]
+    run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
+    on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), key_spec)
+    return lifted(on_zeros)
+
+
+def _taken_if_alike(specs: PyTree, taken: PyTree) -> PyTree:
+    """A collection that was taken, if it has the same leaves; else its specs."""
+    is_alike = jax.tree.structure(taken) == jax.tree.structure(specs)
+    return taken if is_alike else specs
 
 
 def _specs(trees: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _jaxpr.spec(jax.typeof(x)), tuple(trees))
 
 
-def _check_made(
+def _check_follows_from_shapes(
     closed: core.ClosedJaxpr,
     specs: Sequence[PyTree],
-    given: Sequence[PyTree],
+    taken: Sequence[PyTree],
+    *,
     is_list: bool,
 ) -> None:
-    """Checks that what is made follows from the shapes of the input alone."""
-    inputs = [n > 0 for n in range(len(closed.jaxpr.invars))]
-    taken = {path for path, _ in jax.tree_util.tree_leaves_with_path(given)}
+    """Checks that variables follow from the shapes of the input, not from its values.
+
+    Args:
+      closed: the jaxpr ``(key, *input, *taken) -> variables``.
+      specs: specs of the variables.
+      taken: variables that are taken as they are.
+      is_list: whether the layers are a list, which the message names.
+    """
+    is_input = [index > 0 for index in range(len(closed.jaxpr.invars))]
+    taken_paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(taken)}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
-    found = zip(paths, _flow.reached(closed, inputs), strict=True)
-    faults = [
-        jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        + f" of layer {path[0].idx}" * is_list
-        for path, is_reached in found
-        if is_reached and path not in taken
-    ]
+    follows = _flow.reached(closed, is_input)
+    faults = []
+    for path, follows_from_input in zip(paths, follows, strict=True):
+        if follows_from_input and path not in taken_paths:
+            name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            faults.append(f"{name} of layer {path[0].idx}" if is_list else name)
     if faults:
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
@@ -202,7 +240,9 @@ def strong(leaf: Any) -> Any:
     return leaf if is_key else jnp.asarray(leaf, dtype)
 
 
-def _named(function: Any) -> Any:
+def _named_draw(function: Any) -> Any:
+    """The same function with a name, which profiles show."""
+
     def draw(*args: Any) -> Any:
         return function(*args)
 

@@ -128,9 +128,8 @@ class _LossSum:
         """The variables of the sums, with all operands: terms and factors."""
         operands = [atom for var in self._terms for atom in self._equation(var).invars]
         atoms = [self.root, *operands]
-        return [
-            atom for atom in dict.fromkeys(atoms) if not isinstance(atom, core.Literal)
-        ]
+        variables = [atom for atom in atoms if not isinstance(atom, core.Literal)]
+        return [*dict.fromkeys(variables)]
 
     def read(self, atom: Any, values: dict[core.Var, Any]) -> Any:
         """The value of an operand."""
