@@ -1,11 +1,12 @@
-"""Every private name of JAX in use here, with its reason and when it can be removed.
+"""Every private name of JAX in use, with its reason and when it can be removed.
 
-Where one is there no more, or behaves otherwise, the public way is taken, which gives
+Where a name is missing, or behaves otherwise, the public way is taken, which returns
 the same arrays and distinguishes the same settings; or a check is left out.
 """
 
 import importlib
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,37 +20,39 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 Copy = Callable[..., list[jax.Array]]
 
-# To a type checker it has no attributes.
+# Typed, as the attributes of `jax.config` are unknown to a type checker.
 _config: Any = jax.config
 
 
 def settings_reader() -> Callable[[], Hashable]:
-    """A function that tells under which settings of JAX it is called.
+    """Returns a function that reads the settings of JAX which change a trace.
 
-    Uses ``jax._src.config.trace_context``, by which `jax.jit` itself finds what it has
-    traced: the settings of numbers, `jax.disable_jit`, the mesh that is set, contexts
+    Uses ``jax._src.config.trace_context``, a part of the key of the caches of `jax.jit`
+    itself: the settings of numbers, `jax.disable_jit`, the mesh that is set, contexts
     of the user. It takes a tenth of a microsecond; the public way takes two, and runs
     an empty program on every device of a mesh that is set.
     Free when JAX has a public name for it; it has none up to JAX 0.12.
 
     Returns:
-      The function; what it gives is equal when `jax.jit` would not trace again.
+      The function; its results are equal when `jax.jit` would not trace again.
     """
     try:
         read: Any = importlib.import_module("jax._src.config").trace_context
         before = read()
         with jax.disable_jit(not _config.jax_disable_jit):
-            tells = before not in {read()}
+            # A set, since the results must be hashable too.
+            is_sensitive = before not in {read()}
     except (ImportError, AttributeError, TypeError):
         return _settings_of_jit
-    return read if tells and read() == before else _settings_of_jit
+    is_stable = read() == before
+    return read if is_sensitive and is_stable else _settings_of_jit
 
 
 def settings() -> dict[str, Any]:
     """All settings of JAX, by name.
 
-    Uses ``jax.config.values``, which has those that are no attributes of `jax.config`
-    too, such as ``jax_disable_most_optimizations``.
+    Uses ``jax.config.values``, which has settings that are no attributes of
+    `jax.config` too, such as ``jax_disable_most_optimizations``.
     Free when JAX lists its settings; it does not up to JAX 0.12.
     """
     try:
@@ -62,8 +65,7 @@ def settings() -> dict[str, Any]:
 def quick_to_compile() -> dict[str, Any] | None:
     """Options of XLA for a program that runs once or twice.
 
-    They halve the time to compile. Of other backends than these it is not known whether
-    they take such options.
+    They halve the time to compile on CPUs and GPUs; other backends may not take them.
     """
     if jax.default_backend() not in ("cpu", "gpu"):
         return None
@@ -74,54 +76,56 @@ def quick_to_compile() -> dict[str, Any] | None:
 
 
 @jax.tree_util.register_static
-class _Traced:
-    """What one trace returned, which is equal to itself only."""
+class _TraceId:
+    """The result of one trace, which is equal to itself only."""
 
 
 @jax.jit
-def _trace() -> _Traced:
-    return _Traced()
+def _trace_id() -> _TraceId:
+    return _TraceId()
 
 
 def _settings_of_jit() -> Hashable:
-    """What a compiled function without arguments returns: one object per trace."""
-    disabled = _config.jax_disable_jit
+    """The public way: `jax.jit` returns another object where it traces again."""
+    is_jit_disabled = _config.jax_disable_jit
     with jax.disable_jit(False):
-        return disabled, _trace()
+        return is_jit_disabled, _trace_id()
 
 
 def copier(source: Any, targets: Sequence[Sharding]) -> Copy | None:
-    """A function that does what `jax.device_put` does with arrays, in less time.
+    """Returns a faster `jax.device_put` for arrays that one stage sends to another.
 
     Uses ``jaxlib._jax.batched_copy_array_to_devices_with_sharding``, where every
     `jax.device_put` onto an equal sharding ends, with all arrays at once. Before it
     gets there `jax.device_put` spends on each array more Python than the call of a
     compiled function takes, on questions that have one answer for all arrays that one
     stage sends to another (benchmarks/overhead/dispatch.py measures it). To a transfer
-    guard these copies are as explicit as that inside `explicit_transfers`.
+    guard these copies are explicit inside `explicit_transfers`.
     Free when `jax.device_put` has a fast path as `jax.jit` has; it has none up to JAX
     0.12.
 
     Args:
       source: a device where the arrays are.
-      targets: the shardings that they get: each has the partitions of the array, and
-        as many devices.
+      targets: the sharding that each array gets: it has the partitions of the array,
+        and as many devices.
 
     Returns:
       The function, for arrays other than typed keys; ``None`` if this JAX does not
       offer it, or a device is of another process.
     """
-    every = [_devices_of(target) for target in targets]
-    if not all(_can_copy(source, device) for devices in every for device in devices):
-        return None
+    target_devices = [_devices_of(target) for target in targets]
+    for device in itertools.chain(*target_devices):
+        if not _can_copy(source, device):
+            return None
+
     jaxlib: Any = importlib.import_module("jaxlib._jax")
-    put = jaxlib.batched_copy_array_to_devices_with_sharding
-    lists = [jaxlib.DeviceList(devices) for devices in every]
+    copy_arrays = jaxlib.batched_copy_array_to_devices_with_sharding
+    device_lists = [jaxlib.DeviceList(devices) for devices in target_devices]
     shardings = list(targets)
     semantics = [jaxlib.ArrayCopySemantics.ALWAYS_COPY] * len(shardings)
 
-    def copy(*leaves: jax.Array) -> Any:
-        return put(leaves, lists, shardings, semantics)
+    def copy(*arrays: jax.Array) -> Any:
+        return copy_arrays(arrays, device_lists, shardings, semantics)
 
     return copy
 
@@ -134,25 +138,26 @@ def _devices_of(sharding: Any) -> tuple[Any, ...]:
 
 
 def _can_copy(source: Any, target: Any) -> bool:
-    """Whether `copier` makes the arrays that `jax.device_put` makes."""
-    mine = jax.process_index()
-    if source.process_index != mine or target.process_index != mine:
+    """True if `copier` makes the arrays that `jax.device_put` makes."""
+    process_index = jax.process_index()
+    if {source.process_index, target.process_index} != {process_index}:
         return False
-    kind = source.device_kind, target.device_kind, source == target
-    if kind not in _copies:
-        _copies[kind] = _copies_as_put(source, target)
-    return _copies[kind]
+    pair = (source.device_kind, target.device_kind, source == target)
+    if pair not in _copies:
+        _copies[pair] = _copies_as_put(source, target)
+    return _copies[pair]
 
 
-# Of the kinds of two devices whether it does, as found of the first such pair.
+# (kind of source, kind of target, is one device) -> `_copies_as_put` of the first pair
 _copies: dict[Any, bool] = {}
 
 
 def _copies_as_put(source: Any, target: Any) -> bool:
+    """Tries it with one number."""
     sharding = SingleDeviceSharding(target)
     try:
         jaxlib: Any = importlib.import_module("jaxlib._jax")
-        # Whatever guard or trace the first step may be in is no business of this.
+        # The first step may be inside of a transfer guard or a trace.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             (probe,) = jaxlib.batched_copy_array_to_devices_with_sharding(
                 (jax.device_put(1.0, source),),
@@ -160,19 +165,19 @@ def _copies_as_put(source: Any, target: Any) -> bool:
                 [sharding],
                 [jaxlib.ArrayCopySemantics.ALWAYS_COPY],
             )
-            # Read, and not compared on the device, where that would be compiled.
-            is_one = float(probe) == 1.0
-            same = is_one and probe.committed and probe.sharding == sharding
-        return same and _transfer_state() is not None
+            # Compared on the host: on the device the comparison would be compiled.
+            has_value = float(probe) == 1.0
+            is_equal = has_value and probe.committed and probe.sharding == sharding
+        return is_equal and _transfer_state() is not None
     except (ImportError, AttributeError, TypeError, RuntimeError):
         return False
 
 
 def _transfer_state() -> Any:
-    """What this thread's transfer guard knows; ``None`` if this JAX tells it not.
+    """The state of the transfer guard of this thread; ``None`` if this JAX hides it.
 
-    Uses ``jaxlib._jax.guard_lib``, by which `jax.device_put` marks that its copies are
-    explicit. Free with `copier`.
+    Uses ``jaxlib._jax.guard_lib``, where `jax.device_put` marks its copies as explicit.
+    Free with `copier`.
     """
     try:
         jaxlib: Any = importlib.import_module("jaxlib._jax")
@@ -186,87 +191,96 @@ def _transfer_state() -> Any:
 def explicit_transfers() -> Iterator[None]:
     """The scope in which a transfer guard takes all copies for explicit ones."""
     state = _transfer_state()
-    before = state and state.explicit_device_put
-    if state:
-        state.explicit_device_put = True
+    if not state:
+        yield
+        return
+    was_explicit = state.explicit_device_put
+    state.explicit_device_put = True
     try:
         yield
     finally:
-        if state:
-            state.explicit_device_put = before
+        state.explicit_device_put = was_explicit
 
 
 def loaded(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:
-    """A program that was compiled for one device, for another of the same kind.
+    """Loads a program, compiled for one device, on another device of the same kind.
 
     Uses ``jaxlib._jax.CompileOptions``, ``DeviceAssignment`` and ``DeviceList``, to
-    read what `jax.experimental.serialize_executable` writes:
-    `deserialize_and_load(..., execution_devices=)` of it finds no other device than
-    that for which was compiled (a ``KeyError``).
+    read the text of `jax.experimental.serialize_executable`: the public
+    `deserialize_and_load(..., execution_devices=)` finds no other device than the one
+    that the program was compiled for (a ``KeyError``).
     Free when it does; it does not up to JAX 0.12.
 
     Raises:
-      Exception: of any kind, if this JAX cannot do that.
+      Exception: any exception, if this JAX cannot do that.
     """
     jaxlib: Any = importlib.import_module("jaxlib._jax")
-    client, at = device.client, np.array([[device.id]])
+    client = device.client
+    device_ids = np.array([[device.id]])  # [replica, partition]
     options = jaxlib.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
-    options.device_assignment = jaxlib.DeviceAssignment.create(at)
+    options.num_replicas = 1
+    options.num_partitions = 1
+    options.device_assignment = jaxlib.DeviceAssignment.create(device_ids)
     devices = jaxlib.DeviceList((device,))
 
     class Reader(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
-            kind, *content = pid
-            if kind == "exec":
+            tag, *content = pid
+            if tag == "exec":
                 return client.deserialize_executable(*content, devices, options)
-            return {"device": device, "client": client}[kind]
+            return {"device": device, "client": client}[tag]
 
-    written, in_tree, out_tree = serialize_executable.serialize(compiled)
-    program, args, no_kwargs = Reader(io.BytesIO(written)).load()
-    args = in_tree.unflatten(args)
-    given: Any = program.load(), [], args, out_tree
-    return jax.stages.Compiled(*given, no_kwargs=no_kwargs)
+    serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
+    program, flat_args_info, no_kwargs = Reader(io.BytesIO(serialized)).load()
+    make_compiled: Any = jax.stages.Compiled
+    return make_compiled(
+        program.load(),
+        [],  # constants
+        in_tree.unflatten(flat_args_info),
+        out_tree,
+        no_kwargs=no_kwargs,
+    )
 
 
 def can_load(source: Any, target: Any) -> bool:
-    """Whether `loaded` gives to one device what was compiled for another."""
+    """True if `loaded` loads on one device what was compiled for another."""
     if source.device_kind != target.device_kind or source.client is not target.client:
         return False
-    kind = source.client, source.device_kind
-    if kind not in _loads:
-        _loads[kind] = _loads_on(source, target)
-    return _loads[kind]
+    device_kind = (source.client, source.device_kind)
+    if device_kind not in _loads:
+        _loads[device_kind] = _loads_on(source, target)
+    return _loads[device_kind]
 
 
-# Of a kind of devices whether a program for one was loaded for another.
+# (client, kind of device) -> `_loads_on` of the first two devices
 _loads: dict[Any, bool] = {}
 
 
 def _loads_on(source: Any, target: Any) -> bool:
-    at, to = map(SingleDeviceSharding, (source, target))
+    """Tries it with a small program."""
+    source_sharding = SingleDeviceSharding(source)
+    target_sharding = SingleDeviceSharding(target)
     try:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-            spec = jax.ShapeDtypeStruct((), jnp.float32, sharding=at)
+            spec = jax.ShapeDtypeStruct((), jnp.float32, sharding=source_sharding)
             double = jax.jit(lambda x: 2 * x, donate_argnums=0)
-            result = loaded(double.lower(spec).compile(), target)(
-                jax.device_put(np.float32(1), to)
-            )
+            program = loaded(double.lower(spec).compile(), target)
+            result = program(jax.device_put(np.float32(1), target_sharding))
     except Exception:
         return False
-    return result.sharding == to and result == 2
+    return result.sharding == target_sharding and result == 2
 
 
 def coordination() -> Any:
     """The key-value store that the processes of a job share.
 
-    Uses ``jax._src.distributed.global_state.client``, the one that `jax.distributed`
-    makes: its public barriers and broadcasts are computations of all devices, which
-    hang where a process is late and do not name it.
+    Uses ``jax._src.distributed.global_state.client``, which `jax.distributed` makes:
+    the public barriers and broadcasts are computations of all devices, which hang where
+    a process is late and do not name it.
     Free when `jax.distributed` offers it; it does not up to JAX 0.12.
 
     Raises:
-      RuntimeError: if this JAX has it elsewhere, or the job was not started.
+      RuntimeError: if this JAX keeps it elsewhere, or the job was not started.
     """
     try:
         distributed: Any = importlib.import_module("jax._src.distributed")
@@ -283,7 +297,7 @@ def coordination() -> Any:
 
 
 def coordinator_address() -> str:
-    """Where the first process of a job listens: see `coordination`."""
+    """The address where the first process of a job listens: see `coordination`."""
     try:
         distributed: Any = importlib.import_module("jax._src.distributed")
         return distributed.global_state.coordinator_address or ""
@@ -292,7 +306,7 @@ def coordinator_address() -> str:
 
 
 def own_process() -> tuple[int, int]:
-    """The number of this process, and how many there are: see `coordination`.
+    """The index of this process and the number of processes: see `coordination`.
 
     `jax.process_index` makes the devices, and waits for all processes to do so.
     """
@@ -304,10 +318,10 @@ def own_process() -> tuple[int, int]:
 
 
 def is_ready(array: Any) -> bool:
-    """Whether an array is there, or failed, so that nothing waits for it.
+    """True if an array is computed, or failed, so that nothing waits for it.
 
-    Uses ``is_ready`` of arrays, which `jax.Array` does not declare. Without it arrays
-    that never come are awaited without an end.
+    Uses ``is_ready`` of arrays, which `jax.Array` does not declare. Without it the wait
+    for an array that never comes has no end.
     Free when `jax.Array` declares it; it does not up to JAX 0.12.
     """
     return getattr(array, "is_ready", lambda: True)()

@@ -1,8 +1,8 @@
-"""States on disk: saved by one pipeline, gone on with by any other.
+"""States on disk: saved by one pipeline, restored by any other.
 
-A state is keyed by layer and knows nothing of stages, devices or meshes, so what four
-stages saved goes on in two, on one device or on a mesh. The files are those of Orbax,
-which writes all of a state or none of it, and which other programs read too.
+A state is keyed by layer and knows nothing of stages, devices or meshes, so the state
+of four stages goes on in two stages, on one device or on a mesh. Orbax writes the
+files: all of a state or none of it, and other programs can read them.
 """
 
 import os
@@ -26,7 +26,7 @@ PyTree = Any
 _ARRAYS = jax.Array | np.ndarray
 _NUMBERS = bool | int | float | complex | np.generic
 # Seconds that a process waits while another one writes: a day.
-_LONG = 86_400.0
+_WRITE_TIMEOUT = 86_400.0
 
 
 def save(
@@ -35,19 +35,19 @@ def save(
     """Saves a state; returns when all of it is written.
 
     Args:
-      path: a folder that is not there yet.
+      path: a folder that does not exist yet.
       state: a `TrainState`, or variables, or any pytree of arrays and numbers, such as
         ``{"state": state, "position": 1200}`` with the position in the data.
-      overwrite: whether it may be there, and is replaced.
+      overwrite: True if a folder that exists is replaced.
 
     Raises:
-      FileExistsError: if it is there.
-      OSError: if it cannot be made.
-      TypeError: with what of it is neither an array nor a number, or if it holds none
-        of these; if ``path`` is no path.
-      ValueError: if a step overwrote the state; of several processes, if they are not
-        at the same step, or save different things.
-      RuntimeError: of several processes, if one cannot do its part.
+      FileExistsError: if the folder exists.
+      OSError: if it cannot be created.
+      TypeError: with the leaves that are neither arrays nor numbers, or if there are no
+        leaves; if ``path`` is no path.
+      ValueError: if a step overwrote the state; if several processes are not at the
+        same step, or save different states.
+      RuntimeError: if one of several processes cannot do its part.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe, optax, tempfile
@@ -66,19 +66,27 @@ def save(
     folder = _folder(path, "save", "state")
     _variables.check_alive(jax.tree.leaves(state))
     state = _as_arrays(state, "state")
-    several, exists = jax.process_count() > 1, folder.exists()
-    if several:  # the first one writes
-        exists = group().gather({"exists": exists}, "jpipe.checkpoint")[0]["exists"]
+
+    is_multi_process = jax.process_count() > 1
+    exists = folder.exists()
+    if is_multi_process:
+        # Process 0 writes, so it decides.
+        by_process = group().gather({"exists": exists}, "jpipe.checkpoint")
+        exists = by_process[0]["exists"]
     if exists and not overwrite:
         raise FileExistsError(
             f"{folder} is there already; give another path, or overwrite=True"
         )
-    if several:
+    if is_multi_process:
         agree_on(state)
-    _together("saved", lambda: _write(folder, state, overwrite), _LONG)
+    _run_in_all_processes(
+        lambda: _write(folder, state, overwrite=overwrite),
+        participle="saved",
+        timeout=_WRITE_TIMEOUT,
+    )
 
 
-def _write(folder: pathlib.Path, state: PyTree, overwrite: bool) -> None:
+def _write(folder: pathlib.Path, state: PyTree, *, overwrite: bool) -> None:
     import orbax.checkpoint as ocp  # takes a second, which a step does not need
 
     if jax.process_count() > 1:
@@ -88,72 +96,82 @@ def _write(folder: pathlib.Path, state: PyTree, overwrite: bool) -> None:
             checkpointer.save(folder, ocp.args.PyTreeSave(state), force=overwrite)
 
 
-def _together(what: str, work: Callable[[], Any], limit: float = 0.0) -> Any:
-    """Does the part of this process of what fails in all if it fails in one.
+def _run_in_all_processes(
+    function: Callable[[], Any], *, participle: str, timeout: float = 0.0
+) -> Any:
+    """Runs this process's part; if any process fails, all raise.
 
     Args:
-      what: it is called.
-      work: the part of this process.
-      limit: how many seconds others may take; default: the timeout.
+      function: the part of this process.
+      participle: ``"saved"`` or ``"restored"``, for errors.
+      timeout: seconds to wait for other processes; 0 for the timeout of the group.
 
     Raises:
-      RuntimeError: with what failed in another process.
+      RuntimeError: with the error of each other process that failed.
     """
     if jax.process_count() == 1:
-        return work()
+        return function()
     fault = ""
     try:
-        found = work()
+        result = function()
     except BaseException as error:
         fault = f"{type(error).__name__}: {error}"
         raise
     finally:
-        every = group().gather({"fault": fault}, f"jpipe.checkpoint, {what}", limit)
-    faults = [f"process {i}: {x['fault']}" for i, x in enumerate(every) if x["fault"]]
-    refuse(f"this could not be {what}", faults, RuntimeError)
-    return found
+        purpose = f"jpipe.checkpoint, {participle}"
+        by_process = group().gather({"fault": fault}, purpose, timeout)
+    faults = [
+        f"process {index}: {facts['fault']}"
+        for index, facts in enumerate(by_process)
+        if facts["fault"]
+    ]
+    refuse(f"this could not be {participle}", faults, RuntimeError)
+    return result
 
 
 def _checkpointer() -> Any:
-    """That of Orbax, which in several processes waits for no other one."""
+    """The checkpointer of Orbax, which does not wait for other processes."""
     import orbax.checkpoint as ocp
 
-    process = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=process,
-        active_processes={process},
-        barrier_sync_key_prefix=f"process{process}",
+    process_index = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=process_index,
+        active_processes={process_index},
+        barrier_sync_key_prefix=f"process{process_index}",
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
-    """Reads what `save` wrote, and puts it where another state is.
+    """Reads a state that `save` wrote, and puts it where another state is.
 
     Args:
       path: the folder.
-      like: a state of the pipeline that goes on, such as what its `init_train_state`
-        returned: its structure, shapes, dtypes and places are taken, not its values.
+      like: a state of the pipeline that goes on, such as the result of its
+        `init_train_state`: its structure, shapes, dtypes and devices are taken, not its
+        values.
 
     Returns:
       The state, in place.
 
     Raises:
-      FileNotFoundError: if there is no such folder.
-      TypeError: with what of ``like`` is neither an array nor a number, or if it holds
-        none of these; if ``path`` is no path.
-      ValueError: if it holds another kind of state: with every difference.
-      RuntimeError: of several processes, if one cannot do its part.
+      FileNotFoundError: if the folder does not exist.
+      TypeError: with the leaves of ``like`` that are neither arrays nor numbers, or if
+        there are no leaves; if ``path`` is no path.
+      ValueError: if the folder holds another state: with every difference.
+      RuntimeError: if one of several processes cannot do its part.
     """
     folder = _folder(path, "restore", "like")
     arrays = _as_arrays(like, "like")
-    found = _together("restored", lambda: _read(folder, arrays))
-    return jax.tree.map(_as_like, found, like)
+    restored = _run_in_all_processes(
+        lambda: _read(folder, arrays), participle="restored"
+    )
+    return jax.tree.map(_as_like, restored, like)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
-    """What this process has of a state; of the rest what stands for it."""
+    """The leaves of a state with a part in this process; placeholders of all others."""
     import orbax.checkpoint as ocp
 
     if not folder.exists():
@@ -166,24 +184,26 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
                 f"{folder} holds no state that jpipe.checkpoint.save wrote; give the "
                 f"path that save was given"
             ) from None
-        other = "{path} is {found}, like= has {wanted}"
+        difference = "{path} is {found}, like= has {wanted}"
         refuse(
             f"{folder} holds another state than like=",
-            _variables.differences(_kinds(like), _kinds(tree), other),
+            _variables.differences(_leaf_texts(like), _leaf_texts(tree), difference),
         )
-        here = jax.tree.map(
+        local_leaves = jax.tree.map(
             lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else leaf, like
         )
-        how = ocp.checkpoint_utils.construct_restore_args(here)
-        return checkpointer.restore(folder, ocp.args.PyTreeRestore(here, how))
+        restore_args = ocp.checkpoint_utils.construct_restore_args(local_leaves)
+        return checkpointer.restore(
+            folder, ocp.args.PyTreeRestore(local_leaves, restore_args)
+        )
 
 
 def _folder(path: Any, function: str, second: str) -> pathlib.Path:
-    """The path as an absolute one.
+    """The absolute path of a folder.
 
     Args:
-      path: what the caller passed first.
-      function: what was called.
+      path: the first argument of the caller.
+      function: the name of the function that was called.
       second: the name of its second argument.
 
     Raises:
@@ -198,14 +218,14 @@ def _folder(path: Any, function: str, second: str) -> pathlib.Path:
 
 
 def _as_arrays(tree: PyTree, name: str) -> PyTree:
-    """The same tree with an array of NumPy in place of each number.
+    """The tree with an array of NumPy in place of each number.
 
     Args:
-      tree: what the caller passed.
-      name: how errors call it.
+      tree: the argument of the caller.
+      name: its name in errors.
 
     Raises:
-      TypeError: with what is neither, or if there are no leaves.
+      TypeError: with the leaves that are neither, or if there are no leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     faults = [
@@ -226,24 +246,27 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
     )
 
 
-def _as_like(found: Any, like: Any) -> Any:
-    """A leaf that was read, where a number or a key is meant as such."""
+def _as_like(restored: Any, like: Any) -> Any:
+    """A leaf that was read, as a number or a key where the leaf of `like` is one."""
     if is_elsewhere(like):
         return like
     if isinstance(like, _NUMBERS):
-        return type(like)(found.item())
-    return as_key(found, like)
+        return type(like)(restored.item())
+    return as_key(restored, like)
 
 
-def _kinds(tree: PyTree) -> dict[str, str]:
-    """The shape and dtype of each leaf as it is saved, whatever containers it is in."""
-    kinds = {}
+def _leaf_texts(tree: PyTree) -> dict[str, str]:
+    """The shape and dtype of each leaf as it is saved, by path.
+
+    The path does not tell containers apart: they are not saved.
+    """
+    texts = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # The numbers are saved of which a key is made.
+        # A key is saved as its numbers.
         saved = jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        kinds[name] = shapes(saved)
-    return kinds
+        texts[name] = shapes(saved)
+    return texts
 
 
 def __dir__() -> list[str]:

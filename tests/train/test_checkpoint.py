@@ -65,11 +65,14 @@ def test_a_state_and_the_position_in_the_data_are_restored(
     assert {leaf.device for leaf in jax.tree.leaves(restored["state"].params)} == {
         *twin.devices
     }
-    found = restored["position"]
-    ref.assert_equal(found.pop("key"), position.pop("key"))
-    np.testing.assert_array_equal(found.pop("order"), position.pop("order"))
-    assert found == position
-    assert all(type(found[name]) is type(position[name]) for name in found)
+    restored_position = restored["position"]
+    ref.assert_equal(restored_position.pop("key"), position.pop("key"))
+    np.testing.assert_array_equal(restored_position.pop("order"), position.pop("order"))
+    assert restored_position == position
+    assert all(
+        type(restored_position[name]) is type(position[name])
+        for name in restored_position
+    )
     with pytest.raises(ValueError, match=r"position/epoch is int64.*, like= has float"):
         checkpoint.restore("all", {**like, "position": position | {"epoch": 1.5}})
 
@@ -121,7 +124,7 @@ def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
     donated.delete()
     (tmp_path / "file").touch()
     threads = threading.active_count()
-    for path, tree, kind, says in (
+    for path, tree, error, says in (
         ("state", {"w": donated}, ValueError, "this state was donated"),
         ("state", {"name": "a"}, TypeError, r"\['name'\] is 'a', a str"),
         (
@@ -131,7 +134,7 @@ def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
             "Not a directory: .*file",
         ),
     ):
-        with pytest.raises(kind, match=says):
+        with pytest.raises(error, match=says):
             checkpoint.save(tmp_path / path, tree)
     assert not (tmp_path / "state").exists()
     # Those of Orbax end soon: some that wait would hold up the end of the program.
