@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
-from ..schedules._compare import fitting
+from ..schedules._compare import scale_costs
 from ._arguments import CommandError, output_path, positive_int, schedule_name
 
 # A text grid of more cells than that is not printed: nobody would look at it.
@@ -64,7 +64,7 @@ def add_check(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     builder = schedules.named(arguments.name)
     schedule = builder(arguments.ranks, arguments.microbatches)
-    timeline = schedule.simulate(fitting(_costs(arguments), schedule))
+    timeline = schedule.simulate(scale_costs(_costs(arguments), schedule))
     print(timeline)
     if arguments.svg is None and arguments.trace is None:
         print(timeline.to_text())

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..schedules import Costs, Schedule, Timeline
-from ..schedules._compare import fitting
+from ..schedules._compare import scale_costs
 from . import _palette as palette
 from ._frame import Frame, frame_of
 from ._legend import legend
@@ -77,7 +77,7 @@ def _timeline(given: Any) -> Timeline:
     if is_plan(given):
         return timeline_of(given)
     if isinstance(given, Schedule):
-        return given.simulate(fitting(Costs(), given))
+        return given.simulate(scale_costs(Costs(), given))
     if not isinstance(given, Timeline):
         raise TypeError(
             f"a {type(given).__name__} is not a timeline: draw a Schedule, such as "

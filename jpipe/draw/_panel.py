@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ..schedules import MemoryEvent, Timeline
-from ..schedules._units import share
+from ..schedules._units import format_percent
 from . import _palette as palette
 from ._frame import LABEL, Frame, peak_label
 from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
@@ -41,7 +41,7 @@ def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[
 
 def summary(timeline: Timeline, frame: Frame) -> str:
     """The makespan and the bubble in words."""
-    bubble = share(timeline.bubble_fraction)
+    bubble = format_percent(timeline.bubble_fraction)
     return f"makespan {frame.text(timeline.makespan)}, bubble {bubble}"
 
 

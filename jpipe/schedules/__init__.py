@@ -1,4 +1,7 @@
-"""Pipeline schedules as data: who runs which action, in which order.
+"""Pipeline schedules as data: the actions of every rank, in order.
+
+    0F0 0F1 0B0 0F2 0B1 0B2     rank 0; 0F2: the forward of stage 0 on micro-batch 2
+    1F0 1B0 1F1 1B1 1F2 1B2     rank 1; 1B0: the backward of stage 1 on micro-batch 0
 
 A schedule is a value. It knows nothing of arrays, devices or models; transfers
 follow from the dependencies between its actions and are never written down. Print

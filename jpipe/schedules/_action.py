@@ -11,21 +11,21 @@ BACKWARD = "B"
 INPUT = "I"
 WEIGHT = "W"
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
-# What a backward, and each half of it, reads of its own stage.
+# A backward, or a half of it -> the op of the same stage and micro-batch that it reads.
 LOCAL_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 
-# Stages and micro-batches are counted, one cell or more for each: no schedule that
-# fits into a memory has numbers of more digits, and Python does not read any number.
+# Each stage and micro-batch has a cell or more, so no schedule that fits into memory
+# needs more digits; and `int` refuses texts of thousands of digits.
 _NUMBER = "([0-9]{1,6})"
 _PATTERN = re.compile(f"{_NUMBER}([{''.join(OPS)}]){_NUMBER}")
 
 
 class Action(NamedTuple):
-    """What a rank does next: ``op`` of ``stage`` on ``microbatch``.
+    """The operation ``op`` of ``stage`` on ``microbatch``.
 
     Prints as the literature writes it: ``2F0`` is the forward of stage 2 on
-    micro-batch 0, ``2B0`` its backward. A backward may be split in two: ``2I0`` makes
-    the gradient of the stage's input, ``2W0`` that of its weights. Stages and
+    micro-batch 0, ``2B0`` its backward. A backward may be split in two: ``2I0``
+    computes the gradient of the stage's input, ``2W0`` that of its weights. Stages and
     micro-batches count from 0.
 
     Example:
@@ -46,7 +46,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Reads what `str` wrote.
+        """Parses the text of an action, as `str` writes it.
 
         Args:
           text: a stage, an op and a micro-batch without blanks, such as ``"2F0"``.

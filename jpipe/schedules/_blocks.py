@@ -1,21 +1,31 @@
-"""Two stages per rank in a V: one micro-batch laid out in slots, repeated."""
+"""V schedules: one micro-batch laid out in slots, repeated every six slots.
 
-from collections.abc import Callable, Mapping, Sequence
+    V-Min on three ranks, the block of one micro-batch (f, i, w: of the second chunk)
+
+    rank 0 |F . . . . f . . i w . . . I . . W|
+    rank 1 |. F . . f . . . . i . w I . W . .|
+    rank 2 |. . F f . . . . . . i I w W . . .|
+
+The slots of a rank differ modulo six, so that the blocks of all micro-batches
+interlock. How long a block keeps an activation decides how much memory a rank needs.
+"""
+
+from collections.abc import Callable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._build import check
+from ._build import check_counts
 from ._costs import Costs
-from ._improve import latest_starts
+from ._improve import compute_latest_starts
 from ._list_schedule import list_schedule
-from ._placement import stages_of, v_shape
+from ._placement import group_by_rank, place_in_v
 from ._schedule import Schedule
-from ._tables import Numbered, Tables
+from ._tables import ActionTables, IdRows
 
-# Six actions of one slot for each micro-batch: F, I and W of two chunks.
+# The slots of a micro-batch on one rank: F, I and W of two chunks.
 _PERIOD = 6
-# How often an order is pushed late and early again, at most.
-_ROUNDS = 3
-# The slots of one micro-batch on one rank: of an op of a chunk, the first of its own.
+# The most rounds in which an order is pushed late and early again.
+_MAX_ROUNDS = 3
+# For one rank: (op, chunk) -> its slot in the block. A whole backward takes two slots.
 _Slots = Mapping[tuple[str, int], int]
 
 
@@ -42,7 +52,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Pipeline Parallelism with Controllable Memory
       <https://arxiv.org/abs/2405.15362>`_ (2024).
     """
-    return _repeated("v_min", num_ranks, num_microbatches, _min)
+    return _repeat_block("v_min", num_ranks, num_microbatches, _v_min_block)
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -68,7 +78,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Pipeline Parallelism with Controllable Memory
       <https://arxiv.org/abs/2405.15362>`_ (2024).
     """
-    return _repeated("v_half", num_ranks, num_microbatches, _half)
+    return _repeat_block("v_half", num_ranks, num_microbatches, _v_half_block)
 
 
 def one_f_one_b_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -94,70 +104,122 @@ def one_f_one_b_v(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Pipeline Parallelism with Controllable Memory
       <https://arxiv.org/abs/2405.15362>`_ (2024).
     """
-    return _repeated("1f1b_v", num_ranks, num_microbatches, _whole)
+    return _repeat_block(
+        "1f1b_v",
+        num_ranks,
+        num_microbatches,
+        _one_f_one_b_block,
+        has_whole_backwards=True,
+    )
 
 
-def _repeated(
+def _repeat_block(
     name: str,
     num_ranks: int,
     num_microbatches: int,
-    block: Callable[[int], list[_Slots]],
+    build_block: Callable[[int], list[_Slots]],
+    *,
+    has_whole_backwards: bool = False,
 ) -> Schedule:
-    """A schedule in the shape of a V from the layout of one micro-batch.
+    """Repeats a block, then improves what is before and after the steady phase.
 
-    The block gives the slot in which each rank starts its work on micro-batch 0; the
-    others follow every six slots. How long a block keeps activations decides how much a
-    rank holds. Then every action runs as early as it can; where a rank still waits,
-    before and after the steady phase, the order is changed as long as that makes the
-    step shorter and no rank holds more than the fullest.
+    Micro-batch i runs 6 i slots after micro-batch 0. Then every action runs as early as
+    it can; where a rank still waits, before and after the steady phase, the order is
+    changed as long as that makes the step shorter and no rank holds more than the
+    fullest.
+
+    Args:
+      name: the name of the schedule.
+      num_ranks: the number of ranks.
+      num_microbatches: the number of micro-batches.
+      build_block: ``num_ranks -> block``: the slots of micro-batch 0 on each rank.
+      has_whole_backwards: False if backwards are split.
     """
-    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-    placement = v_shape(num_ranks)
-    # By default all actions take the same time, and a stage of a micro-batch is a unit.
-    tables = Tables(Costs(), placement, num_ranks, num_microbatches)
-    rows: Numbered | None = []
-    for slots, stages in zip(block(num_ranks), stages_of(placement), strict=True):
-        cells = [
-            (slot + _PERIOD * i, tables.first(op, stages[chunk]) + i)
-            for (op, chunk), slot in slots.items()
-            for i in range(num_microbatches)
-        ]
-        rows.append([number for _, number in sorted(cells)])
-    run, whole = tables.run(rows), block is _whole
-    most = max(live for *_, live in tables.memory(run.by_end()))
-    for _ in range(_ROUNDS):
+    counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    check_counts(name, counts)
+    placement = place_in_v(num_ranks)
+    # By default F, I and W take the same time, and a stage of a micro-batch is a unit.
+    tables = ActionTables(Costs(), placement, num_ranks, num_microbatches)
+
+    rows: IdRows | None = []
+    block = build_block(num_ranks)
+    for slots, stages in zip(block, group_by_rank(placement), strict=True):
+        cells: list[tuple[int, int]] = []  # slot, action
+        for (op, chunk), slot in slots.items():
+            first = tables.first_id(op, stages[chunk])
+            cells += [(slot + _PERIOD * i, first + i) for i in range(num_microbatches)]
+        rows.append([action_id for _, action_id in sorted(cells)])
+
+    simulated = tables.simulate(rows)
+    memory = tables.memory(simulated.sort_by_end())
+    max_bytes = max(live for _, _, live in memory)
+    for _ in range(_MAX_ROUNDS):
         # Everything late, then early in that order.
-        rows = list_schedule(tables, latest_starts(run), [most] * num_ranks, whole)
-        if rows is None or (shifted := tables.run(rows)).makespan >= run.makespan:
+        rows = list_schedule(
+            tables,
+            compute_latest_starts(simulated),
+            [max_bytes] * num_ranks,
+            has_whole_backwards=has_whole_backwards,
+            reserves=True,
+        )
+        if rows is None:
             break
-        run = shifted
-    sizes = len(placement), num_microbatches
-    return Schedule(name, *sizes, placement, tables.actions(run.rows))
+        shifted = tables.simulate(rows)
+        if shifted.makespan >= simulated.makespan:
+            break
+        simulated = shifted
+    return Schedule(
+        name=name,
+        num_stages=len(placement),
+        num_microbatches=num_microbatches,
+        placement=placement,
+        rows=tables.to_actions(simulated.rows),
+    )
 
 
-def _min(num_ranks: int) -> list[_Slots]:
-    p, d = num_ranks, 2 if num_ranks % 3 == 0 else 0
+def _v_min_block(num_ranks: int) -> list[_Slots]:
+    p = num_ranks
+    d = 2 if num_ranks % 3 == 0 else 0
     return [
-        _with_rests((i, 2 * p - 1 - i, 2 * p + d + i, 4 * p + d - 1 - i))
-        for i in range(p)
+        _split_block(
+            forward_0=rank,
+            forward_1=2 * p - 1 - rank,
+            input_1=2 * p + d + rank,
+            input_0=4 * p + d - 1 - rank,
+        )
+        for rank in range(p)
     ]
 
 
-def _half(num_ranks: int) -> list[_Slots]:
-    p, d = num_ranks, 3 if num_ranks % 2 == 0 else 0
+def _v_half_block(num_ranks: int) -> list[_Slots]:
+    p = num_ranks
+    d = 3 if num_ranks % 2 == 0 else 0
     return [
-        _with_rests((2 * i, 3 * p - 2 - i, 3 * p + d + 2 * i - 1, 6 * p + d - 2 - i))
-        for i in range(p)
+        _split_block(
+            forward_0=2 * rank,
+            forward_1=3 * p - 2 - rank,
+            input_1=3 * p + d + 2 * rank - 1,
+            input_0=6 * p + d - 2 - rank,
+        )
+        for rank in range(p)
     ]
 
 
-_STARTS = ((FORWARD, 0), (FORWARD, 1), (INPUT, 1), (INPUT, 0))
+def _split_block(
+    *, forward_0: int, forward_1: int, input_1: int, input_0: int
+) -> _Slots:
+    """The slots of one rank: those of F and I of both chunks, each W soon after its I.
 
-
-def _with_rests(starts: Sequence[int]) -> _Slots:
-    """Each W in the first free slot after its I."""
-    slots = dict(zip(_STARTS, starts, strict=True))
-    taken = {slot % _PERIOD for slot in starts}
+    A weight gradient takes the first slot after its input gradient that is free modulo
+    the period.
+    """
+    slots = {
+        (FORWARD, 0): forward_0,
+        (FORWARD, 1): forward_1,
+        (INPUT, 1): input_1,
+        (INPUT, 0): input_0,
+    }
+    taken = {slot % _PERIOD for slot in slots.values()}
     for chunk in (1, 0):
         slot = slots[INPUT, chunk] + 1
         while slot % _PERIOD in taken:
@@ -167,21 +229,32 @@ def _with_rests(starts: Sequence[int]) -> _Slots:
     return slots
 
 
-def _whole(num_ranks: int) -> list[_Slots]:
+def _one_f_one_b_block(num_ranks: int) -> list[_Slots]:
     """1F1B in a V: forwards at once, each B in the first slots that let both fit."""
-    p, late = num_ranks, 2 * (num_ranks % 3 == 0)
-    second = [2 * p + late // 2]
+    p = num_ranks
+    # If p is a multiple of 3, the slots would collide modulo the period.
+    delay = 2 if num_ranks % 3 == 0 else 0
+
+    # The slots of the B of the second chunk, from rank 0 to the last rank ...
+    backward_1 = [2 * p + delay // 2]
     for k in reversed(range(p - 1)):
-        second.append(second[-1] + (2 if k % 3 else 5) + late * (k == p - 2))
-    first = [second[-1] + 2]
+        step = 2 if k % 3 else 5
+        if k == p - 2:
+            step += delay
+        backward_1.append(backward_1[-1] + step)
+    # ... and of the first chunk, from the last rank to rank 0.
+    backward_0 = [backward_1[-1] + 2]
     for k in range(p - 1):
-        first.append(first[-1] + (5 if k % 3 == 1 else 2) + late * (k == p - 2))
+        step = 5 if k % 3 == 1 else 2
+        if k == p - 2:
+            step += delay
+        backward_0.append(backward_0[-1] + step)
     return [
         {
             (FORWARD, 0): rank,
             (FORWARD, 1): 2 * p - 1 - rank,
-            (BACKWARD, 1): second[rank],
-            (BACKWARD, 0): first[p - 1 - rank],
+            (BACKWARD, 1): backward_1[rank],
+            (BACKWARD, 0): backward_0[p - 1 - rank],
         }
         for rank in range(p)
     ]

@@ -1,78 +1,106 @@
-"""What no order of the same actions can beat: each rank alone."""
+"""A lower bound of the makespan: each rank alone, with the freedom to interrupt.
+
+For each action of a rank, over the longest chains of dependencies before and after it:
+
+    head[a] = max over what a depends on of (head + duration + delay)
+    tail[a] = max over what depends on a of (delay + duration + tail)
+
+One machine that may interrupt its work and runs, of what has arrived, the action with
+the longest tail reaches the least possible ``max(end + tail)``: Jackson's preemptive
+schedule. No schedule of the pipeline is faster than that of any rank.
+"""
 
 import heapq
+from typing import NamedTuple
 
 from ._action import BACKWARD, INPUT, WEIGHT
-from ._tables import Tables
-
-# When a part may begin, how long it takes, and what must still follow it.
-_Part = tuple[float, float, float]
+from ._tables import ActionTables
 
 
-def lower_bound(tables: Tables) -> float:
+class _Job(NamedTuple):
+    """An action as one machine sees it: earliest start, duration, what must follow."""
+
+    head: float
+    duration: float
+    tail: float
+
+
+def compute_lower_bound(tables: ActionTables) -> float:
     """A time that no schedule of these stages beats, whatever it may hold.
 
-    Each rank is looked at alone: everything it has to do, nothing before the stages
-    before it can have been run, and after each action the stages that follow, and the
-    exchange of gradients. It may even interrupt its work; the best order is then known.
-    Backwards are whole or split, whichever is less. The longest chain of one
-    micro-batch and the work of the busiest rank with its warm-up and drain are among
-    what is counted.
+    Each rank is looked at alone: all its actions, each not before the stages before it
+    can have run, and after each action the stages that follow and the exchange of
+    gradients. Backwards are whole or split, whichever is less. The longest chain of one
+    micro-batch, and the work of the busiest rank with its warm-up and drain, are
+    included.
 
     References:
       Carlier, The one-machine sequencing problem (1982).
     """
-    parts: list[list[_Part]] = [[] for _ in range(tables.num_ranks)]
     count = tables.num_microbatches
-    seconds, tail = [*tables.seconds], [*tables.exchange]
-    whole, half, rest = (tables.first(op, 0) for op in (BACKWARD, INPUT, WEIGHT))
-    for at in range(count * tables.num_stages):
-        # Of a backward the least before its gradient goes on, and the least after that.
-        both = min(seconds[whole + at], seconds[half + at] + seconds[rest + at])
-        seconds[half + at] = min(seconds[whole + at], seconds[half + at])
-        seconds[rest + at] = max(both - seconds[half + at], 0.0)
-    order = [*range(whole)]
-    if tables.training:
-        order += [*reversed(range(half, rest)), *range(rest, len(seconds))]
-    for number in reversed(order):
-        long = seconds[number] + tail[number]
-        for read, delay in tables.reads:
-            if (before := read[number]) >= 0:
-                tail[before] = max(tail[before], delay[number] + long)
-    end = [0.0] * len(seconds)
-    for number in order:
-        arrivals = (
-            end[read[number]] + delay[number]
-            for read, delay in tables.reads
-            if read[number] >= 0
-        )
-        head = max(arrivals, default=0.0)
-        end[number] = head + seconds[number]
-        rank = tables.rank_of[number % count][tables.stage(number)]
-        parts[rank].append((head, seconds[number], tail[number]))
-    return max(map(_one_rank, parts), default=0.0)
+    duration = [*tables.durations]
+    tail = [*tables.exchange_times]
+    head_and_duration = [0.0] * len(duration)
+    first_backward = tables.first_id(BACKWARD, 0)
+    first_input = tables.first_id(INPUT, 0)
+    first_weight = tables.first_id(WEIGHT, 0)
+
+    # I takes the least time until the gradient of a backward can go on, whole or split;
+    # W the least time that is left after it.
+    for offset in range(count * tables.num_stages):
+        whole = duration[first_backward + offset]
+        input_grad = duration[first_input + offset]
+        weight_grad = duration[first_weight + offset]
+        total = min(whole, input_grad + weight_grad)
+        first_half = min(whole, input_grad)
+        duration[first_input + offset] = first_half
+        duration[first_weight + offset] = max(total - first_half, 0.0)
+
+    # In an order of execution: F by stage, I by stage from the last, W.
+    order = [*range(first_backward)]
+    if tables.has_backwards:
+        order += reversed(range(first_input, first_weight))
+        order += range(first_weight, len(duration))
+
+    for action_id in reversed(order):
+        chain = duration[action_id] + tail[action_id]
+        for ids, delays in tables.dependencies:
+            before = ids[action_id]
+            if before >= 0:
+                tail[before] = max(tail[before], delays[action_id] + chain)
+
+    jobs: list[list[_Job]] = [[] for _ in range(tables.num_ranks)]
+    for action_id in order:
+        head = 0.0
+        for ids, delays in tables.dependencies:
+            before = ids[action_id]
+            if before >= 0:
+                head = max(head, head_and_duration[before] + delays[action_id])
+        head_and_duration[action_id] = head + duration[action_id]
+        rank = tables.rank_of[action_id % count][tables.stage(action_id)]
+        jobs[rank].append(_Job(head, duration[action_id], tail[action_id]))
+    return max(map(_least_time, jobs), default=0.0)
 
 
-def _one_rank(parts: list[_Part]) -> float:
-    """The least time of one rank that may interrupt its work.
-
-    Of what has arrived it does what has the longest to follow.
-    """
-    waiting = sorted(parts, reverse=True)
-    ready: list[tuple[float, float]] = []
-    now = most = 0.0
-    while waiting or ready:
+def _least_time(jobs: list[_Job]) -> float:
+    """The least time of one rank that may interrupt its work."""
+    arriving = sorted(jobs, reverse=True)  # the next one is the last
+    ready: list[tuple[float, float]] = []  # (-tail, duration that is left)
+    now = 0.0
+    least = 0.0
+    while arriving or ready:
         if not ready:
-            now = max(now, waiting[-1][0])
-        while waiting and waiting[-1][0] <= now:
-            _, seconds, follow = waiting.pop()
-            heapq.heappush(ready, (-follow, seconds))
-        follow, seconds = heapq.heappop(ready)
-        until = waiting[-1][0] if waiting else now + seconds
-        if now + seconds <= until:
-            now += seconds
-            most = max(most, now - follow)
+            now = max(now, arriving[-1].head)
+        while arriving and arriving[-1].head <= now:
+            job = arriving.pop()
+            heapq.heappush(ready, (-job.tail, job.duration))
+
+        negative_tail, duration = heapq.heappop(ready)
+        until = arriving[-1].head if arriving else now + duration
+        if now + duration <= until:
+            now += duration
+            least = max(least, now - negative_tail)
         else:
-            heapq.heappush(ready, (follow, seconds - (until - now)))
+            heapq.heappush(ready, (negative_tail, duration - (until - now)))
             now = until
-    return most
+    return least

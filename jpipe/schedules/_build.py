@@ -1,27 +1,38 @@
-"""From the order of every rank, as a builder states it, to a schedule."""
+"""Builds a schedule from the order of each rank, as a builder states it.
+
+Most orders of the literature alternate: a rank runs some forwards as warm-up, then one
+forward and one backward in turns, then what is left.
+
+    warm-up 2  |F0 F1   F2 B0  F3 B1   B2 B3|
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from ._placement import loop, stages_of
+from ._placement import group_by_rank, place_in_loop
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
-# An op, the chunk of the rank's layers that it is of, and a micro-batch.
+# An op, the index of the stage among those of its rank, and a micro-batch.
 Cell = tuple[str, int, int]
 
 
-def check(name: str, numbers: Mapping[str, Any]) -> None:
-    """Refuses what is not a number of at least one, naming all of them."""
+def check_counts(name: str, counts: Mapping[str, Any]) -> None:
+    """Refuses what is not an int of at least 1, naming all of it.
+
+    Args:
+      name: the name of the schedule, with which the error begins.
+      counts: the value of each argument, by its name.
+    """
     faults = [
-        f"{key}={value!r}" for key, value in numbers.items() if not _counts(value)
+        f"{key}={value!r}" for key, value in counts.items() if not _is_count(value)
     ]
     if faults:
         raise ScheduleError(f"{name}: {', '.join(faults)}: must be ints of at least 1")
 
 
-def _counts(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool) and value >= 1
 
 
@@ -31,83 +42,103 @@ def build(
     placement: Sequence[int],
     row: Callable[[int], Iterable[Cell]],
 ) -> Schedule:
-    """Makes a schedule.
+    """Builds a schedule, without validating it.
 
     Args:
-      name: what to call it.
+      name: the name of the schedule.
       num_microbatches: the number of micro-batches.
       placement: the rank of each stage.
-      row: the cells of a rank, in order; those of micro-batches that are not there
-        are dropped.
-
-    Returns:
-      The schedule.
+      row: ``rank -> cells``, in order; cells of micro-batches beyond the last are
+        dropped.
     """
-    rows = tuple(
-        tuple(
-            Action(op, stages[chunk], i)
-            for op, chunk, i in row(rank)
-            if i < num_microbatches
-        )
-        for rank, stages in enumerate(stages_of(placement))
+    rows: list[tuple[Action, ...]] = []
+    for rank, stages in enumerate(group_by_rank(placement)):
+        actions = [
+            Action(op, stages[chunk], microbatch)
+            for op, chunk, microbatch in row(rank)
+            if microbatch < num_microbatches
+        ]
+        rows.append(tuple(actions))
+    return Schedule(
+        name=name,
+        num_stages=len(placement),
+        num_microbatches=num_microbatches,
+        placement=tuple(placement),
+        rows=tuple(rows),
     )
-    return Schedule(name, len(placement), num_microbatches, tuple(placement), rows)
 
 
-def warmed_up(
+def build_with_warmup(
     name: str,
     num_ranks: int,
     num_microbatches: int,
+    *,
     warmup: Callable[[int], int],
     lag: Callable[[int], int] | None = None,
     num_chunks: int = 1,
-    group: int | None = None,
+    group_size: int | None = None,
 ) -> Schedule:
-    """Forwards first, then a forward and a backward in turns, then what is left.
+    """Builds a schedule whose ranks warm up with forwards, then alternate.
 
     Micro-batches pass in groups through the chunks of a rank; backwards follow in the
     order of the forwards, from the last chunk to the first.
 
     Args:
-      name: what to call it.
+      name: the name of the schedule.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
-      warmup: how many forwards a rank runs before the first in turns.
-      lag: splits backwards, and is by how many turns the weight gradients of a rank
-        come later than its input gradients; ``None``: backwards are whole.
-      num_chunks: how many stages each rank runs, round the ranks.
-      group: the micro-batches of a group; default: all of them. The last group is
+      warmup: ``rank -> number`` of forwards before forwards and backwards alternate.
+      lag: ``rank -> number`` of turns by which the weight gradients come later than
+        the input gradients; ``None``: backwards are whole.
+      num_chunks: the stages per rank, placed in a loop.
+      group_size: the micro-batches of a group; default: all of them. The last group is
         filled up with micro-batches that are dropped: with a short one, ranks could
         wait for each other.
 
     Returns:
       The schedule, not validated.
     """
-    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    check(name, numbers | {"num_chunks": num_chunks})
-    size = group or num_microbatches
-    forwards = [
-        (chunk, i)
-        for first in range(0, num_microbatches, size)
-        for chunk in range(num_chunks)
-        for i in range(first, first + size)
-    ]
+    counts = {
+        "num_ranks": num_ranks,
+        "num_microbatches": num_microbatches,
+        "num_chunks": num_chunks,
+    }
+    check_counts(name, counts)
+    step = num_microbatches if group_size is None else group_size
+
+    forwards: list[tuple[int, int]] = []
+    for first in range(0, num_microbatches, step):
+        for chunk in range(num_chunks):
+            forwards += [(chunk, first + i) for i in range(step)]
     backwards = [(num_chunks - 1 - chunk, i) for chunk, i in forwards]
 
     def row(rank: int) -> Iterator[Cell]:
-        own_lag = None if lag is None else lag(rank)
-        return in_turns(forwards, backwards, warmup(rank), own_lag)
+        return alternate(
+            forwards,
+            backwards,
+            warmup=warmup(rank),
+            lag=None if lag is None else lag(rank),
+        )
 
-    return build(name, num_microbatches, loop(num_ranks, num_chunks), row)
+    return build(name, num_microbatches, place_in_loop(num_ranks, num_chunks), row)
 
 
-def in_turns(
+def alternate(
     forwards: Sequence[tuple[int, int]],
     backwards: Sequence[tuple[int, int]],
+    *,
     warmup: int,
     lag: int | None = None,
 ) -> Iterator[Cell]:
-    """The row of one rank: see `warmed_up`."""
+    """Yields the cells of one rank: warm-up, then forwards and backwards in turns.
+
+    Args:
+      forwards: the chunk and micro-batch of each forward, in order.
+      backwards: the chunk and micro-batch of each backward.
+      warmup: the number of forwards before the first turn.
+      lag: the number of turns from an input gradient to its weight gradient; ``None``:
+        backwards are whole.
+    """
     yield from ((FORWARD, *cell) for cell in forwards[:warmup])
     for turn, cell in enumerate(backwards):
         if warmup + turn < len(forwards):
@@ -116,5 +147,5 @@ def in_turns(
         if lag is not None and turn >= lag:
             yield WEIGHT, *backwards[turn - lag]
     if lag is not None:
-        left = max(len(backwards) - lag, 0)
-        yield from ((WEIGHT, *cell) for cell in backwards[left:])
+        num_done = max(len(backwards) - lag, 0)
+        yield from ((WEIGHT, *cell) for cell in backwards[num_done:])

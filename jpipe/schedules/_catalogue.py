@@ -1,4 +1,4 @@
-"""The builders, by name."""
+"""The builders of the schedules of the literature, by name."""
 
 from typing import Any
 
@@ -37,19 +37,21 @@ def named(name: str) -> ScheduleBuilder:
     """The builder of that name.
 
     Args:
-      name: of the catalogue, or of a function of it.
+      name: a key of `BY_NAME`, or the name of a builder function, such as
+        ``"one_f_one_b"``.
 
     Returns:
       The builder.
 
     Raises:
-      ValueError: if there is none; the message lists those that there are.
+      ValueError: if the name is unknown; the message lists all names.
 
     Example:
       >>> named("zb_v")(4, 8).num_stages
       8
     """
-    if (key := key_of(name)) is None:
+    key = key_of(name)
+    if key is None:
         raise ValueError(
             f"unknown schedule {name!r}: choose {', '.join(map(repr, BY_NAME))}, a "
             f"builder of jpipe.schedules or a Schedule"
@@ -58,11 +60,12 @@ def named(name: str) -> ScheduleBuilder:
 
 
 def key_of(schedule: Any) -> str | None:
-    """The name by which the catalogue has a schedule; ``None`` if it has not.
+    """The key of a builder in `BY_NAME`; ``None`` if it is not there.
 
     Args:
-      schedule: its name, that of its function, or the function.
+      schedule: the key, the name of the builder function, or the function.
     """
+    builder = schedule
     if isinstance(schedule, str):
-        schedule = BY_NAME.get(schedule.replace("one_f_one_b", "1f1b"), schedule)
-    return next((key for key, made in BY_NAME.items() if made is schedule), None)
+        builder = BY_NAME.get(schedule.replace("one_f_one_b", "1f1b"))
+    return next((key for key, value in BY_NAME.items() if value is builder), None)

@@ -1,4 +1,4 @@
-"""Which schedule is meant: by name, by builder, or itself."""
+"""Finds the schedule that a user means: a name, a builder or a `Schedule`."""
 
 import reprlib
 from typing import Any
@@ -10,7 +10,7 @@ from ._simulate import ScheduleError
 
 
 def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns a valid schedule for so many stages and micro-batches.
+    """Returns a valid schedule for these numbers of stages and micro-batches.
 
     A builder is called with every number of ranks that divides the number of stages,
     from one stage per rank on, so that builders with several stages per rank fit too.
@@ -37,62 +37,70 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
     return _build(schedule, num_stages, num_microbatches).validate()
 
 
-def called(given: Any) -> str:
-    """What was given as it is typed: the address of a function is no help."""
-    return getattr(given, "__name__", None) or reprlib.repr(given)
+def called(argument: Any) -> str:
+    """Formats an argument of the user; a function by its name, without its address."""
+    return getattr(argument, "__name__", None) or reprlib.repr(argument)
 
 
 def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
-    refused = []
+    """Calls a builder with every number of ranks until the stages fit."""
+    refusals: list[str] = []
     for num_ranks in range(num_stages, 0, -1):
         if num_stages % num_ranks:
             continue
         try:
-            built = builder(num_ranks, num_microbatches)
-        except ScheduleError as error:  # an order that so many ranks do not have
-            refused.append(f"{num_ranks} ranks: {error}")
+            schedule = builder(num_ranks, num_microbatches)
+        except ScheduleError as error:
+            # The builder has no order for these numbers.
+            refusals.append(f"{num_ranks} ranks: {error}")
             continue
-        if not isinstance(built, Schedule):
+        if not isinstance(schedule, Schedule):
             raise TypeError(
-                f"schedule={called(builder)} returned a {type(built).__name__}; a "
+                f"schedule={called(builder)} returned a {type(schedule).__name__}; a "
                 f"builder is (num_ranks, num_microbatches) -> Schedule"
             )
-        if built.num_stages == num_stages:
-            return _check_fit(built, num_stages, num_microbatches)
+        if schedule.num_stages == num_stages:
+            return _check_fit(schedule, num_stages, num_microbatches)
     raise ScheduleError(
         f"schedule={called(builder)} has no order for {num_stages} stages and "
         f"{num_microbatches} micro-batches"
-        + "".join(f"\n  * {line}" for line in refused)
+        + "".join(f"\n  * {line}" for line in refusals)
     )
 
 
 def turns(
     replicas: Any, schedule: Any, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """The schedule of stages at which several ranks take turns.
+    """Returns the schedule of stages at which several ranks take turns.
 
     Args:
       replicas: the number of ranks of each stage.
-      schedule: the name of one that has such an order.
+      schedule: ``"1f1b"`` or ``"eager_1f1b"``.
       num_stages: the number of stages.
       num_microbatches: the number of micro-batches.
 
     Raises:
-      ValueError: if the schedule has none, or there are other numbers of stages.
-      ScheduleError: if they are no numbers of ranks.
+      ValueError: if the schedule is another one, or the replicas are for another number
+        of stages.
+      ScheduleError: if the replicas are not numbers of ranks.
     """
-    names = {"1f1b": False, "eager_1f1b": True}
-    if not isinstance(schedule, str) or schedule not in names:
+    # name -> whether transfers are hidden
+    is_eager = {"1f1b": False, "eager_1f1b": True}
+    if not isinstance(schedule, str) or schedule not in is_eager:
         raise ValueError(
             f"replicas={replicas!r} with schedule={schedule!r}: choose '1f1b' or "
             f"'eager_1f1b', or leave out replicas= and give a Schedule that has them"
         )
-    made = replicated(replicas, num_microbatches, eager=names[schedule])
-    return _check_fit(made, num_stages, num_microbatches)
+    return _check_fit(
+        replicated(replicas, num_microbatches, eager=is_eager[schedule]),
+        num_stages,
+        num_microbatches,
+    )
 
 
 def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    faults = []
+    """Returns the schedule if it is for these numbers; else raises a ValueError."""
+    faults: list[str] = []
     if schedule.num_stages != num_stages:
         faults.append(f"{schedule.num_stages} stages, the pipeline has {num_stages}")
     if schedule.num_microbatches != num_microbatches:

@@ -1,20 +1,20 @@
-"""Schedules side by side."""
+"""Compares schedules that do the same work."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._costs import Costs
 from ._schedule import Schedule
-from ._timeline import Timeline, in_words
-from ._units import share
+from ._timeline import Timeline, format_time_and_peaks
+from ._units import format_percent
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What schedules would take for the same work; prints as a table.
+    """The predicted timelines of schedules for the same work; prints as a table.
 
     Attributes:
-      timelines: one for each schedule, in the order given.
+      timelines: the timeline of each schedule, in the order of the argument.
     """
 
     timelines: tuple[Timeline, ...]
@@ -23,9 +23,10 @@ class Comparison:
         header = ["schedule", "stages", "time", "bubble", "peak bytes per rank"]
         rows = [header]
         for timeline in self.timelines:
-            name, stages = timeline.name, str(timeline.num_stages)
-            time, peaks = in_words(timeline)
-            rows.append([name, stages, time, share(timeline.bubble_fraction), peaks])
+            time, peaks = format_time_and_peaks(timeline)
+            bubble = format_percent(timeline.bubble_fraction)
+            stages = str(timeline.num_stages)
+            rows.append([timeline.name, stages, time, bubble, peaks])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         rows.insert(1, ["-" * width for width in widths])
         return "\n".join(
@@ -37,17 +38,17 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
     """Predicts time, idle share and memory of schedules that do the same work.
 
     Args:
-      schedules: of the same number of ranks and micro-batches.
-      costs: one number per field: what all the layers of one rank cost. A schedule
-        with v stages per rank cuts them in v equal chunks. Costs per stage are taken
-        as they are, and then all schedules need that number of stages.
+      schedules: schedules with the same numbers of ranks and micro-batches.
+      costs: one number per field, for all the layers of one rank. A schedule with v
+        stages per rank cuts them in v equal chunks. Costs per stage are taken as they
+        are, and then all schedules need that number of stages.
 
     Returns:
       A comparison; printed, it is a Markdown table.
 
     Raises:
       ValueError: if costs are given per stage and a schedule has another number.
-      TypeError: if there is no sequence of schedules.
+      TypeError: if ``schedules`` is a single schedule or a name.
 
     Example:
       >>> from jpipe.schedules import gpipe, zb_h1
@@ -62,18 +63,28 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
             f"compare: {schedules!r:.60} are not several schedules; give a sequence, "
             f"such as [gpipe(4, 8), zb_h1(4, 8)]"
         )
-    costs = costs or Costs()
-    return Comparison(
-        tuple(schedule.simulate(fitting(costs, schedule)) for schedule in schedules)
-    )
+    rank_costs = Costs() if costs is None else costs
+    timelines = [
+        schedule.simulate(scale_costs(rank_costs, schedule)) for schedule in schedules
+    ]
+    return Comparison(tuple(timelines))
 
 
-def fitting(costs: Costs, schedule: Schedule) -> Costs:
-    """Costs of the stages of a schedule, from those of the layers of one rank."""
+def scale_costs(costs: Costs, schedule: Schedule) -> Costs:
+    """The costs of the stages of a schedule, from those of the layers of one rank.
+
+    Costs per stage are returned as they are.
+
+    Raises:
+      ValueError: if costs are per stage and the schedule has another number of stages.
+    """
     if costs.num_stages is None:
-        stages, ranks = schedule.num_stages, schedule.num_ranks
-        # Where several ranks share a stage it has the layers of all of them.
-        return costs.per_chunk(stages // ranks if stages >= ranks else stages / ranks)
+        num_stages = schedule.num_stages
+        num_ranks = schedule.num_ranks
+        if num_stages >= num_ranks:
+            return costs.per_chunk(num_stages // num_ranks)
+        # Ranks that share a stage share its layers.
+        return costs.per_chunk(num_stages / num_ranks)
     if costs.num_stages != schedule.num_stages:
         raise ValueError(
             f"costs are for {costs.num_stages} stages, {schedule.name} has "

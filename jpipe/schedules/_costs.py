@@ -1,6 +1,7 @@
-"""What the actions of a schedule cost: time, transfers, bytes."""
+"""The costs of the actions of a schedule: time, transfers, bytes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from ._action import INPUT, OPS, Action
 
 # One number for all stages, one per stage, or one per stage and micro-batch.
 Numbers = Any
-_PLAIN = (int, float)
+_NUMBER_TYPES = (int, float)
 
+# Fields with one number for all stages, and with one number per stage at most.
 _OF_ALL = ("latency", "bandwidth")
 _OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
-# The field with the time of each op.
+# op -> the field with its time.
 FIELDS: dict[str, str] = dict(zip(OPS, _TIMES, strict=True))
+# Fields that are divided among the chunks of a rank.
 _CHUNKED = (
     *_TIMES,
     "residual_bytes",
@@ -29,13 +32,13 @@ _CHUNKED = (
 
 
 class Skip(NamedTuple):
-    """What goes from one stage straight to a later one.
+    """A skip connection: a value that one stage sends straight to a later one.
 
     Attributes:
       source: the stage that sends it.
-      target: the stage that waits for it; its gradient goes the other way.
-      bytes: of one micro-batch; one number, or one for each.
-      cotangent_bytes: of its gradient, likewise.
+      target: the stage that reads it; its gradient goes the other way.
+      bytes: its size for one micro-batch; one number, or one per micro-batch.
+      cotangent_bytes: the size of its gradient, likewise.
     """
 
     source: int
@@ -46,36 +49,36 @@ class Skip(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What one action costs, in time and in memory.
+    """The costs of each action, in time and in memory.
 
     Every field but ``latency`` and ``bandwidth`` is one number for all stages, a
     sequence with one per stage, or a sequence of sequences with one per stage and
-    micro-batch; of ``parameter_bytes``, ``accumulator_bytes``, ``shared_bytes`` and
-    ``exchange`` micro-batches have none of their own. By default times are in units of
-    a forward and bytes in units of what a stage stores of one micro-batch.
+    micro-batch; ``parameter_bytes``, ``accumulator_bytes``, ``shared_bytes`` and
+    ``exchange`` are not per micro-batch. By default times are in units of a forward and
+    bytes in units of what a stage stores of one micro-batch.
 
     Attributes:
       forward: time of F, in any unit; seconds where bandwidth is bytes per second.
       backward: time of B, recomputation included.
       input_grad: time of I; default: half of ``backward``.
-      weight_grad: time of W; default: the rest of ``backward``.
-      latency: time that a transfer between two ranks takes whatever its size.
+      weight_grad: time of W; default: ``backward`` less the time of I.
+      latency: time of a transfer between two ranks, whatever its size.
       bandwidth: bytes per unit of time between two ranks.
-      boundary_bytes: the input of a stage, of one micro-batch.
+      boundary_bytes: the input of a stage, for one micro-batch.
       cotangent_bytes: the gradient of that input; default: ``boundary_bytes``.
-      residual_bytes: what a stage holds of one micro-batch between F and B, its input
-        included where it is stored.
-      pending_bytes: what it holds between I and W.
-      parameter_bytes: its parameters, and all else that stays.
+      residual_bytes: bytes that a stage stores of one micro-batch from F to B, its
+        input included if it is stored.
+      pending_bytes: bytes that a stage stores of one micro-batch from I to W.
+      parameter_bytes: the parameters of a stage, and all else that stays.
       accumulator_bytes: its sums of gradients.
-      extra_bytes: what one micro-batch brings to it besides the input, such as targets.
-      shared_bytes: what all micro-batches bring to it together, such as keys.
-      emitted_bytes: what one forward of it leaves until the end of the step.
+      extra_bytes: its inputs from one micro-batch besides activations, such as targets.
+      shared_bytes: its inputs that all micro-batches share, such as keys.
+      emitted_bytes: the outputs of one forward that stay until the end of the step.
       skips: the long skip connections.
-      exchange: time in which the ranks that share a stage add up its gradients, once
-        all of them are there.
-      in_seconds: whether times are seconds and sizes bytes, as measured ones are, and
-        printed and drawn as such; else they are in units of their own.
+      exchange: time in which the ranks that share a stage add up its gradients, after
+        the last of them.
+      in_seconds: True if times are seconds and sizes bytes, as measured ones are, and
+        are printed and drawn as such; False if they are in other units.
 
     Example:
       >>> Costs(forward=[1.0, 1.5], backward=3.0).of(Action("I", 1, 0))
@@ -103,146 +106,175 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """The time of one action."""
-        op, *where = action
-        given = getattr(self, FIELDS[op])
-        if given is not None:
-            return at(given, *where)
-        backward = at(self.backward, *where)
+        op, stage, microbatch = action
+        time = getattr(self, FIELDS[op])
+        if time is not None:
+            return look_up(time, stage, microbatch)
+        backward = look_up(self.backward, stage, microbatch)
         if op == INPUT:
             return backward / 2
         return max(backward - self.of(action._replace(op=INPUT)), 0.0)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all micro-batches cost the same."""
-        listed = [value for _, value in self._listed]
-        of_stages = [x for value in listed for x in value]
-        of_skips = [x for s in self.skips for x in (s.bytes, s.cotangent_bytes)]
-        return not any(isinstance(x, Sequence) for x in of_stages + of_skips)
+        """True if all micro-batches cost the same."""
+        numbers = list(itertools.chain.from_iterable(self._fields_per_stage.values()))
+        for skip in self.skips:
+            numbers += [skip.bytes, skip.cotangent_bytes]
+        return not any(isinstance(number, Sequence) for number in numbers)
 
     def links(self, num_stages: int) -> list[Skip]:
-        """All that goes from stage to stage: from each to the next, and the skips."""
-        neighbours = (
-            Skip(s - 1, s, at(self.boundary_bytes, s), self.cotangent(s))
-            for s in range(1, num_stages)
-        )
+        """All that stages send: each to the next one, and the skips."""
+        neighbours = [
+            Skip(
+                source=stage - 1,
+                target=stage,
+                bytes=look_up(self.boundary_bytes, stage),
+                cotangent_bytes=self.cotangent(stage),
+            )
+            for stage in range(1, num_stages)
+        ]
         return [*neighbours, *self.skips]
 
-    def cotangent(self, *where: int) -> Numbers:
-        """The bytes of the gradient of the input of a stage, and of a micro-batch."""
-        given = self.cotangent_bytes
-        return at(self.boundary_bytes if given is None else given, *where)
+    def cotangent(self, stage: int, *microbatch: int) -> Numbers:
+        """The bytes of the gradient of the input of a stage, for a micro-batch."""
+        if self.cotangent_bytes is None:
+            return look_up(self.boundary_bytes, stage, *microbatch)
+        return look_up(self.cotangent_bytes, stage, *microbatch)
 
     @property
-    def _listed(self) -> list[tuple[str, Sequence[Any]]]:
-        """The fields that are given by stages, by name."""
-        fields = vars(self).items()
-        return [(n, v) for n, v in fields if n != "skips" and isinstance(v, Sequence)]
+    def _fields_per_stage(self) -> dict[str, Sequence[Any]]:
+        """The fields with a number per stage, by name."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "skips" and isinstance(value, Sequence)
+        }
 
     @property
     def num_stages(self) -> int | None:
-        """For how many stages costs are given; ``None`` if one number serves all.
+        """The number of stages of the costs; ``None`` if one number serves all.
 
         Raises:
           ValueError: if the fields disagree.
         """
-        given = {name: len(value) for name, value in self._listed}
-        if len(set(given.values())) > 1:
-            listed = ", ".join(f"{name}: {count}" for name, count in given.items())
+        counts = {name: len(value) for name, value in self._fields_per_stage.items()}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
             raise ValueError(f"costs are for different numbers of stages: {listed}")
-        return next(iter(given.values()), None)
+        return next(iter(counts.values()), None)
 
     def per_chunk(self, num_chunks: float) -> "Costs":
         """The costs of one of the equal chunks that a rank's layers are cut in.
 
         Args:
-          num_chunks: how many stages each rank runs; less than one where ranks share a
-            stage.
+          num_chunks: the stages per rank; less than one if ranks share a stage.
 
         Returns:
           Times, residuals, parameters and their sums of gradients divided by it; a
           boundary is as large as before.
 
         Raises:
-          ValueError: if the costs are given per stage, so that they fit one number of
+          ValueError: if the costs are per stage, so that they are for one number of
             stages only.
         """
         if num_chunks == 1:
             return self
-        if listed := [name for name, value in self._listed if value]:
+        names = [name for name, value in self._fields_per_stage.items() if value]
+        if names:
             raise ValueError(
-                f"costs per stage ({', '.join(listed)}) do not give what the stages of "
+                f"costs per stage ({', '.join(names)}) do not give what the stages of "
                 f"a schedule with {num_chunks} stages per rank cost: give one number "
                 f"per field, for the layers of one rank"
             )
-        whole = {name: getattr(self, name) for name in _CHUNKED}
-        parts = {n: v / num_chunks for n, v in whole.items() if v is not None}
-        return dataclasses.replace(self, **parts)
+        rank_costs = {name: getattr(self, name) for name in _CHUNKED}
+        chunk_costs = {
+            name: value / num_chunks
+            for name, value in rank_costs.items()
+            if value is not None
+        }
+        return dataclasses.replace(self, **chunk_costs)
 
 
-def at(value: Numbers, *where: int) -> float:
-    """The number for a stage and a micro-batch, from what a field was given."""
-    for index in where:
-        # Most are plain numbers, which takes a tenth of the time to find out.
-        if value.__class__ in _PLAIN or not isinstance(value, Sequence):
-            return value
-        value = value[index]
-    return value
-
-
-def faults_of(
-    costs: Costs, num_microbatches: int, num_stages: int | None = None
-) -> list[str]:
-    """What is no cost: numbers below 0 or not finite, too few, of other stages.
+def look_up(numbers: Numbers, *indices: int) -> float:
+    """The number of a stage, or of a stage and a micro-batch, in a field of `Costs`.
 
     Args:
-      costs: what is looked at.
-      num_microbatches: for how many every stage needs a number, or one for all.
-      num_stages: for how many stages; default: as many as there are.
+      numbers: one number, a number per stage, or numbers per stage and micro-batch.
+      *indices: the stage, and the micro-batch.
+    """
+    for index in indices:
+        # Most are plain numbers; the first test is ten times as fast as the second.
+        if numbers.__class__ in _NUMBER_TYPES or not isinstance(numbers, Sequence):
+            return numbers
+        numbers = numbers[index]
+    return numbers
+
+
+def find_faults(
+    costs: Costs, num_microbatches: int, num_stages: int | None = None
+) -> list[str]:
+    """Finds what cannot be used: no numbers, below 0, infinite, for other stages.
+
+    Args:
+      costs: the costs.
+      num_microbatches: the number of micro-batches, of which each stage needs a number,
+        or one for all.
+      num_stages: the number of stages; default: any.
 
     Returns:
-      A line for each, with the field and the stage; none if all can be used.
+      A line for each fault, with the field and the stage.
     """
-    found: list[str] = []
+    faults: list[str] = []
 
-    def look(name: str, value: Any, fewest: tuple[int, ...]) -> None:
-        """Of lists in lists, ``fewest`` entries each."""
-        if isinstance(value, Sequence) and not isinstance(value, str) and fewest:
-            if len(value) < fewest[0]:
-                found.append(
-                    f"{name} has {len(value)} entries, for {fewest[0]} micro-batches"
+    def check(name: str, value: Any, min_lengths: tuple[int, ...]) -> None:
+        """Checks a number, or lists in lists down to the depth of ``min_lengths``."""
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if is_list and min_lengths:
+            if len(value) < min_lengths[0]:
+                faults.append(
+                    f"{name} has {len(value)} entries, for {min_lengths[0]} "
+                    f"micro-batches"
                 )
-            for at_index, inner in enumerate(value):
-                look(f"{name}[{at_index}]", inner, fewest[1:])
+            for index, inner in enumerate(value):
+                check(f"{name}[{index}]", inner, min_lengths[1:])
         elif not isinstance(value, Real) or isinstance(value, bool):
-            lists = " or a list of them" if fewest else ""
-            found.append(f"{name} is a {type(value).__name__}, needs a number{lists}")
+            lists = " or a list of them" if min_lengths else ""
+            faults.append(f"{name} is a {type(value).__name__}, needs a number{lists}")
         elif not float(value) >= 0 or (value == math.inf and name != "bandwidth"):
-            found.append(f"{name}={float(value):g} is not 0 or more and finite")
+            faults.append(f"{name}={float(value):g} is not 0 or more and finite")
         elif name == "bandwidth" and not value:
-            found.append("bandwidth=0 moves nothing")
+            faults.append("bandwidth=0 moves nothing")
 
     for field in dataclasses.fields(costs):
-        name, value = field.name, getattr(costs, field.name)
+        name = field.name
+        value = getattr(costs, name)
         is_default = value is None and field.default is None
-        if name not in ("skips", "in_seconds") and not is_default:
-            each = () if name in _OF_STAGES else (num_microbatches,)
-            look(name, value, () if name in _OF_ALL else (0, *each))
+        if name in ("skips", "in_seconds") or is_default:
+            continue
+        if name in _OF_ALL:
+            check(name, value, ())
+        elif name in _OF_STAGES:
+            check(name, value, (0,))
+        else:
+            check(name, value, (0, num_microbatches))
+
     try:
-        given = costs.num_stages
+        costs_stages = costs.num_stages
     except ValueError as error:
-        given, found = None, [*found, str(error)]
-    if given is not None and num_stages not in (None, given):
-        found.append(f"they are for {given} stages, there are {num_stages}")
+        costs_stages = None
+        faults.append(str(error))
+    if costs_stages is not None and num_stages not in (None, costs_stages):
+        faults.append(f"they are for {costs_stages} stages, there are {num_stages}")
+
     last = math.inf if num_stages is None else num_stages - 1
-    for number, skip in enumerate(costs.skips):
-        name = f"skips[{number}]"
-        source, target = skip[:2]
-        if not 0 <= source <= target <= last:
-            found.append(
-                f"{name} goes from stage {source} to {target}, needs a later stage"
-                + (f" of {num_stages}" if num_stages else "")
+    for index, skip in enumerate(costs.skips):
+        name = f"skips[{index}]"
+        if not 0 <= skip.source < skip.target <= last:
+            faults.append(
+                f"{name} goes from stage {skip.source} to {skip.target}, needs a later "
+                f"stage" + (f" of {num_stages}" if num_stages else "")
             )
-        look(f"{name}.bytes", skip.bytes, (num_microbatches,))
-        look(f"{name}.cotangent_bytes", skip.cotangent_bytes, (num_microbatches,))
-    return found
+        check(f"{name}.bytes", skip.bytes, (num_microbatches,))
+        check(f"{name}.cotangent_bytes", skip.cotangent_bytes, (num_microbatches,))
+    return faults

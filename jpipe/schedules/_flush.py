@@ -1,16 +1,17 @@
-"""One stage per rank, forwards and whole backwards."""
+"""Schedules with one stage per rank and whole backwards."""
 
 import dataclasses
 
-from ._build import warmed_up
+from ._build import build_with_warmup
 from ._schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe: all forwards, then all backwards.
 
-    Every rank holds all micro-batches at the turn. The backwards run in ascending
-    order (torchgpipe runs them descending; the time is the same).
+    Every rank holds all micro-batches between its forwards and its backwards. The
+    backwards run in ascending order (torchgpipe runs them descending; the time is the
+    same).
 
     Args:
       num_ranks: the number of ranks, one stage on each.
@@ -32,16 +33,18 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       Huang et al., `GPipe: Efficient Training of Giant Neural Networks using
       Pipeline Parallelism <https://arxiv.org/abs/1811.06965>`_ (2019).
     """
-    return warmed_up(
-        "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
-    )
+
+    def warmup(rank: int) -> int:
+        return num_microbatches
+
+    return build_with_warmup("gpipe", num_ranks, num_microbatches, warmup=warmup)
 
 
 def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe, but the last rank runs each backward right after its forward.
 
-    The last rank holds one micro-batch in place of all, and has nothing to compute
-    again where the others recompute; its gradients are there before others need them.
+    The last rank holds one micro-batch instead of all, and recomputes nothing where the
+    other ranks recompute; its gradients are ready before the ranks before it need them.
 
     Args:
       num_ranks: the number of ranks, one stage on each.
@@ -64,7 +67,9 @@ def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return 0 if rank == num_ranks - 1 else num_microbatches
 
-    return warmed_up("gpipe_last_1f1b", num_ranks, num_microbatches, warmup)
+    return build_with_warmup(
+        "gpipe_last_1f1b", num_ranks, num_microbatches, warmup=warmup
+    )
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -92,16 +97,18 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       Narayanan et al., `Memory-Efficient Pipeline-Parallel DNN Training
       <https://arxiv.org/abs/2006.09503>`_ (2021): there "PipeDream-Flush".
     """
-    return warmed_up(
-        "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - 1 - rank
-    )
+
+    def warmup(rank: int) -> int:
+        return num_ranks - 1 - rank
+
+    return build_with_warmup("1f1b", num_ranks, num_microbatches, warmup=warmup)
 
 
 def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Eager 1F1B: twice the warm-up of `one_f_one_b`, which hides slow transfers.
 
-    Between two ranks an activation and a gradient are on their way at any time, so a
-    transfer that takes no longer than the work costs nothing in the steady state.
+    At any time an activation and a gradient are in flight between two ranks, so a
+    transfer that takes no longer than an action costs nothing in the steady state.
     Rank ``r`` holds at most ``min(m, 2 (p - 1 - r) + 1)`` micro-batches.
 
     Args:
@@ -130,7 +137,7 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return 2 * (num_ranks - 1 - rank)
 
-    return warmed_up("eager_1f1b", num_ranks, num_microbatches, warmup)
+    return build_with_warmup("eager_1f1b", num_ranks, num_microbatches, warmup=warmup)
 
 
 def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -152,8 +159,10 @@ def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
       rank 0 |F0 F1 F2 . |
       rank 1 |.  F0 F1 F2|
     """
+
+    def warmup(rank: int) -> int:
+        return num_microbatches
+
     name = "forward_only"
-    schedule = warmed_up(
-        name, num_ranks, num_microbatches, lambda rank: num_microbatches
-    )
+    schedule = build_with_warmup(name, num_ranks, num_microbatches, warmup=warmup)
     return dataclasses.replace(schedule.forwards(), name=name)

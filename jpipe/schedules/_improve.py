@@ -1,114 +1,152 @@
-"""Orders made better: pushed late; changed on the longest chain."""
+"""Improves an order: pushes actions late; swaps neighbours on the longest chain."""
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from ._action import BACKWARD, INPUT, WEIGHT
-from ._tables import Run, Tables
+from ._tables import ActionTables, SimulatedOrder
 
 
-def latest_starts(run: Run) -> list[float]:
-    """When each action would start if all ran as late as the makespan lets them.
+def compute_latest_starts(simulated: SimulatedOrder) -> list[float]:
+    """The start of each action, by ID, if all ran as late as the makespan allows.
 
-    The last goes first; each goes to the latest free time of its rank that is early
-    enough for all who read it.
+    From the last action to the first, each goes to the latest gap of its rank that ends
+    before all actions that depend on it start.
     """
-    tables, result = run.tables, run.tables.result
-    latest = [run.makespan - more for more in tables.exchange]
-    starts = [0.0] * len(tables.seconds)
-    gaps: list[list[tuple[float, ...]]] = [
-        [(-math.inf, run.makespan)] for _ in run.rows
+    tables = simulated.tables
+    result_ids = tables.result_ids
+    latest_ends = [simulated.makespan - more for more in tables.exchange_times]
+    starts = [0.0] * len(tables.durations)
+    gaps: list[list[tuple[float, float]]] = [
+        [(-math.inf, simulated.makespan)] for _ in simulated.rows
     ]
-    count = tables.num_microbatches
-    for number in reversed(list(run.by_end())):
-        seconds = tables.seconds[number]
-        rank = tables.placement[tables.stage(number)]
-        start = _take(gaps[rank], latest[result[number]], seconds)
-        starts[number] = start
-        reads = [(read[number], delay[number]) for read, delay in tables.reads]
-        if number % count:
+    for action_id in reversed(list(simulated.sort_by_end())):
+        rank = tables.placement[tables.stage(action_id)]
+        start = _take_gap(
+            gaps[rank],
+            latest_end=latest_ends[result_ids[action_id]],
+            duration=tables.durations[action_id],
+        )
+        starts[action_id] = start
+
+        for ids, delays in tables.dependencies:
+            before = ids[action_id]
+            if before >= 0:
+                latest_ends[before] = min(
+                    latest_ends[before], start - delays[action_id]
+                )
+        if action_id % tables.num_microbatches:
             # Each stage runs its micro-batches in order.
-            reads.append((result[number - 1], 0.0))
-        for read, later in reads:
-            if read >= 0:
-                latest[read] = min(latest[read], start - later)
+            before = result_ids[action_id - 1]
+            latest_ends[before] = min(latest_ends[before], start)
     return starts
 
 
-def _take(gaps: list[tuple[float, ...]], latest: float, seconds: float) -> float:
-    """Takes the latest free time that ends by then; returns its start."""
-    for at in range(bisect_left(gaps, (latest,)) - 1, -1, -1):
-        low, high = gaps[at]
-        end = min(high, latest)
-        start = end - seconds
+def _take_gap(
+    gaps: list[tuple[float, float]], latest_end: float, duration: float
+) -> float:
+    """Takes the latest time that is free and ends by ``latest_end``.
+
+    Args:
+      gaps: the start and end of each time in which the rank is free, ascending; what is
+        taken is removed.
+      latest_end: the time by which to end.
+      duration: the length of what is taken.
+
+    Returns:
+      Its start.
+    """
+    for index in range(bisect_left(gaps, (latest_end,)) - 1, -1, -1):
+        low, high = gaps[index]
+        end = min(high, latest_end)
+        start = end - duration
         if start >= low:
-            if seconds > 0:
-                rest = [(low, start), (end, high)]
-                gaps[at : at + 1] = [gap for gap in rest if gap[0] < gap[1]]
+            if duration > 0:
+                pieces = [(low, start), (end, high)]
+                gaps[index : index + 1] = [gap for gap in pieces if gap[0] < gap[1]]
             return start
     raise AssertionError("the first gap has no beginning")
 
 
-def _held_up(run: Run) -> list[tuple[int, int]]:
-    """Neighbours of a rank, the second held up by the first, on a longest chain.
+def _find_critical_pairs(simulated: SimulatedOrder) -> list[tuple[int, int]]:
+    """Neighbours on a rank, on a longest chain, the second held up by the first only.
 
-    No other change of neighbours makes the step shorter.
+    Swapping other neighbours cannot make the step shorter.
 
     Returns:
-      Rank and place of the first of each.
+      The rank of each pair and the position of its first action, sorted.
     """
-    tables = run.tables
-    start = dict(zip(run.order, run.starts, strict=True))
-    end = dict(zip(run.order, run.ends, strict=True))
-    at = {
-        number: (r, i) for r, row in enumerate(run.rows) for i, number in enumerate(row)
-    }
-    action_of = {tables.result[number]: number for number in run.order}
-    found = []
-    number = max(run.order, key=lambda number: end[number] + tables.exchange[number])
-    while start[number] > 0:
-        reads = [
-            action_of[read[number]]
-            for read, delay in tables.reads
-            if read[number] >= 0
-            and run.end[read[number]] + delay[number] == start[number]
+    tables = simulated.tables
+    start = dict(zip(simulated.order, simulated.starts, strict=True))
+    end = dict(zip(simulated.order, simulated.ends, strict=True))
+    location: dict[int, tuple[int, int]] = {}  # ID -> rank and position
+    for rank, row in enumerate(simulated.rows):
+        for position, action_id in enumerate(row):
+            location[action_id] = rank, position
+    action_of = {tables.result_ids[action_id]: action_id for action_id in start}
+
+    # Backwards along the chain, from the action with which the step ends.
+    pairs: list[tuple[int, int]] = []
+    current = max(start, key=lambda number: end[number] + tables.exchange_times[number])
+    while start[current] > 0:
+        arrived_last = [
+            action_of[ids[current]]
+            for ids, delays in tables.dependencies
+            if ids[current] >= 0
+            and simulated.end[ids[current]] + delays[current] == start[current]
         ]
-        (rank, place), last = at[number], number
-        earlier = reversed(run.rows[rank][:place])
-        earlier = (other for other in earlier if end[other] == start[number])
-        number = reads[0] if reads else next(earlier)
-        is_next = not reads and at[number] == (rank, place - 1)
-        if is_next and _may_swap(tables, number, last):
-            found.append((rank, place - 1))
-    return sorted(found)
+        if arrived_last:
+            current = arrived_last[0]
+            continue
+        # It waited for its rank alone.
+        rank, position = location[current]
+        row = simulated.rows[rank]
+        blocker_position = next(
+            before
+            for before in reversed(range(position))
+            if end[row[before]] == start[current]
+        )
+        blocker = row[blocker_position]
+        is_neighbour = blocker_position == position - 1
+        if is_neighbour and _may_swap(tables, blocker, current):
+            pairs.append((rank, blocker_position))
+        current = blocker
+    return sorted(pairs)
 
 
-def _may_swap(tables: Tables, first: int, second: int) -> bool:
-    """Whether the second does not follow the first in its stage."""
+def _may_swap(tables: ActionTables, first: int, second: int) -> bool:
+    """True if the order of two actions on their rank is free."""
     if tables.stage(first) != tables.stage(second):
         return True
-    ops = {tables.action(number).op for number in (first, second)}
-    # Gradients are summed in order, and a whole backward is both of its halves.
-    return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
+    ops = {tables.action(first).op, tables.action(second).op}
+    # An op runs its micro-batches in order; a whole backward is an I and a W.
+    is_one_sum = len(ops) == 1 or (BACKWARD in ops and ops & {INPUT, WEIGHT})
+    return not is_one_sum
 
 
-def local_search(run: Run, most: Sequence[float] | None, budget: int) -> Run:
+def swap_neighbours(
+    simulated: SimulatedOrder, max_bytes: Sequence[float] | None, budget: int
+) -> SimulatedOrder:
     """Swaps neighbours on a longest chain while that makes the step shorter.
 
     Args:
-      run: the order to start from.
-      most: the most bytes of each rank; ``None``: any.
-      budget: how many orders are tried.
+      simulated: the order to start from.
+      max_bytes: the most bytes of each rank; ``None``: no limit.
+      budget: the number of orders that are tried.
     """
-    left = _held_up(run)
+    pairs = _find_critical_pairs(simulated)
     for _ in range(budget):
-        if not left:
+        if not pairs:
             break
-        rank, at = left.pop(0)
-        rows = [list(row) for row in run.rows]
-        rows[rank][at : at + 2] = reversed(rows[rank][at : at + 2])
-        new = run.tables.run(rows)
-        if new.is_complete and new.makespan < run.makespan and new.fits(most):
-            run, left = new, _held_up(new)
-    return run
+        rank, position = pairs.pop(0)
+        rows = [list(row) for row in simulated.rows]
+        row = rows[rank]
+        row[position : position + 2] = reversed(row[position : position + 2])
+
+        swapped = simulated.tables.simulate(rows)
+        is_shorter = swapped.is_complete and swapped.makespan < simulated.makespan
+        if is_shorter and swapped.fits(max_bytes):
+            simulated = swapped
+            pairs = _find_critical_pairs(simulated)
+    return simulated

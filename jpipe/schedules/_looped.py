@@ -1,6 +1,6 @@
-"""Several stages per rank, round the ranks: less idle time for more transfers."""
+"""Schedules with several stages per rank in a loop: less idle time, more transfers."""
 
-from ._build import warmed_up
+from ._build import build_with_warmup
 from ._flush import one_f_one_b
 from ._schedule import Schedule
 
@@ -41,8 +41,14 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
     def warmup(rank: int) -> int:
         return 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks
 
-    sizes = num_ranks, num_microbatches
-    return warmed_up("interleaved", *sizes, warmup, None, num_chunks, num_ranks)
+    return build_with_warmup(
+        "interleaved",
+        num_ranks,
+        num_microbatches,
+        warmup=warmup,
+        num_chunks=num_chunks,
+        group_size=num_ranks,
+    )
 
 
 def interleaved_zb(
@@ -50,9 +56,9 @@ def interleaved_zb(
 ) -> Schedule:
     """Interleaved with split backwards: the second halves fill the drain.
 
-    Stages and groups are those of `interleaved`. Fewer forwards come first, so that
-    the last rank begins with backwards sooner, and the second halves lag behind by the
-    number of the rank.
+    Stages and groups are those of `interleaved`. The warm-up is shorter, so that the
+    last rank begins with backwards sooner, and the weight gradients of rank r come r
+    turns after its input gradients.
 
     Args:
       num_ranks: the number of ranks.
@@ -82,15 +88,25 @@ def interleaved_zb(
     def warmup(rank: int) -> int:
         return num_ranks - 1 - rank + (num_chunks - 1) * num_ranks
 
-    sizes = num_ranks, num_microbatches, warmup, lambda rank: rank
-    return warmed_up("interleaved_zb", *sizes, num_chunks, num_ranks)
+    def lag(rank: int) -> int:
+        return rank
+
+    return build_with_warmup(
+        "interleaved_zb",
+        num_ranks,
+        num_microbatches,
+        warmup=warmup,
+        lag=lag,
+        num_chunks=num_chunks,
+        group_size=num_ranks,
+    )
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Looped BFS: all micro-batches through a chunk before the next chunk starts.
 
-    It bears slow transfers better than `interleaved` and gathers the weights of each
-    chunk only twice per step, but holds all micro-batches as `gpipe` does.
+    It tolerates slow transfers better than `interleaved` and gathers the weights of
+    each chunk only twice per step, but holds all micro-batches as `gpipe` does.
 
     Args:
       num_ranks: the number of ranks.
@@ -117,5 +133,10 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
     def warmup(rank: int) -> int:
         return num_chunks * num_microbatches
 
-    sizes = num_ranks, num_microbatches
-    return warmed_up("looped_bfs", *sizes, warmup, None, num_chunks)
+    return build_with_warmup(
+        "looped_bfs",
+        num_ranks,
+        num_microbatches,
+        warmup=warmup,
+        num_chunks=num_chunks,
+    )

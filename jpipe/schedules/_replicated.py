@@ -1,11 +1,11 @@
-"""Stages with several ranks each, which take turns."""
+"""1F1B with several ranks per stage, which take turns at the micro-batches."""
 
 import itertools
 import math
 from collections.abc import Sequence
 
 from ._action import Action
-from ._build import check, in_turns
+from ._build import alternate, check_counts
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -15,18 +15,18 @@ def replicated(
 ) -> Schedule:
     """1F1B with several ranks per stage: micro-batch i runs on the (i mod r)-th of r.
 
-    A rank of stage s with r ranks warms up with k forwards, where the ranks of the
-    next stage, r' of them, do with k': the least with ``k r >= (k' + 1) r'``. With
-    this much in flight nothing waits for itself: in the steady state the time from one
-    micro-batch to the next is that of the slowest stage, forward and backward divided
-    by its number of ranks. Where it divides evenly, stage 0 has as many micro-batches
-    in flight as there are ranks: PipeDream's number.
+    Let a stage have r ranks and the next stage r', each of which warms up with k'
+    forwards. Then each rank of the stage warms up with the least k for which
+    ``k r >= (k' + 1) r'``. In the steady state no stage but the slowest limits the
+    pipeline: the time from one micro-batch to the next is its forward and backward
+    divided by its number of ranks. Where the numbers divide evenly, stage 0 has as many
+    micro-batches in flight as there are ranks: PipeDream's number.
 
     Args:
       replicas: the number of ranks of each stage.
       num_microbatches: the number of micro-batches, any positive number.
-      eager: whether transfers are counted as stages of their own, on as many links as
-        the side with fewer ranks has: they are hidden, as in `eager_one_f_one_b`.
+      eager: True counts transfers as stages, with as many links as the side with fewer
+        ranks has ranks: they are hidden, as in `eager_one_f_one_b`.
 
     Returns:
       A valid schedule; `jpipe.pipeline` runs it as ``schedule=``, or by ``replicas=``.
@@ -51,36 +51,48 @@ def replicated(
         raise ScheduleError(
             f"replicated: replicas={replicas!r}: needs one number for each stage"
         )
-    numbers = {f"replicas[{s}]": number for s, number in enumerate(replicas)}
-    check("replicated", {"num_microbatches": num_microbatches} | numbers)
-    counts = _warmups(with_links(replicas))[::2] if eager else _warmups(replicas)
-    ends = [sum(replicas[: s + 1]) for s in range(len(replicas))]
-    ranks = tuple(
-        tuple(range(end - r, end)) for end, r in zip(ends, replicas, strict=True)
-    )
+    counts = {"num_microbatches": num_microbatches}
+    counts |= {f"replicas[{s}]": count for s, count in enumerate(replicas)}
+    check_counts("replicated", counts)
+
+    warmups = _warmups(replicas)
+    if eager:
+        warmups = _warmups(_insert_links(replicas))[::2]  # without those of the links
+
+    ranks: list[tuple[int, ...]] = []
     rows: list[tuple[Action, ...]] = []
-    for stage, r in enumerate(replicas):
-        for first in range(r):
-            own = [(stage, i) for i in range(first, num_microbatches, r)]
-            rows.append(tuple(map(Action._make, in_turns(own, own, counts[stage]))))
-    name = f"{'eager ' * eager}1f1b, replicas {'-'.join(map(str, replicas))}"
-    placement = tuple(own[0] for own in ranks)
-    several = ranks if max(replicas) > 1 else ()
-    sizes = len(replicas), num_microbatches
-    return Schedule(name, *sizes, placement, tuple(rows), replicas=several)
+    for stage, count in enumerate(replicas):
+        ranks.append(tuple(range(len(rows), len(rows) + count)))
+        for first in range(count):
+            cells = [(stage, i) for i in range(first, num_microbatches, count)]
+            row = alternate(cells, cells, warmup=warmups[stage])
+            rows.append(tuple(map(Action._make, row)))
+
+    name = f"1f1b, replicas {'-'.join(map(str, replicas))}"
+    return Schedule(
+        name=f"eager {name}" if eager else name,
+        num_stages=len(replicas),
+        num_microbatches=num_microbatches,
+        placement=tuple(stage_ranks[0] for stage_ranks in ranks),
+        rows=tuple(rows),
+        replicas=tuple(ranks) if max(replicas) > 1 else (),
+    )
 
 
-def with_links(replicas: Sequence[int]) -> list[int]:
-    """The numbers of ranks with the links between them as stages of their own."""
-    found = [replicas[0]]
-    for one, other in itertools.pairwise(replicas):
-        found += [min(one, other), other]
-    return found
+def _insert_links(replicas: Sequence[int]) -> list[int]:
+    """The numbers of ranks, with the links between two stages as a stage."""
+    counts = [replicas[0]]
+    for before, after in itertools.pairwise(replicas):
+        counts += [min(before, after), after]
+    return counts
 
 
 def _warmups(replicas: Sequence[int]) -> list[int]:
-    """The forwards before the first backward on the ranks of each stage."""
-    counts = [0]
-    for after, own in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
-        counts.append(math.ceil((counts[-1] + 1) * after / own))
-    return counts[::-1]
+    """The forwards before the first backward, for the ranks of each stage.
+
+    From the last stage, with 0, back to the first: ``k = ceil((k' + 1) r' / r)``.
+    """
+    warmups = [0]
+    for after, count in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
+        warmups.append(math.ceil((warmups[-1] + 1) * after / count))
+    return warmups[::-1]

@@ -1,22 +1,28 @@
-"""Pipeline schedules as data: who runs which action, in which order."""
+"""Pipeline schedules as data: the actions of every rank, in order."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
 from ._json import reading, value_of
-from ._placement import rank_of, ranks_of
-from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
-from ._tables import Run, Tables
+from ._placement import find_ranks, list_ranks
+from ._simulate import (
+    TOO_LONG,
+    ScheduleError,
+    build_timeline,
+    check_costs,
+    explain_deadlock,
+)
+from ._tables import ActionTables, SimulatedOrder
 from ._timeline import Timeline
-from ._units import many, share
+from ._units import format_percent, many
 
 
 @dataclass(frozen=True)
@@ -24,15 +30,15 @@ class Schedule:
     """The actions of every rank, in order.
 
     Attributes:
-      name: what to call it.
+      name: the name.
       num_stages: the number of stages.
       num_microbatches: the number of micro-batches of one step.
       placement: the rank of each stage.
       rows: the actions of each rank, in the order in which it runs them.
-      forward_only: whether it is for inference: no backward at all.
-      replicas: the ranks of each stage, where several take turns; else empty. Which of
-        them runs all of a micro-batch follows from the rows; ``placement`` has the
-        first. `to_json` keeps it, a text does not have it.
+      forward_only: True for inference, without any backward.
+      replicas: the ranks of each stage, if several take turns at one; else empty. The
+        rows tell which of them runs a micro-batch; ``placement`` has the first.
+        `to_json` keeps it, `to_text` does not.
 
     Example:
       >>> from jpipe.schedules import one_f_one_b
@@ -61,13 +67,13 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> Mapping[int, Sequence[int]]:
-        """Of each micro-batch the rank of each stage."""
-        return rank_of(self.placement, self.rows, self.replicas)
+        """For each micro-batch the rank of each stage."""
+        return find_ranks(self.placement, self.rows, self.replicas)
 
     @property
     def ranks_of(self) -> Sequence[Sequence[int]]:
         """All ranks of each stage."""
-        return ranks_of(self.placement, self.replicas)
+        return list_ranks(self.placement, self.replicas)
 
     def to_text(self) -> str:
         """One line per rank, cells separated by blanks; `from_text` reads it."""
@@ -79,12 +85,12 @@ class Schedule:
 
         Args:
           text: one line per rank, cells such as ``2F0`` separated by blanks. Blank
-            lines and what follows a ``#`` do not count.
-          name: what to call it.
+            lines and comments after a ``#`` are ignored.
+          name: the name of the schedule.
 
         Returns:
-          A valid schedule; sizes and placement are read off the cells. Without any
-          backward it is one for inference.
+          A valid schedule; its sizes and placement are those of the cells. Without any
+          backward it is for inference.
 
         Raises:
           ScheduleError: if a cell is not an action or the schedule cannot run.
@@ -94,23 +100,29 @@ class Schedule:
           (0, 1)
         """
         lines = [line.partition("#")[0].split() for line in text.splitlines()]
-        rows = _parse(name, [line for line in lines if line])
-        cells = [(action, rank) for rank, row in enumerate(rows) for action in row]
-        if not cells:
+        rows = _parse_rows(name, [line for line in lines if line])
+        actions = list(itertools.chain.from_iterable(rows))
+        if not actions:
             raise ScheduleError("an empty text holds no schedule")
-        placement = {action.stage: rank for action, rank in reversed(cells)}
-        num_stages = max(placement) + 1
-        return cls(
-            name,
-            num_stages,
-            max(action.microbatch for action, _ in cells) + 1,
-            tuple(placement.get(stage, 0) for stage in range(num_stages)),
-            rows,
-            forward_only=all(action.op == FORWARD for action, _ in cells),
-        ).validate()
+
+        # stage -> the first rank that runs it; `validate` refuses others.
+        rank_of: dict[int, int] = {}
+        for rank, row in enumerate(rows):
+            for action in row:
+                rank_of.setdefault(action.stage, rank)
+        num_stages = max(rank_of) + 1
+        schedule = cls(
+            name=name,
+            num_stages=num_stages,
+            num_microbatches=max(action.microbatch for action in actions) + 1,
+            placement=tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
+            rows=rows,
+            forward_only=all(action.op == FORWARD for action in actions),
+        )
+        return schedule.validate()
 
     def to_json(self) -> str:
-        """All of it as a JSON object; `from_json` reads it."""
+        """All fields as a JSON object; `from_json` reads it."""
         fields = dataclasses.asdict(self)
         fields["rows"] = [[str(action) for action in row] for row in self.rows]
         return json.dumps(fields)
@@ -140,31 +152,31 @@ class Schedule:
           The schedule itself.
 
         Raises:
-          ScheduleError: with every fault that was found, each with its rule: E0 a
-            size or cell that is none, E1 unknown op, E2 stage, E3 micro-batch
-            out of range, E4 on a rank that is not its stage's, E5 missing, twice, or
-            both whole and split, E6 order on the rank, E7 a cycle of waiting ranks,
-            E8 backward on another rank than its forward.
+          ScheduleError: with every fault, each with its rule: E0 a size or cell of a
+            wrong type, E1 unknown op, E2 stage, E3 micro-batch out of range, E4 on a
+            rank that is not its stage's, E5 missing, twice, or both whole and split, E6
+            order on the rank, E7 a cycle of waiting ranks, E8 backward on another rank
+            than its forward.
 
         Warns:
           UserWarning: E9, if a rank runs nothing.
         """
-        faults = _validate.faults(self)
+        faults = _validate.find_faults(self)
         if not faults:
             try:
                 self.order()
             except ScheduleError as error:
                 faults.append(f"E7 {error}")
         if faults:
-            raise ScheduleError(_validate.refusal(self.name, faults))
+            raise ScheduleError(_validate.format_refusal(self.name, faults))
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """When each action would run, and what each rank would hold.
+        """Predicts the start and end of each action, and the bytes that ranks hold.
 
         Args:
-          costs: what each action costs; default: a backward is two forwards, its
-            halves one each, and a stage stores one unit of memory of a micro-batch.
+          costs: the costs of each action; default: a backward takes two forwards, its
+            halves one each, and a stage stores one unit of memory per micro-batch.
 
         Returns:
           The timeline, in the unit of the costs.
@@ -175,34 +187,41 @@ class Schedule:
         """
         costs = Costs() if costs is None else costs
         check_costs(self.name, costs, self.num_microbatches, self.num_stages)
-        return predicted(self, self._run(costs))
+        return build_timeline(self, self._simulate_rows(costs))
 
     def order(self) -> tuple[Action, ...]:
         """All actions in the order in which a step dispatches them.
 
-        It is that in which they would end if a backward took two forwards.
+        They are sorted by end, with the default costs, in which a backward takes two
+        forwards.
         """
         return self._order
 
     @cached_property
     def _order(self) -> tuple[Action, ...]:
-        run = self._run(Costs())
-        return tuple(map(run.tables.action, run.by_end()))
+        simulated = self._simulate_rows(Costs())
+        return tuple(map(simulated.tables.action, simulated.sort_by_end()))
 
-    def _run(self, costs: Costs) -> Run:
-        """Times the rows."""
-        sizes = self.num_ranks, self.num_microbatches
-        ranks = not self.forward_only, self.rows, self.replicas
-        tables = Tables(costs, self.placement, *sizes, *ranks)
-        run = tables.run(tables.numbered(self.rows))
-        if not run.is_complete:
-            raise ScheduleError(deadlock(run))
-        if run.makespan == math.inf:
+    def _simulate_rows(self, costs: Costs) -> SimulatedOrder:
+        """Simulates the rows; raises a ScheduleError if they deadlock."""
+        tables = ActionTables(
+            costs,
+            self.placement,
+            self.num_ranks,
+            self.num_microbatches,
+            has_backwards=not self.forward_only,
+            rows=self.rows,
+            replicas=self.replicas,
+        )
+        simulated = tables.simulate(tables.to_ids(self.rows))
+        if not simulated.is_complete:
+            raise ScheduleError(explain_deadlock(simulated))
+        if simulated.makespan == math.inf:
             raise ScheduleError(f"{self.name}: {TOO_LONG}")
-        return run
+        return simulated
 
     def forwards(self) -> "Schedule":
-        """The same schedule without its backwards: how inference runs."""
+        """The same schedule without its backwards, as inference runs it."""
         if self.forward_only:
             return self
         rows = tuple(
@@ -214,33 +233,39 @@ class Schedule:
     def __str__(self) -> str:
         return self.drawn(Costs())
 
-    def drawn(self, costs: Costs, has_bubble: bool = True) -> str:
-        """The schedule as text, with other costs; what takes no time is not there."""
+    def drawn(self, costs: Costs, *, has_bubble: bool = True) -> str:
+        """Formats sizes, bubble and picture, at these costs.
+
+        Actions that take no time are not in the picture.
+        """
         timeline = self.simulate(costs)
-        bubble = f", bubble {share(timeline.bubble_fraction)}"
-        return (
-            f"{self.name}: {many(self.num_ranks, 'rank')}, "
-            f"{many(self.num_stages, 'stage')}, "
-            f"{many(self.num_microbatches, 'micro-batch')}"
-            + (bubble if has_bubble else "")
-            + "\n"
-            + timeline.to_text()
-        )
+        facts = [
+            many(self.num_ranks, "rank"),
+            many(self.num_stages, "stage"),
+            many(self.num_microbatches, "micro-batch"),
+        ]
+        if has_bubble:
+            facts.append(f"bubble {format_percent(timeline.bubble_fraction)}")
+        return f"{self.name}: {', '.join(facts)}\n{timeline.to_text()}"
 
 
 ScheduleBuilder = Callable[[int, int], Schedule]
 
 
-def _parse(name: str, lines: Sequence[Sequence[Any]]) -> tuple[tuple[Action, ...], ...]:
-    faults, rows = [], []
-    for rank, line in enumerate(lines):
-        row = []
-        for position, cell in enumerate(line):
+def _parse_rows(
+    name: str, lines: Sequence[Sequence[str]]
+) -> tuple[tuple[Action, ...], ...]:
+    """Parses the cells of each rank; raises a ScheduleError with every fault."""
+    faults: list[str] = []
+    rows: list[tuple[Action, ...]] = []
+    for rank, cells in enumerate(lines):
+        row: list[Action] = []
+        for position, cell in enumerate(cells):
             try:
                 row.append(Action.parse(cell))
             except ValueError as error:
                 faults.append(f"E1 {error} (rank {rank}, position {position})")
         rows.append(tuple(row))
     if faults:
-        raise ScheduleError(_validate.refusal(name, faults))
+        raise ScheduleError(_validate.format_refusal(name, faults))
     return tuple(rows)

@@ -1,133 +1,186 @@
-"""Orders tried for one placement: the catalogue's, list schedules, both shifted."""
+"""Searches orders for one placement: the catalogue's, list schedules, both improved.
+
+catalogue, one micro-batch at a time   always
+list schedules by four rules           unless the bound is reached
+the fastest, pushed late, then early   unless the bound is reached
+the fastest that fit, with swaps       unless the bound is reached
+"""
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD
-from ._bound import lower_bound
+from ._bound import compute_lower_bound
 from ._catalogue import BY_NAME
-from ._improve import latest_starts, local_search
+from ._improve import compute_latest_starts, swap_neighbours
 from ._list_schedule import list_schedule
 from ._schedule import Schedule
 from ._simulate import ScheduleError
-from ._tables import Numbered, Run, Tables
+from ._tables import ActionTables, IdRows, SimulatedOrder
 
-# So many of the fastest orders are shifted, and of those that fit swapped.
-_SHIFTED, _SWAPPED = 4, 3
-# So many actions are timed to better one order by swaps.
-_TIMED = 20_000
+# The numbers of the fastest orders that are shifted, and of those that fit swapped.
+_NUM_SHIFTED = 4
+_NUM_SWAPPED = 3
+# The number of actions that are simulated to improve one order by swaps.
+_SWAP_BUDGET = 20_000
 # Sums of the same times in another order differ by less.
 _ROUNDING = 1e-12
 
 
-def orders(
-    tables: Tables, most: Sequence[float] | None, known: Sequence[Schedule]
-) -> list[Run]:
-    """The orders that are tried for one placement, the fastest first.
+class _Rule(NamedTuple):
+    """Settings of a list schedule; see `list_schedule`."""
+
+    priority: Sequence[float]
+    has_whole_backwards: bool
+    reserves: bool
+
+
+def search_orders(
+    tables: ActionTables,
+    max_bytes: Sequence[float] | None,
+    schedules: Sequence[Schedule],
+) -> list[SimulatedOrder]:
+    """Simulates the orders that are tried for one placement; the fastest first.
 
     Args:
-      tables: what actions cost there.
-      most: the most bytes of each rank; ``None``: any.
-      known: schedules to begin with, of which those of the placement are tried.
+      tables: the costs of the actions there.
+      max_bytes: the most bytes of each rank; ``None``: no limit.
+      schedules: schedules of the catalogue; those of the placement are tried.
     """
-    bound = lower_bound(tables) * (1 + _ROUNDING)
-    found: list[Run] = []
+    bound = compute_lower_bound(tables) * (1 + _ROUNDING)
+    orders: list[SimulatedOrder] = []
 
-    def add(rows: Numbered | None) -> None:
-        run = tables.run(rows) if rows else None
-        if run is not None and run.is_complete:
-            found.append(run)
-            found.sort(key=lambda run: run.makespan)  # of equals the first
+    def add(rows: IdRows | None) -> None:
+        if not rows:
+            return
+        simulated = tables.simulate(rows)
+        if simulated.is_complete:
+            orders.append(simulated)
+            orders.sort(key=lambda order: order.makespan)  # stable
 
-    for schedule in known:
+    for schedule in schedules:
         if schedule.placement == tables.placement:
-            add(tables.numbered(schedule.rows))
-    add(_one_at_a_time(tables))
-    for attempts in (_listed, _shifted, _swapped):
-        fitting = (run.makespan for run in found if run.fits(most))
-        if next(fitting, math.inf) > bound:
-            for rows in [*attempts(tables, most, found)]:
+            add(tables.to_ids(schedule.rows))
+    add(_run_one_at_a_time(tables))
+    for attempts in (_list_orders, _shift_orders, _swap_orders):
+        fastest = next((x.makespan for x in orders if x.fits(max_bytes)), math.inf)
+        if fastest > bound:
+            for rows in list(attempts(tables, max_bytes, orders)):
                 add(rows)
-    return found
+    return orders
 
 
-def _listed(
-    tables: Tables, most: Sequence[float] | None, found: list[Run]
-) -> Iterator[Numbered | None]:
-    """By simple rules of who goes first: see `list_schedule`."""
-    stages = tables.num_stages
-    first = [stages - stage for stage in range(stages)]
-    second = [stages + place for place in first]
-    backward_first = _by_stage(tables, forward=second, backward=first)
-    forward_first = _by_stage(tables, forward=first, backward=second)
-    for priority, whole, reserves in (
-        (backward_first, False, True),
-        (backward_first, False, False),
-        (forward_first, False, True),
-        (forward_first, True, True),
+def _list_orders(
+    tables: ActionTables,
+    max_bytes: Sequence[float] | None,
+    orders: list[SimulatedOrder],
+) -> Iterator[IdRows | None]:
+    """Yields list schedules by simple rules of which action goes first."""
+    num_stages = tables.num_stages
+    first = [num_stages - stage for stage in range(num_stages)]  # later stages first
+    second = [num_stages + place for place in first]
+    backward_first = _priorities_by_stage(tables, forward=second, backward=first)
+    forward_first = _priorities_by_stage(tables, forward=first, backward=second)
+    for rule in (
+        _Rule(backward_first, has_whole_backwards=False, reserves=True),
+        _Rule(backward_first, has_whole_backwards=False, reserves=False),
+        _Rule(forward_first, has_whole_backwards=False, reserves=True),
+        _Rule(forward_first, has_whole_backwards=True, reserves=True),
     ):
-        yield list_schedule(tables, priority, most, whole, reserves)
+        yield list_schedule(
+            tables,
+            rule.priority,
+            max_bytes,
+            has_whole_backwards=rule.has_whole_backwards,
+            reserves=rule.reserves,
+        )
 
 
-def _shifted(
-    tables: Tables, most: Sequence[float] | None, found: list[Run]
-) -> Iterator[Numbered | None]:
-    """The fastest, whether they fit or not, pushed late, then early in that order."""
-    for run in _distinct(found, _SHIFTED):
-        yield list_schedule(tables, latest_starts(run), most, run.has_whole, False)
+def _shift_orders(
+    tables: ActionTables,
+    max_bytes: Sequence[float] | None,
+    orders: list[SimulatedOrder],
+) -> Iterator[IdRows | None]:
+    """Yields the fastest, whether they fit or not, pushed late, then early again."""
+    for order in _distinct(orders, _NUM_SHIFTED):
+        yield list_schedule(
+            tables,
+            compute_latest_starts(order),
+            max_bytes,
+            has_whole_backwards=order.has_whole_backwards,
+            reserves=False,
+        )
 
 
-def _swapped(
-    tables: Tables, most: Sequence[float] | None, found: list[Run]
-) -> Iterator[Numbered]:
-    """The fastest that fit, with neighbours swapped where that makes them shorter."""
-    for run in _distinct([run for run in found if run.fits(most)], _SWAPPED):
-        budget = _TIMED // len(run.order) + 1
-        yield local_search(run, most, budget).rows
+def _swap_orders(
+    tables: ActionTables,
+    max_bytes: Sequence[float] | None,
+    orders: list[SimulatedOrder],
+) -> Iterator[IdRows]:
+    """Yields the fastest that fit, with neighbours swapped."""
+    fitting = [order for order in orders if order.fits(max_bytes)]
+    for order in _distinct(fitting, _NUM_SWAPPED):
+        budget = _SWAP_BUDGET // len(order.order) + 1
+        yield swap_neighbours(order, max_bytes, budget).rows
 
 
-def _one_at_a_time(tables: Tables) -> Numbered:
+def _run_one_at_a_time(tables: ActionTables) -> IdRows:
     """Each micro-batch forward and backward before the next begins.
 
-    With one stage per rank no schedule holds less, on any rank: what is held of a
-    micro-batch, and what others bring or leave, is held in each. But what takes no time
-    waits for nobody, so it may be more than one at a time; and where the first stage
-    stores less than its input, forwards make room.
+    With one stage per rank no schedule holds less, on any rank: every schedule holds
+    what a rank stores of one micro-batch with what other ranks send to it and leave
+    there. There are two exceptions. Actions that take no time do not wait, so there may
+    be more than one micro-batch at a time; and if the first stage stores less than its
+    input, forwards free memory.
     """
-    rows: Numbered = [[] for _ in range(tables.num_ranks)]
+    rows: IdRows = [[] for _ in range(tables.num_ranks)]
     stages = range(tables.num_stages)
     for i in range(tables.num_microbatches):
-        for op, order in ((FORWARD, stages), (BACKWARD, reversed(stages))):
-            for stage in order:
-                rows[tables.placement[stage]].append(tables.first(op, stage) + i)
+        for stage in stages:
+            rows[tables.placement[stage]].append(tables.first_id(FORWARD, stage) + i)
+        for stage in reversed(stages):
+            rows[tables.placement[stage]].append(tables.first_id(BACKWARD, stage) + i)
     return rows
 
 
-def _distinct(found: list[Run], most: int) -> list[Run]:
-    """The first of each makespan."""
-    first: dict[float, Run] = {}
-    for run in found:
-        first.setdefault(run.makespan, run)
-    return list(first.values())[:most]
+def _distinct(orders: Sequence[SimulatedOrder], count: int) -> list[SimulatedOrder]:
+    """The first ``count`` orders of different makespans."""
+    first: dict[float, SimulatedOrder] = {}
+    for order in orders:
+        first.setdefault(order.makespan, order)
+    return list(first.values())[:count]
 
 
-def _by_stage(
-    tables: Tables, forward: Sequence[int], backward: Sequence[int]
+def _priorities_by_stage(
+    tables: ActionTables, *, forward: Sequence[int], backward: Sequence[int]
 ) -> list[float]:
-    """Priorities by stage, of forwards and of backwards; W comes last."""
-    count, stages = tables.num_microbatches, tables.num_stages
-    each = [*forward, *backward, *backward, *[3 * stages] * stages]
-    return [float(own * count + i) for own in each for i in range(count)]
+    """Priorities by ID, from those of each stage; earlier micro-batches first, W last.
+
+    Args:
+      tables: the costs of the actions.
+      forward: the priority of the forwards of each stage.
+      backward: that of its backwards and input gradients.
+    """
+    count = tables.num_microbatches
+    weight = [3 * tables.num_stages] * tables.num_stages
+    priorities: list[float] = []
+    for priority in (*forward, *backward, *backward, *weight):
+        priorities += [float(priority * count + i) for i in range(count)]
+    return priorities
 
 
-def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
-    """Its schedules of so many stages per rank."""
-    found = []
+def list_catalogue(
+    num_ranks: int, num_microbatches: int, num_chunks: int
+) -> list[Schedule]:
+    """The schedules of the catalogue that have this number of stages per rank."""
+    schedules: list[Schedule] = []
     for build in BY_NAME.values():
-        # A builder shows how many stages per rank it makes when it makes some.
+        # The number of stages per rank of a builder shows in a small schedule.
         small = build(1, 2)
         if small.num_stages == num_chunks and not small.forward_only:
-            with contextlib.suppress(ScheduleError):  # not for so few micro-batches
-                found.append(build(num_ranks, num_microbatches))
-    return found
+            # Some builders need more micro-batches.
+            with contextlib.suppress(ScheduleError):
+                schedules.append(build(num_ranks, num_microbatches))
+    return schedules

@@ -1,15 +1,15 @@
-"""From an order that was timed to a timeline, and why one that cannot be is refused."""
+"""Builds the timeline of a simulated order; explains deadlocks."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, Action
-from ._costs import Costs, at, faults_of
-from ._tables import Run, Tables
+from ._costs import Costs, find_faults, look_up
+from ._tables import ActionTables, SimulatedOrder
 from ._timeline import Exchange, MemoryEvent, Timeline
 
-# Of costs each of which is finite.
+# Sums of finite costs may still be infinite.
 TOO_LONG = "costs: a step takes longer than a float can hold"
 
 
@@ -20,82 +20,111 @@ class ScheduleError(ValueError):
 def check_costs(
     name: str, costs: Costs, num_microbatches: int, num_stages: int | None = None
 ) -> None:
-    """Refuses what is no cost of so many stages and micro-batches, naming all of it."""
+    """Refuses costs that cannot be used, with every fault.
+
+    Args:
+      name: the name with which the error begins.
+      costs: the costs.
+      num_microbatches: the number of micro-batches of the schedule.
+      num_stages: its number of stages; default: any.
+    """
     if not isinstance(costs, Costs):
-        kind = type(costs).__name__
-        raise TypeError(f"{name}: costs is a {kind}, needs a jpipe.schedules.Costs")
-    if faults := faults_of(costs, num_microbatches, num_stages):
+        type_name = type(costs).__name__
+        raise TypeError(
+            f"{name}: costs is a {type_name}, needs a jpipe.schedules.Costs"
+        )
+    faults = find_faults(costs, num_microbatches, num_stages)
+    if faults:
         lines = "".join(f"\n  * {fault}" for fault in faults)
         raise ScheduleError(f"{name}: costs cannot be used:{lines}")
 
 
-def predicted(schedule: Any, run: Run) -> Timeline:
-    """The timeline of a `Schedule` whose rows were timed.
+def build_timeline(schedule: Any, simulated: SimulatedOrder) -> Timeline:
+    """Builds the timeline of a `Schedule` whose rows were simulated.
 
     One thread dispatches its actions in the order of the schedule, ahead of the
     devices: memory is taken and freed in this order, however long actions take.
     """
-    tables, rows = run.tables, schedule.rows
-    cells = chain.from_iterable(rows)
-    actions = dict(zip(chain.from_iterable(run.rows), cells, strict=True))
-    ran = [actions[number] for number in run.order]
-    end = dict(zip(ran, run.ends, strict=True))
-    memory = [MemoryEvent(0.0, *each) for each in enumerate(tables.at_start)]
-    now = [0.0] * len(rows)
-    for number, rank, live in tables.memory(map(tables.number, schedule.order())):
-        now[rank] = max(now[rank], end[actions[number]])
+    tables = simulated.tables
+    ids = chain.from_iterable(simulated.rows)
+    actions = dict(zip(ids, chain.from_iterable(schedule.rows), strict=True))
+    order = [actions[action_id] for action_id in simulated.order]
+    end = dict(zip(order, simulated.ends, strict=True))
+
+    memory = [
+        MemoryEvent(0.0, rank, num_bytes)
+        for rank, num_bytes in enumerate(tables.initial_bytes)
+    ]
+    now = [0.0] * len(schedule.rows)
+    dispatched = map(tables.id_of, schedule.order())
+    for action_id, rank, live in tables.memory(dispatched):
+        now[rank] = max(now[rank], end[actions[action_id]])
         memory.append(MemoryEvent(now[rank], rank, live))
+
     return Timeline(
-        schedule.name,
-        tables.placement,
-        rows,
-        dict(zip(ran, run.starts, strict=True)),
-        end,
-        tuple(memory),
-        tables.costs,
-        schedule.replicas,
-        tuple(_exchanges(tables, end)),
+        name=schedule.name,
+        placement=tables.placement,
+        rows=schedule.rows,
+        start=dict(zip(order, simulated.starts, strict=True)),
+        end=end,
+        memory=tuple(memory),
+        costs=tables.costs,
+        replicas=schedule.replicas,
+        exchanges=tuple(_list_exchanges(tables, end)),
     )
 
 
-def _exchanges(tables: Tables, ends: Mapping[Action, float]) -> Iterator[Exchange]:
-    """The ranks of a stage add up its gradients after the last of them."""
-    last: dict[int, float] = {}
+def _list_exchanges(
+    tables: ActionTables, ends: Mapping[Action, float]
+) -> Iterator[Exchange]:
+    """Yields the exchange of each stage: it starts after the last of its gradients."""
+    last_end: dict[int, float] = {}
     for (op, stage, _), end in ends.items():
         if op != FORWARD:
-            last[stage] = max(last.get(stage, end), end)
-    for stage, end in sorted(last.items()):
-        if seconds := at(tables.costs.exchange, stage):
-            yield Exchange(stage, tuple(tables.ranks_of[stage]), end, end + seconds)
+            last_end[stage] = max(last_end.get(stage, end), end)
+    for stage, start in sorted(last_end.items()):
+        seconds = look_up(tables.costs.exchange, stage)
+        if seconds:
+            ranks = tuple(tables.ranks_of[stage])
+            yield Exchange(stage, ranks, start=start, end=start + seconds)
 
 
-def deadlock(run: Run) -> str:
-    """Who waits for whom: from one rank that stands still to where the chain closes."""
-    tables, end = run.tables, run.end
+def explain_deadlock(simulated: SimulatedOrder) -> str:
+    """Tells who waits for whom, from a rank that is stuck to where the chain closes."""
+    tables = simulated.tables
+    end = simulated.end
+    # result -> the rank that runs it, and the action.
     runs: dict[int, tuple[int, Action]] = {}
+    # rank -> the first action that did not run.
     stuck: dict[int, int] = {}
-    for rank, row in enumerate(run.rows):
-        for number in reversed(row):
-            result = tables.result[number]
-            runs[result] = rank, tables.action(number)
-            if end[result] < 0:
-                stuck[rank] = number
+    for rank, row in enumerate(simulated.rows):
+        for action_id in reversed(row):
+            result_id = tables.result_ids[action_id]
+            runs[result_id] = rank, tables.action(action_id)
+            if end[result_id] < 0:
+                stuck[rank] = action_id
+    has_split = any(action.op == INPUT for _, action in runs.values())
+
     path: list[int] = []
-    waits: dict[int, str] = {}
+    waits: dict[int, str] = {}  # rank -> sentence
     rank = min(stuck)
     while rank not in waits:
-        number = stuck[rank]
-        need = next(read[number] for read, _ in tables.reads if end[read[number]] < 0)
-        owner, action = runs.get(need, (None, tables.action(need)))
-        if owner is None and all(label.op != INPUT for _, label in runs.values()):
-            action = action._replace(op=BACKWARD)  # no backward is split
+        action_id = stuck[rank]
+        needed_id = next(
+            ids[action_id] for ids, _ in tables.dependencies if end[ids[action_id]] < 0
+        )
         path.append(rank)
-        waits[rank] = f"rank {rank}: {tables.action(number)} waits for {action}, "
-        if owner is None:
-            return f"the schedule deadlocks: {waits[rank]}which nobody runs"
-        first = tables.action(stuck[owner])
-        after = "" if first == action else f" after {first}"
-        waits[rank] += f"which rank {owner} runs{after}"
+        sentence = f"rank {rank}: {tables.action(action_id)} waits for"
+        if needed_id not in runs:
+            needed = tables.action(needed_id)
+            if not has_split:
+                # A backward is read by the ID of its input gradient.
+                needed = needed._replace(op=BACKWARD)
+            return f"the schedule deadlocks: {sentence} {needed}, which nobody runs"
+        owner, needed = runs[needed_id]
+        blocker = tables.action(stuck[owner])
+        after = "" if blocker == needed else f" after {blocker}"
+        waits[rank] = f"{sentence} {needed}, which rank {owner} runs{after}"
         rank = owner
     cycle = path[path.index(rank) :]
     return "the schedule deadlocks: " + "; ".join(waits[rank] for rank in cycle)

@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, predicted or measured."""
+"""Timelines: the start and end of each action of a schedule, predicted or measured."""
 
 import dataclasses
 import functools
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
-from ._bound import lower_bound
+from ._bound import compute_lower_bound
 from ._costs import FIELDS, Costs
-from ._tables import Tables
-from ._units import duration, share, size
+from ._tables import ActionTables
+from ._units import duration, format_percent, size
 
-# Into so many columns the text picture cuts the shortest action at most.
-_FINEST = 8
+# The most columns into which the text picture divides the shortest action.
+_MAX_COLUMNS = 8
 
 
 class MemoryEvent(NamedTuple):
-    """From ``time`` on ``rank`` holds so many ``bytes``."""
+    """A change of memory: from ``time`` on ``rank`` holds ``bytes``."""
 
     time: float
     rank: int
@@ -26,7 +26,7 @@ class MemoryEvent(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """From ``start`` to ``end`` the ``ranks`` of ``stage`` add up their gradients."""
+    """The ``ranks`` of ``stage`` add up their gradients from ``start`` to ``end``."""
 
     stage: int
     ranks: tuple[int, ...]
@@ -42,18 +42,19 @@ class Timeline:
     bubble, the peaks.
 
     Attributes:
-      name: of the schedule.
+      name: the name of the schedule.
       placement: the rank of each stage.
       rows: the actions of each rank, in order.
-      start: when each action starts, in the unit of the costs; seconds if measured.
-      end: when it ends.
-      memory: what each rank holds from when on: first all ranks before the first
-        action, then each change in the order in which it came about.
-      costs: what it was predicted from; if it was measured, the medians of its times
-        and its bytes, or ``None``.
-      replicas: the ranks of each stage, where several take turns; else empty.
-      exchanges: when such ranks add up their gradients, after the last of a stage: at
-        the end of the step, or hidden behind other stages that still compute.
+      start: the start of each action, in the unit of the costs; seconds if measured.
+      end: the end of each action.
+      memory: the bytes of each rank: first of all ranks before the first action, then
+        after each change, in order.
+      costs: the costs from which it was predicted; if it was measured, the medians of
+        its times and its bytes, or ``None``.
+      replicas: the ranks of each stage, if several take turns at one; else empty.
+      exchanges: the exchanges of gradients between such ranks, each after the last
+        gradient of its stage: at the end of the step, or hidden behind other stages
+        that still compute.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Timeline:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether times are seconds and sizes bytes; else they are in other units."""
+        """True if times are seconds and sizes bytes; else they are in other units."""
         return self.costs is None or self.costs.in_seconds
 
     @functools.cached_property
@@ -107,37 +108,47 @@ class Timeline:
     def lower_bound(self) -> float:
         """The time that no schedule of these stages beats, at these costs.
 
-        Each rank is looked at alone: everything it has to do, nothing before what it
-        reads can be there, and after each action the stages that follow, and the
-        exchange of gradients. It may even interrupt its work, and its backwards are
-        whole or split, whichever is less.
+        Each rank is looked at alone: all its actions, each not before its inputs can be
+        there, and after each the stages that follow and the exchange of gradients. It
+        may even interrupt its work, and its backwards are whole or split, whichever is
+        less.
 
         Raises:
-          ValueError: if it was measured: then there are no costs to count with.
+          ValueError: if the timeline was measured and has no costs.
         """
         if self.costs is None:
             raise ValueError(
                 f"{self.name} was measured: schedule.simulate(costs) has costs that a "
                 f"bound can be computed from"
             )
-        sizes = len(self.rows), max((a.microbatch for a in self.end), default=-1) + 1
-        training = any(action.op != FORWARD for action in self.end)
-        ranks = training, self.rows, self.replicas
-        tables = Tables(self.costs, self.placement, *sizes, *ranks)
-        return lower_bound(tables)
+        microbatches = (action.microbatch for action in self.end)
+        tables = ActionTables(
+            self.costs,
+            self.placement,
+            num_ranks=len(self.rows),
+            num_microbatches=max(microbatches, default=-1) + 1,
+            has_backwards=any(action.op != FORWARD for action in self.end),
+            rows=self.rows,
+            replicas=self.replicas,
+        )
+        return compute_lower_bound(tables)
 
     @property
     def gap(self) -> float:
-        """How much longer it takes than the bound, as a share of the bound."""
+        """The time beyond the lower bound, as a fraction of the bound."""
         bound = self.lower_bound
-        # Sums in another order are a little other.
+        # Sums in another order may be less by a rounding error.
         return max(self.makespan / bound - 1, 0.0) if bound else 0.0
 
     def __str__(self) -> str:
-        gap = "" if self.costs is None else f" ({share(self.gap)} above the bound)"
-        time, peaks = in_words(self)
-        text = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
-        return f"{text}, peak bytes per rank {peaks}" if self.memory else text
+        time, peaks = format_time_and_peaks(self)
+        text = f"{self.name}: time {time}"
+        if self.costs is not None:
+            text += f" ({format_percent(self.gap)} above the bound)"
+        text += f", bubble {format_percent(self.bubble_fraction)}"
+        if self.memory:
+            text += f", peak bytes per rank {peaks}"
+        return text
 
     @property
     def bottleneck(self) -> int:
@@ -154,91 +165,104 @@ class Timeline:
         return tuple(peaks)
 
     def order(self) -> tuple[Action, ...]:
-        """All actions in one order that respects every dependency: by end."""
-        # A dependency ends first, or with it if it takes no time; the mapping holds
-        # the actions in an order of execution already, and the sort is stable.
+        """All actions by end, which is an order that respects every dependency."""
+        # Of an action and its dependency that end together, the dependency comes first:
+        # the mapping holds the actions in an order of execution, and the sort is
+        # stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """The actions that an action reads: of neighbours, and by skip connections."""
-        op, stage, i = action
+        op, stage, microbatch = action
         skips = self.costs.skips if self.costs else ()
         if op == FORWARD:
-            sources = [stage - 1, *(x.source for x in skips if x.target == stage)]
-            reads = [Action(FORWARD, s, i) for s in dict.fromkeys(sources)]
+            sources = [stage - 1]
+            sources += [skip.source for skip in skips if skip.target == stage]
+            reads = [Action(FORWARD, s, microbatch) for s in dict.fromkeys(sources)]
         elif op == WEIGHT:
-            reads = [Action(INPUT, stage, i)]
+            reads = [Action(INPUT, stage, microbatch)]
         else:
-            reads = [Action(FORWARD, stage, i)]
-            targets = [stage + 1, *(x.target for x in skips if x.source == stage)]
-            for s in dict.fromkeys(targets):
-                reads += [Action(other, s, i) for other in (INPUT, BACKWARD)]
+            reads = [Action(FORWARD, stage, microbatch)]
+            targets = [stage + 1]
+            targets += [skip.target for skip in skips if skip.source == stage]
+            for target in dict.fromkeys(targets):
+                # Of the two, the one that the schedule has.
+                reads.append(Action(INPUT, target, microbatch))
+                reads.append(Action(BACKWARD, target, microbatch))
         return tuple(read for read in reads if read in self.end)
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.
 
         Args:
-          costs: what the other fields are; default: those of this timeline.
+          costs: costs for the other fields; default: those of this timeline.
 
         Returns:
           Costs with one time per stage, for predicting this or another schedule of
-          the same stages. An op that did not run costs what it costs by default:
-          nothing, for those that were not requested.
+          the same stages. The time of an op that no stage ran is that of ``costs``; of
+          an op that only other stages ran, 0.
         """
+        # op -> the times of each stage
         times = {op: [list[float]() for _ in self.placement] for op in OPS}
         for action, start in self.start.items():
             times[action.op][action.stage].append(self.end[action] - start)
-        fields = {
-            FIELDS[op]: [statistics.median(own or [0.0]) for own in by_stage]
-            for op, by_stage in times.items()
-            if any(by_stage)
-        }
-        return dataclasses.replace(costs or self.costs or Costs(), **fields)
+        medians: dict[str, list[float]] = {}
+        for op, stage_times in times.items():
+            if any(stage_times):
+                medians[FIELDS[op]] = [
+                    statistics.median(durations) if durations else 0.0
+                    for durations in stage_times
+                ]
+        return dataclasses.replace(costs or self.costs or Costs(), **medians)
 
     def to_text(self) -> str:
         """A picture: one line per rank, columns of equal time, ``.`` is idle.
 
         Columns are so fine that actions begin and end with one. The number of the stage
-        is left out where each rank has a single one.
+        is left out if each rank has a single stage.
         """
-        several, column = self.num_stages > len(self.rows), self._column()
+        shows_stage = self.num_stages > len(self.rows)
+        column = self._column_time()
         last = max(self.end.values(), default=self.begin) - self.begin
+
         width = 1
-        lines = []
+        lines: list[list[str]] = []
         for row in self.rows:
             cells = ["."] * round(last / column)
             for action in row:
-                first, end = (
-                    (t - self.begin) / column
-                    for t in (self.start[action], self.end[action])
-                )
-                label = str(action) if several else f"{action.op}{action.microbatch}"
+                first = round((self.start[action] - self.begin) / column)
+                end = round((self.end[action] - self.begin) / column)
+                label = f"{action.op}{action.microbatch}"
+                if shows_stage:
+                    label = str(action)
                 width = max(width, len(label))
-                for at_column in range(round(first), round(end)):
-                    cells[at_column] = label
+                for index in range(first, end):
+                    cells[index] = label
             lines.append(cells)
+
         digits = len(str(len(self.rows) - 1))
         return "\n".join(
             f"rank {rank:{digits}} |{' '.join(cell.ljust(width) for cell in cells)}|"
             for rank, cells in enumerate(lines)
         )
 
-    def _column(self) -> float:
+    def _column_time(self) -> float:
         """The greatest time of which all times are multiples, if not too fine."""
-        start, end = self.start, self.end
-        lasting = [end[a] - start[a] for a in start if end[a] > start[a]]
-        shortest = min(lasting, default=1.0)
-        times = [(t - self.begin) / shortest for t in (*start.values(), *end.values())]
-        for parts in range(1, _FINEST):
-            if all(abs(time * parts - round(time * parts)) < 1e-6 for time in times):
+        durations = [self.end[action] - start for action, start in self.start.items()]
+        shortest = min((time for time in durations if time > 0), default=1.0)
+        times = [*self.start.values(), *self.end.values()]
+        multiples = [(time - self.begin) / shortest for time in times]
+        for parts in range(1, _MAX_COLUMNS):
+            if all(abs(x * parts - round(x * parts)) < 1e-6 for x in multiples):
                 return shortest / parts
-        # Rather rounded times than a picture that is wider than any screen.
-        return shortest / _FINEST
+        # Times are rounded to columns, rather than a picture wider than any screen.
+        return shortest / _MAX_COLUMNS
 
 
-def in_words(timeline: Timeline) -> tuple[str, str]:
-    """The makespan, and the peaks of all ranks, with units where they are known."""
-    known, peaks = timeline.in_seconds, timeline.peak_bytes
-    time = duration(timeline.makespan) if known else f"{timeline.makespan:.4g}"
-    return time, ", ".join(size(int(x)) if known else f"{x:.4g}" for x in peaks)
+def format_time_and_peaks(timeline: Timeline) -> tuple[str, str]:
+    """The makespan and the peaks of all ranks as text, with units if they have any."""
+    peaks = timeline.peak_bytes
+    if timeline.in_seconds:
+        time = duration(timeline.makespan)
+        return time, ", ".join(size(int(peak)) for peak in peaks)
+    return f"{timeline.makespan:.4g}", ", ".join(f"{peak:.4g}" for peak in peaks)

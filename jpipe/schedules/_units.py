@@ -1,25 +1,31 @@
-"""Seconds, bytes and tables for people."""
+"""Formats seconds, bytes, counts and tables for people."""
 
 from collections.abc import Container, Sequence
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
-    """Rows with cells below each other; the columns at the left begin together.
+    """Formats rows as a table with aligned columns.
 
-    A column of which there is nothing but its head, in the first row, is left out.
+    A column whose cells are all empty below its head, in the first row, is left out.
+
+    Args:
+      rows: cells; the first row is the head.
+      left: indices of the columns that are aligned to the left.
     """
     columns = []
-    for i, cells in enumerate(zip(*rows, strict=True)):
+    for index, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))
-        if any(cells[1:]) or len(rows) == 1:
-            columns.append(
-                [x.ljust(width) if i in left else x.rjust(width) for x in cells]
-            )
+        if not any(cells[1:]) and len(rows) > 1:
+            continue
+        if index in left:
+            columns.append([cell.ljust(width) for cell in cells])
+        else:
+            columns.append([cell.rjust(width) for cell in cells])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits: ``1.5 ms``."""
+    """Formats seconds with three digits: ``1.5 ms``."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -27,18 +33,18 @@ def duration(seconds: float) -> str:
 
 
 def many(number: int, noun: str) -> str:
-    """So many of something: ``1 rank``, ``2 micro-batches``."""
+    """Formats a count with its noun: ``1 rank``, ``2 micro-batches``."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def share(fraction: float) -> str:
-    """A part of a whole: ``12.5 %``."""
+def format_percent(fraction: float) -> str:
+    """Formats a fraction: ``12.5 %``."""
     return f"{fraction:.1%}".replace("%", " %")
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in powers of 1024: ``1.5 MiB``."""
+    """Formats bytes in powers of 1024: ``1.5 MiB``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,4 +1,9 @@
-"""Whether a schedule can run: every fault found, by rule, with its place."""
+"""Validates schedules: every fault, by rule, with the cells around it.
+
+E6 0B0 runs before 0F0 (rank 0, position 0)
+  rank 0: 0B0 0F0
+          ^^^
+"""
 
 import itertools
 import reprlib
@@ -9,22 +14,22 @@ from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, LOCAL_READS, OPS, Action
 
-# How many cells of a row are shown on each side of the one at fault.
-_AROUND = 4
-# So many faults are read; a text that is not a schedule at all has one for each word.
-_MOST = 50
+# The cells of a row that are shown on each side of the one at fault.
+_NUM_AROUND = 4
+# The most faults that are listed; a text that is no schedule has one for each word.
+_MAX_FAULTS = 50
 
 
-def refusal(name: Any, faults: Iterable[str]) -> str:
-    """The message of all faults of a schedule."""
-    lines = [f"  * {fault}" for fault in itertools.islice(faults, _MOST + 1)]
-    if len(lines) > _MOST:
-        lines[_MOST:] = ["  * and more"]
+def format_refusal(name: Any, faults: Iterable[str]) -> str:
+    """Formats the message of all faults of a schedule."""
+    lines = [f"  * {fault}" for fault in itertools.islice(faults, _MAX_FAULTS + 1)]
+    if len(lines) > _MAX_FAULTS:
+        lines[_MAX_FAULTS:] = ["  * and more"]
     return "\n".join([f"schedule {name!r} cannot run:", *lines])
 
 
-def faults(schedule: Any) -> list[str]:
-    """What is wrong with a schedule, apart from ranks that wait for each other.
+def find_faults(schedule: Any) -> list[str]:
+    """Finds the faults of a schedule, apart from ranks that wait for each other.
 
     Losses are summed in the order of the forwards and gradients in that of the
     backwards, so both must ascend in each stage: then every schedule gives the same
@@ -36,39 +41,46 @@ def faults(schedule: Any) -> list[str]:
     Returns:
       A line or more for each fault, beginning with the number of its rule.
     """
-    # Each needs what those before it have checked.
-    for rules in (_malformed, _miscounted, _misordered):
-        if found := [*itertools.islice(rules(schedule), _MOST + 1)]:
-            return found
+    # The rules of each function rely on those before.
+    for rules in (_check_fields, _check_cells, _check_order):
+        faults = list(itertools.islice(rules(schedule), _MAX_FAULTS + 1))
+        if faults:
+            return faults
     for rank, row in enumerate(schedule.rows):
         if not row:
             warnings.warn(f"E9 rank {rank} runs nothing", stacklevel=3)
     return []
 
 
-def _malformed(schedule: Any) -> Iterator[str]:
-    """Sizes, ranks of stages and cells that are none."""
-    stages, placement, rows = schedule.num_stages, schedule.placement, schedule.rows
-    sizes, replicas = (stages, schedule.num_microbatches), schedule.replicas
-    ranks = range(len(rows))
-    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+def _check_fields(schedule: Any) -> Iterator[str]:
+    """Yields faults of the types of fields, and of the placement: E0, E4."""
+    num_stages = schedule.num_stages
+    num_microbatches = schedule.num_microbatches
+    placement = schedule.placement
+    replicas = schedule.replicas
+    ranks = range(len(schedule.rows))
+    if not _is_count(num_stages) or not _is_count(num_microbatches):
         yield (
-            f"E0 num_stages={sizes[0]!r}, num_microbatches={sizes[1]!r}: must be ints "
-            f"of at least 1"
+            f"E0 num_stages={num_stages!r}, num_microbatches={num_microbatches!r}: "
+            f"must be ints of at least 1"
         )
-    elif {len(placement), len(replicas or placement)} != {stages}:
+    elif {len(placement), len(replicas or placement)} != {num_stages}:
         yield (
             f"E4 placement has {len(placement)} entries, replicas {len(replicas)}, for "
-            f"{stages} stages"
+            f"{num_stages} stages"
         )
     else:
-        for stage, own in enumerate(schedule.ranks_of):
-            if not all(rank in ranks for rank in own):
-                yield f"E4 stage {stage} is on ranks {own}, there are {len(ranks)}"
-            if len({*own}) != len(own) or [*own[:1]] != [placement[stage]]:
+        for stage, stage_ranks in enumerate(schedule.ranks_of):
+            if not all(rank in ranks for rank in stage_ranks):
                 yield (
-                    f"E4 replicas[{stage}]={tuple(own)}: needs different ranks, "
-                    f"placement[{stage}]={placement[stage]} first"
+                    f"E4 stage {stage} is on ranks {stage_ranks}, there are "
+                    f"{len(ranks)}"
+                )
+            is_repeated = len(set(stage_ranks)) != len(stage_ranks)
+            if is_repeated or list(stage_ranks[:1]) != [placement[stage]]:
+                yield (
+                    f"E4 replicas[{stage}]={tuple(stage_ranks)}: needs different "
+                    f"ranks, placement[{stage}]={placement[stage]} first"
                 )
     if not isinstance(schedule.forward_only, bool):
         flag = reprlib.repr(schedule.forward_only)
@@ -81,82 +93,101 @@ def _malformed(schedule: Any) -> Iterator[str]:
             )
 
 
-def _miscounted(schedule: Any) -> Iterator[str]:
-    """What does not exist, runs in the wrong place, is missing, or appears twice."""
-    last, count = schedule.num_stages - 1, schedule.num_microbatches
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _check_cells(schedule: Any) -> Iterator[str]:
+    """Yields cells out of range, on a wrong rank, missing, repeated: E1 to E5, E8."""
+    last_stage = schedule.num_stages - 1
+    last_microbatch = schedule.num_microbatches - 1
     ranks_of = schedule.ranks_of
-    cells = [*_cells(schedule)] if schedule.replicas else []
-    rank_of = {action: rank for rank, _, action in cells}
-    ran: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for _, _, action in _cells(schedule):
-        ran[action.stage, action.microbatch].append(action.op)
+    # The rank of each forward, if several ranks take turns at a stage.
+    forward_rank: dict[Action, int] = {}
+    # (stage, micro-batch) -> the ops that run.
+    ops_of: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for rank, _, action in _cells(schedule):
+        ops_of[action.stage, action.microbatch].append(action.op)
+        if schedule.replicas and action.op == FORWARD:
+            forward_rank[action] = rank
+
     for rank, position, action in _cells(schedule):
         op, stage, microbatch = action
+        forward = action._replace(op=FORWARD)
         if op not in OPS:
-            message = f"E1 {action}: the ops are {', '.join(OPS)}"
-        elif not 0 <= stage <= last:
-            message = f"E2 {action}: the stages are 0 to {last}"
-        elif not 0 <= microbatch < count:
-            message = f"E3 {action}: the micro-batches are 0 to {count - 1}"
+            fault = f"E1 {action}: the ops are {', '.join(OPS)}"
+        elif not 0 <= stage <= last_stage:
+            fault = f"E2 {action}: the stages are 0 to {last_stage}"
+        elif not 0 <= microbatch <= last_microbatch:
+            fault = f"E3 {action}: the micro-batches are 0 to {last_microbatch}"
         elif rank not in ranks_of[stage]:
             listed = " or ".join(map(str, ranks_of[stage]))
-            message = f"E4 {action}: stage {stage} is placed on rank {listed}"
-        elif (of_forward := rank_of.get(action._replace(op=FORWARD), rank)) != rank:
-            message = f"E8 {action}: its forward runs on rank {of_forward}"
+            fault = f"E4 {action}: stage {stage} is placed on rank {listed}"
+        elif forward_rank.get(forward, rank) != rank:
+            fault = f"E8 {action}: its forward runs on rank {forward_rank[forward]}"
         else:
             continue
-        yield _shown(message, schedule.rows[rank], rank, position)
+        yield _show_in_row(fault, schedule.rows[rank], rank, position)
+
     complete = ["F"] if schedule.forward_only else ["F B", "F I W"]
-    alone = " alone: it is forward_only" if schedule.forward_only else ""
-    for stage in range(last + 1):
-        for i in range(count):
-            ops = " ".join(sorted(ran[stage, i], key="FBIW".find))
+    reason = " alone: it is forward_only" if schedule.forward_only else ""
+    for stage in range(last_stage + 1):
+        for microbatch in range(last_microbatch + 1):
+            ops = " ".join(sorted(ops_of[stage, microbatch], key="FBIW".find))
             if ops not in complete:
                 yield (
-                    f"E5 stage {stage} runs {ops or 'nothing'} on micro-batch {i}, "
-                    f"needs {' or '.join(complete)}{alone}"
+                    f"E5 stage {stage} runs {ops or 'nothing'} on micro-batch "
+                    f"{microbatch}, needs {' or '.join(complete)}{reason}"
                 )
 
 
-def _misordered(schedule: Any) -> Iterator[str]:
-    """What runs before what it reads on its own rank, and sums that do not ascend."""
+def _check_order(schedule: Any) -> Iterator[str]:
+    """Yields what runs before what it reads, and sums that do not ascend: E6."""
     for rank, row in enumerate(schedule.rows):
-        position = {action: i for i, action in enumerate(row)}
+        position_of = {action: position for position, action in enumerate(row)}
+        # (FORWARD for losses or BACKWARD for gradients, stage) -> the last summand.
         last: dict[tuple[str, int], Action] = {}
-        for at, action in enumerate(row):
-            first = action._replace(op=LOCAL_READS.get(action.op, action.op))
-            if position[first] > at:
-                yield _shown(f"E6 {action} runs before {first}", row, rank, at)
+        for position, action in enumerate(row):
+            read = action._replace(op=LOCAL_READS.get(action.op, action.op))
+            if position_of[read] > position:
+                fault = f"E6 {action} runs before {read}"
+                yield _show_in_row(fault, row, rank, position)
             if action.op == INPUT:
                 continue
-            kind = FORWARD if action.op == FORWARD else BACKWARD
-            before = last.get((kind, action.stage))
+            sum_key = FORWARD if action.op == FORWARD else BACKWARD, action.stage
+            before = last.get(sum_key)
             if before is not None and before.microbatch > action.microbatch:
-                message = (
+                fault = (
                     f"E6 {action} runs after {before}: losses and gradients are summed "
                     f"in ascending order of micro-batches"
                 )
-                yield _shown(message, row, rank, at)
-            last[kind, action.stage] = action
+                yield _show_in_row(fault, row, rank, position)
+            last[sum_key] = action
 
 
 def _cells(schedule: Any) -> Iterator[tuple[int, int, Action]]:
-    """The rank and the position of each action."""
+    """Yields the rank and the position of each action, and the action."""
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             yield rank, position, action
 
 
-def _shown(message: str, row: tuple[Action, ...], rank: int, position: int) -> str:
-    """A fault with its place: the cells around it, and a mark below."""
-    begin, end = max(position - _AROUND, 0), position + _AROUND + 1
-    left = ["..."] if begin else []
-    cells = [*left, *map(str, row[begin:end]), *(["..."] if end < len(row) else [])]
-    at = position - begin + len(left)
-    indent = len(" ".join(cells[:at])) + (1 if at else 0)
+def _show_in_row(fault: str, row: tuple[Action, ...], rank: int, position: int) -> str:
+    """Formats a fault with the cells around it, and a mark below."""
+    begin = max(position - _NUM_AROUND, 0)
+    end = position + _NUM_AROUND + 1
+    before = list(map(str, row[begin:position]))
+    if begin > 0:
+        before.insert(0, "...")
+    cell = str(row[position])
+    after = list(map(str, row[position + 1 : end]))
+    if end < len(row):
+        after.append("...")
+
     prefix = f"rank {rank}: "
+    indent = " " * len(" ".join([prefix.rstrip(), *before, ""]))
     return (
-        f"{message} (rank {rank}, position {position})\n"
-        f"      {prefix}{' '.join(cells)}\n"
-        f"      {' ' * (len(prefix) + indent)}{'^' * len(cells[at])}"
+        f"{fault} (rank {rank}, position {position})\n"
+        f"      {prefix}{' '.join([*before, cell, *after])}\n"
+        f"      {indent}{'^' * len(cell)}"
     )

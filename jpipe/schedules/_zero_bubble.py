@@ -1,12 +1,19 @@
-"""Backwards in two halves: the second fills the time in which a rank would wait."""
+"""Schedules with split backwards: weight gradients fill the time that ranks would wait.
+
+The input gradient (I) is what the stage before waits for; the weight gradient (W) waits
+for nobody and may run any time later.
+
+The V schedules here are texts: ``"F0I1W1" * n`` runs the forward of chunk 0 and both
+halves of the backward of chunk 1, n times. Micro-batches are numbered afterwards.
+"""
 
 import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from ._action import FORWARD, INPUT, WEIGHT
-from ._build import Cell, build, check, warmed_up
-from ._placement import v_shape
+from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._build import Cell, build, build_with_warmup, check_counts
+from ._placement import place_in_v
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -14,7 +21,8 @@ from ._simulate import ScheduleError
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1: the order of 1F1B with split backwards, in the memory of 1F1B's rank 0.
 
-    The second halves lag behind by the number of the rank and fill the drain.
+    The weight gradients of rank r come r turns after its input gradients and fill the
+    drain.
 
     Args:
       num_ranks: the number of ranks, one stage on each.
@@ -42,11 +50,16 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return num_ranks - 1 - rank
 
-    return warmed_up("zb_h1", num_ranks, num_microbatches, warmup, lambda rank: rank)
+    def lag(rank: int) -> int:
+        return rank
+
+    return build_with_warmup(
+        "zb_h1", num_ranks, num_microbatches, warmup=warmup, lag=lag
+    )
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H2: more forwards first, so that no rank waits between its first and last.
+    """ZB-H2: a longer warm-up, so that no rank waits between its first and last action.
 
     With ``F = I = W`` each rank works without a gap, but ranks begin and end one
     after the other; a step that ends with an update on all ranks still waits for the
@@ -54,8 +67,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Args:
       num_ranks: the number of ranks, one stage on each.
-      num_microbatches: the number of micro-batches, any positive number; this
-        text is for ``2 p - 1`` or more.
+      num_microbatches: the number of micro-batches, any positive number; what
+        is said here holds from ``2 p - 1`` on.
 
     Returns:
       A valid schedule; a rank holds at most ``2 p - 1`` micro-batches.
@@ -77,8 +90,11 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return 2 * (num_ranks - 1 - rank)
 
-    return warmed_up(
-        "zb_h2", num_ranks, num_microbatches, warmup, lambda rank: 2 * rank
+    def lag(rank: int) -> int:
+        return 2 * rank
+
+    return build_with_warmup(
+        "zb_h2", num_ranks, num_microbatches, warmup=warmup, lag=lag
     )
 
 
@@ -90,9 +106,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Args:
       num_ranks: the number of ranks, two stages on each.
-      num_microbatches: the number of micro-batches, any positive number; this
-        text is for ``2 p - 1`` or more. Of fewer `v_half` may take less time and hold
-        less.
+      num_microbatches: the number of micro-batches, any positive number; what
+        is said here holds from ``2 p - 1`` on. With fewer, `v_half` may take less time
+        and hold less.
 
     Returns:
       A valid schedule. With ``F = I = W`` no rank waits between its first action and
@@ -112,15 +128,17 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Pipeline Parallelism with Controllable Memory
       <https://arxiv.org/abs/2405.15362>`_ (2024).
     """
-    check("zb_v", {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+    counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    check_counts("zb_v", counts)
+    num_steady = max(num_microbatches - 2 * num_ranks + 1, 0)
 
     def row(rank: int) -> Iterator[Cell]:
-        below, steady = num_ranks - rank, max(num_microbatches - 2 * num_ranks + 1, 0)
-        return _counted(
+        below = num_ranks - rank
+        return _number_microbatches(
             "F0" * (2 * below - 1)
             + "F1F0" * rank
             + "F1I1W1" * below
-            + "F0I0W0F1I1W1" * (steady + rank)
+            + "F0I0W0F1I1W1" * (num_steady + rank)
             + "I0W0F1I1W1" * (below - 1)
             + "I0I1" * rank
             + "I0W0" * below
@@ -128,15 +146,15 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "W0" * rank
         )
 
-    return build("zb_v", num_microbatches, v_shape(num_ranks), row)
+    return build("zb_v", num_microbatches, place_in_v(num_ranks), row)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: two stages per rank in the shape of a V, forwards beside backwards.
 
-    Its steady state pairs a forward of one chunk with a backward of the other, so
-    that the transfers of one hide behind the work of the other. Only the first and
-    the last backwards are split.
+    Its steady state pairs a forward of one chunk with a backward of the other chunk, so
+    that the transfers of each hide behind the computation of the other. Only the first
+    and the last backwards are split.
 
     Args:
       num_ranks: the number of ranks, two stages on each.
@@ -160,43 +178,58 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
       DeepSeek-AI, `DeepSeek-V3 Technical Report <https://arxiv.org/abs/2412.19437>`_
       (2024), and its pipeline in the shape of a V.
     """
-    check("dualpipe_v", {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+    counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    check_counts("dualpipe_v", counts)
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
             f"dualpipe_v: num_microbatches={num_microbatches}: needs at least "
             f"2 * num_ranks = {2 * num_ranks}"
         )
 
+    num_steady = num_microbatches - 2 * num_ranks
+
     def row(rank: int) -> Iterator[Cell]:
-        below, steady = num_ranks - 1 - rank, num_microbatches - 2 * num_ranks
-        drain = [("BI"[k > rank], 1 - k % 2) for k in range(2 * rank + 2)]
-        # The weight gradients come in the order of the input gradients.
-        split = [f"W{chunk}" for op, chunk in drain if op == INPUT] + ["W0"] * below
-        return _counted(
+        below = num_ranks - 1 - rank
+
+        # The drain alternates the chunks; its second half is split.
+        drain = [
+            (INPUT if k > rank else BACKWARD, 1 - k % 2) for k in range(2 * rank + 2)
+        ]
+        # Weight gradients come in the order of the input gradients.
+        weights = [f"W{chunk}" for op, chunk in drain if op == INPUT] + ["W0"] * below
+
+        return _number_microbatches(
             "F0" * (2 * below)
             + "F0F1" * (rank + 1)
             + "I1W1F1" * below
-            + "F0B1F1B0" * (steady + rank + 1)
+            + "F0B1F1B0" * (num_steady + rank + 1)
             + "B1F1B0" * below
             + "".join(f"{op}{chunk}" for op, chunk in drain)
-            + "".join(f"{weight}I0" for weight in split[:below])
-            + "".join(split[below:])
+            + "".join(f"{weight}I0" for weight in weights[:below])
+            + "".join(weights[below:])
         )
 
-    return build("dualpipe_v", num_microbatches, v_shape(num_ranks), row)
+    return build("dualpipe_v", num_microbatches, place_in_v(num_ranks), row)
 
 
-def _counted(text: str) -> Iterator[Cell]:
-    """The cells of ops and chunks such as ``F0F1I1W1``: micro-batches ascend in each.
+def _number_microbatches(text: str) -> Iterator[Cell]:
+    """Yields the cells of a text such as ``F0F1I1W1``, with their micro-batches.
 
-    A weight gradient is of the first micro-batch of its chunk that waits for it.
+    Micro-batches ascend in the forwards of each chunk, and in its backwards, whole or
+    split. A weight gradient is of the first micro-batch of its chunk whose input
+    gradient has run without it.
     """
-    counts = {cell: itertools.count() for cell in ("F0", "F1", "B0", "B1")}
-    split = {"0": deque[int](), "1": deque[int]()}
+    next_forward = {"0": itertools.count(), "1": itertools.count()}
+    next_backward = {"0": itertools.count(), "1": itertools.count()}
+    # chunk -> micro-batches between their I and their W
+    pending = {"0": deque[int](), "1": deque[int]()}
     for op, chunk in zip(text[::2], text[1::2], strict=True):
-        if op == WEIGHT:
-            i = split[chunk].popleft()
+        if op == FORWARD:
+            microbatch = next(next_forward[chunk])
+        elif op == WEIGHT:
+            microbatch = pending[chunk].popleft()
         else:
-            i = next(counts[("F" if op == FORWARD else "B") + chunk])
-            split[chunk] += [i] if op == INPUT else []
-        yield op, int(chunk), i
+            microbatch = next(next_backward[chunk])
+            if op == INPUT:
+                pending[chunk].append(microbatch)
+        yield op, int(chunk), microbatch

@@ -139,15 +139,11 @@ RUN = [
     ("_sums", "leaf[d] if yes", "leaf[0] if yes"),
 ]
 SCHEDULES = [
-    (
-        "_bound",
-        "= min(seconds[whole + at], seconds[half + at])",
-        "= seconds[half + at]",
-    ),
+    ("_bound", "first_half = min(whole, input_grad)", "first_half = input_grad"),
     ("_costs", "[*neighbours, *self.skips]", "[*neighbours]"),
-    ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
-    ("_tables", "own -= sum(at(", "own -= 0 * sum(at("),
-    ("_tables", "live[rank] += 0 if stage else at(", "live[rank] += at("),
+    ("_simulate", "end=start + seconds)", "end=start + 2 * seconds)"),
+    ("_tables", "delta -= sum(look_up(", "delta -= 0 * sum(look_up("),
+    ("_tables", "if stage == 0:\n", "if True:\n"),
 ]
 SLICES = [
     ("_composed", "        start += size\n", ""),

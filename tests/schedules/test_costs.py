@@ -77,11 +77,12 @@ def test_actions_wait_for_what_skips_the_ranks_between():
         ),
         (Costs([[1, 2], [1, 2]]), [f"forward[{s}] has 2 entries" for s in (0, 1)]),
         (
-            Costs(skips=(Skip(0, 2, 1, 1), Skip(1, 0, 1, -1))),
+            Costs(skips=(Skip(0, 2, 1, 1), Skip(1, 0, 1, -1), Skip(1, 1, 1, 1))),
             [
                 "skips[0] goes from stage 0 to 2, needs a later stage of 2",
                 "skips[1] goes from stage 1 to 0, needs a later stage of 2",
                 "skips[1].cotangent_bytes=-1 is not 0 or more and finite",
+                "skips[2] goes from stage 1 to 1, needs a later stage of 2",
             ],
         ),
     ],
