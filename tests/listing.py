@@ -68,7 +68,7 @@ def counted(program, leaves, ahead=True):
                 now[device] += leaf.nbytes // leaf.size * shard
         counts.append([_same_on_all(now, place) for place in program.devices])
 
-    outputs = program(leaves, observe)
+    outputs = program(leaves, observe=observe)
     del outputs
     return counts
 

@@ -10,14 +10,15 @@ import numpy as np
 import optax
 
 from .. import _compat
+from .._jaxprs._function import Function
 from .._processes._digest import digest, fingerprint
 from .._processes._group import group
 from .._processes._transport import Crossing
 from ._instruction import Instruction
 
-# In the text of a jaxpr, where something is in the memory of one process.
+# An address in the memory of one process, in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# Settings of JAX that numbers hang on; some are seen in no jaxpr.
+# Settings of JAX that change numbers; some are seen in no jaxpr.
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -30,31 +31,34 @@ _SETTINGS = (
 def agree(
     instructions: Sequence[Instruction],
     facts: Mapping[str, str],
-    compile_own: Callable[[], None],
+    compile_local: Callable[[], None],
 ) -> None:
     """Opens the moves between processes, once all run the same and have compiled it.
 
     Args:
-      instructions: what they are about to run, all of them.
-      facts: what they were made of, in words.
-      compile_own: compiles what this process runs.
+      instructions: all that the processes are about to run.
+      facts: the origin of the instructions, in words.
+      compile_local: compiles the programs of this process.
 
     Raises:
       ValueError: with what differs, and between whom.
       TimeoutError: with the processes that do not come.
     """
-    peers, settings = group(), _compat.settings()
+    peers = group()
     number = peers.next_number()
-    every = {
+    settings = _compat.settings()
+    compared = {
         "Python": platform.python_version(),
         **{module.__name__: module.__version__ for module in (jax, flax, optax, np)},
         **{name: str(settings.get(name)) for name in _SETTINGS},
         **facts,
         **_digests(instructions),
     }
-    peers.agree(every, f"program {number}")
-    compile_own()
+    peers.agree(compared, f"program {number}")
+
+    compile_local()
     peers.gather({}, f"the first run of program {number}, compiled")
+
     for instruction in instructions:
         crossing = instruction.run
         if isinstance(crossing, Crossing) and crossing.concerns:
@@ -62,20 +66,26 @@ def agree(
 
 
 def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
-    """The list of instructions, and what each calls, in a few letters."""
-    listed = (
+    """Digests of the functions that are called, by name, and of the instructions."""
+    # name of a function -> the text of all functions of this name
+    code: dict[str, list[str]] = {}
+    functions = dict.fromkeys(instruction.function for instruction in instructions)
+    for function in filter(None, functions):
+        lines = code.setdefault(f"operations of {function.name}", [])
+        lines += _text(function)
+
+    digests = {name: digest(lines) for name, lines in code.items()}
+    digests["instructions"] = digest(
         f"{i.label} {i.place} {i.source} {i.reads} {i.donates} {i.writes}"
         for i in instructions
     )
-    code: dict[str, list[str]] = {}
-    functions = dict.fromkeys(each.function for each in instructions)
-    for function in filter(None, functions):
-        lines = code.setdefault(f"operations of {function.name}", [])
-        lines += function.name, str(function.results)
-        for closed in function.parts:
-            lines.append(_ADDRESS.sub("", str(closed.jaxpr)))
-            lines += map(fingerprint, closed.consts)
-    return {
-        **{name: digest(lines) for name, lines in code.items()},
-        "instructions": digest(listed),
-    }
+    return digests
+
+
+def _text(function: Function) -> list[str]:
+    """A function in words that are equal in all processes."""
+    lines = [function.name, str(function.results)]
+    for closed in function.parts:
+        lines.append(_ADDRESS.sub("", str(closed.jaxpr)))
+        lines += map(fingerprint, closed.consts)
+    return lines

@@ -1,4 +1,8 @@
-"""How many bytes each place holds, read off a list of instructions."""
+"""The bytes that each place holds, read off a list of instructions.
+
+Counted are arguments that are in a place, which are the caller's and stay unless they
+are donated, and all results; not the workspace of a program while it runs.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,83 +17,97 @@ def nbytes(spec: Any) -> int:
 
 
 def live(program: Program) -> Iterator[list[int]]:
-    """The bytes of each place before the first instruction, then after each.
+    """Yields the bytes of each place before the first instruction, then after each."""
+    place_bytes = [0 for _ in program.devices]
 
-    Counted are arguments that are in a place, which are the caller's and stay unless
-    they are donated, and all that instructions make; not what a program needs while it
-    runs.
-    """
-    now = [0 for _ in program.devices]
-
-    def count(slots: Iterable[int], sign: int) -> None:
+    def count(slots: Iterable[int], *, sign: int) -> None:
         for slot in slots:
-            if program.places[slot] >= 0:
-                now[program.places[slot]] += sign * program.nbytes[slot]
+            place = program.places[slot]
+            if place >= 0:
+                place_bytes[place] += sign * program.nbytes[slot]
 
-    given = program.constants.stop
-    count(range(given), 1)
-    yield [*now]
+    num_inputs = program.constants.stop  # arguments and constants
+    count(range(num_inputs), sign=1)
+    yield [*place_bytes]
+
     for instruction in program.instructions:
         donated = set(instruction.donates)
-        count(instruction.writes, 1)
-        count((x for x in instruction.frees if x >= given or x in donated), -1)
-        yield [*now]
+        freed = [x for x in instruction.frees if x >= num_inputs or x in donated]
+        count(instruction.writes, sign=1)
+        count(freed, sign=-1)
+        yield [*place_bytes]
 
 
 def peaks(program: Program) -> list[int]:
-    """The most that each place holds."""
-    counts = live(program)
-    most = next(counts)
-    for instruction, now in zip(program.instructions, counts, strict=True):
+    """The most bytes that each place holds."""
+    states = live(program)
+    peak_bytes = next(states)
+    for instruction, place_bytes in zip(program.instructions, states, strict=True):
         place = instruction.place  # no other holds more after it than before
-        most[place] = max(most[place], now[place])
-    return most
+        peak_bytes[place] = max(peak_bytes[place], place_bytes[place])
+    return peak_bytes
 
 
+# (stage, micro-batch) -> bytes of its residuals
 Cells = dict[tuple[int, int], int]
 
 
 def residuals(program: Program) -> Cells:
-    """What each stage holds of each micro-batch between its forward and its backward.
+    """The bytes that each stage holds of each micro-batch from forward to backward.
 
-    Read off the list: what a forward has read or made and only backwards of the same
+    Read off the list: what a forward reads or writes and only backwards of the same
     stage and micro-batch read later; not what stays, such as weights.
     """
+    # slot -> the labels of the instructions that read it
     readers: dict[int, list[Any]] = {}
     for instruction in program.instructions:
         for slot in instruction.reads:
             readers.setdefault(slot, []).append(instruction.label)
-    found: Cells = {}
+
+    cell_bytes: Cells = {}
     for instruction in program.instructions:
-        label = instruction.label
-        if instruction.is_move or not isinstance(label, Action) or label.op != FORWARD:
+        action = instruction.label
+        if instruction.is_move or not isinstance(action, Action):
             continue
-        cell = stage, microbatch = label.stage, label.microbatch
+        if action.op != FORWARD:
+            continue
+        cell = action.stage, action.microbatch
         for slot in {*instruction.reads, *instruction.writes}:
-            labels = readers.get(slot, [])
-            if slot < program.constants.stop or not _are_of(microbatch, labels):
-                continue
-            if any(x.stage == stage and x.op != FORWARD for x in labels):
-                found[cell] = found.get(cell, 0) + program.nbytes[slot]
-    return found
+            is_constant = slot < program.constants.stop
+            if not is_constant and _is_residual(action, readers.get(slot, [])):
+                cell_bytes[cell] = cell_bytes.get(cell, 0) + program.nbytes[slot]
+    return cell_bytes
 
 
-def _are_of(microbatch: int, labels: Sequence[Any]) -> bool:
-    return all(isinstance(x, Action) and x.microbatch == microbatch for x in labels)
+def _is_residual(forward: Action, readers: Sequence[Any]) -> bool:
+    """True if a backward reads a value of a forward, and no other micro-batch does."""
+    has_backward = False
+    for reader in readers:
+        if not isinstance(reader, Action) or reader.microbatch != forward.microbatch:
+            return False
+        if reader.stage == forward.stage and reader.op != FORWARD:
+            has_backward = True
+    return has_backward
 
 
 def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
-    """The most residuals of each stage, of all micro-batches at once."""
-    sizes = residuals(program)
-    now, most = [0] * num_stages, [0] * num_stages
+    """The most bytes of residuals of each stage, of all micro-batches at once."""
+    cell_bytes = residuals(program)
     labels = [i.label for i in program.instructions if not i.is_move]
     actions = [label for label in labels if isinstance(label, Action)]
-    last = {action[1:]: number for number, action in enumerate(actions)}
-    for number, action in enumerate(actions):
-        stage, cell = action.stage, action[1:]
+    # (stage, micro-batch) -> the index of its last action
+    last_index: dict[tuple[int, int], int] = {}
+    for index, action in enumerate(actions):
+        last_index[action.stage, action.microbatch] = index
+
+    stage_bytes = [0] * num_stages
+    peak_bytes = [0] * num_stages
+    for index, action in enumerate(actions):
+        stage = action.stage
+        cell = stage, action.microbatch
         if action.op == FORWARD:
-            now[stage] += sizes.get(cell, 0)
-            most[stage] = max(most[stage], now[stage])
-        elif last[cell] == number:
-            now[stage] -= sizes.get(cell, 0)
-    return most
+            stage_bytes[stage] += cell_bytes.get(cell, 0)
+            peak_bytes[stage] = max(peak_bytes[stage], stage_bytes[stage])
+        elif last_index[cell] == index:
+            stage_bytes[stage] -= cell_bytes.get(cell, 0)
+    return peak_bytes

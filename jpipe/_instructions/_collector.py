@@ -1,4 +1,4 @@
-"""Python's collector of cycles, which looks at all of a list while it is written."""
+"""Python's collector of cycles, paused while a list of instructions is written."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """The scope, or the decorator of a function, in which it rests.
+    """Pauses the collector in a scope, or in the function that this decorates.
 
     A list of instructions is a great many objects, all of which stay: to look through
-    them again and again takes half the time, and finds nothing.
+    them again and again takes half the time, and frees nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()

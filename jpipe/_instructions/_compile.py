@@ -20,7 +20,7 @@ from .._jaxprs._function import Function
 from .._processes._keys import is_key
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, SubMesh
-from ._transfer import Device, located, on
+from ._transfer import Device, array_spec, jax_sharding
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -28,8 +28,8 @@ _config: Any = jax.config
 _NAME = re.compile(r"module @\S+")
 # A call of Python in the text of a program.
 _CALLBACK = re.compile(r"custom_call @\w*callback")
-# How many of the stages that share a program its name lists.
-_NAMED = 4
+# A program that several stages share lists so many of them in its name.
+_MOST_STAGES_IN_NAME = 4
 
 
 @dataclass(eq=False)
@@ -37,18 +37,18 @@ class Compiled:
     """A function compiled for one place.
 
     Attributes:
-      function: what it computes.
+      function: the function.
       arguments: the specs of its arguments.
       live_results: the positions of the results that somebody reads.
-      donated: those of the arguments whose memory these take over.
-      device: where it runs.
-      places: where the arguments are; of one that is nowhere yet less than zero.
-      name: how profiles call it.
-      mapped: whether each shard of the place calls it by itself.
-      argument_shardings: of its arguments, where the place is several devices.
-      result_shardings: of its results, likewise.
+      donated: the positions of the arguments whose memory the results take over.
+      device: the device of the place.
+      places: the place of each argument; less than zero: none yet.
+      name: the name in profiles.
+      mapped: True if each shard of the place calls it by itself.
+      argument_shardings: the sharding of each argument, in a place of several devices.
+      result_shardings: the sharding of each result, likewise.
       run: ``(*leaves) -> leaves``, compiled or not.
-      seconds: how long XLA took; zero if it is not compiled, or was before.
+      seconds: the time that XLA took; zero if it is not compiled, or was before.
     """
 
     function: Function
@@ -63,37 +63,45 @@ class Compiled:
     result_shardings: Sequence[Sharding] = ()
 
     def __post_init__(self) -> None:
-        live, device = self.live_results, self.device
+        live_results = self.live_results
         compute = self.function.run
         if self.function.has_constraints:
             compute = self._constrained()
 
         def run(*leaves: Any) -> Any:
             results = compute(*leaves)
-            return tuple([results[i] for i in live])
+            return tuple([results[i] for i in live_results])
 
-        out: Any = None
-        if isinstance(device, SubMesh):
-            if self.mapped:
-                run = device.mapped(run, self.argument_shardings)
-            results = self.function.results
-            pairs = [(self.result_shardings[i], results[i]) for i in live]
-            out = tuple(on(device, sharding, on_host(spec)) for sharding, spec in pairs)
-        elif all(place < 0 for place in self.places):
-            # What has no arguments in a place would land on the default device.
-            out = on(device)
+        if isinstance(self.device, SubMesh) and self.mapped:
+            run = self.device.mapped(run, self.argument_shardings)
         run.__name__ = self.name
         self.run: Any = jax.jit(
             run,
             donate_argnums=tuple(self.donated),
-            # What is given is then a part of the text by which executables are found.
+            # All arguments are then in the text by which executables are looked up.
             keep_unused=True,
-            out_shardings=out,
+            out_shardings=self._out_shardings(),
         )
         self.seconds = 0.0
 
+    def _out_shardings(self) -> Any:
+        """The shardings of the live results as JAX calls them; ``None``: XLA's."""
+        if isinstance(self.device, SubMesh):
+            out_shardings: list[Any] = []
+            for i in self.live_results:
+                is_on_host = on_host(self.function.results[i])
+                sharding = self.result_shardings[i]
+                out_shardings.append(
+                    jax_sharding(self.device, sharding, on_host=is_on_host)
+                )
+            return tuple(out_shardings)
+        if all(place < 0 for place in self.places):
+            # Without arguments in a place it would run on the default device.
+            return jax_sharding(self.device)
+        return None
+
     def _constrained(self) -> Callable[..., Sequence[Any]]:
-        """The function, with what constraints of a user's program mean here."""
+        """The function, with the constraints of a user's program as they hold here."""
 
         def constrain(array: Any, spec: Any) -> Any:
             if isinstance(self.device, SubMesh):
@@ -106,83 +114,98 @@ class Compiled:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it is compiled before it is called.
+        """True if it is compiled before it is called.
 
-        What it is given may be of other kinds each time where that is in no place, or
-        in the memory of the host. Of elements smaller than a byte, such as int4, JAX
-        says "compiled for input layouts that disagree" where it was compiled ahead.
-        Nothing is compiled under `jax.disable_jit`; and where NaNs are looked for,
-        `jax.jit` finds where.
+        An argument that is in no place, or in the memory of the host, may have another
+        sharding in each call. Of elements smaller than a byte, such as int4, JAX says
+        "compiled for input layouts that disagree" where it was compiled ahead. Nothing
+        is compiled under `jax.disable_jit`; and where NaNs are looked for, `jax.jit`
+        finds the operation.
         """
-        specs = *self.arguments, *self.function.results
+        specs = [*self.arguments, *self.function.results]
         is_placed = all(place >= 0 for place in self.places)
         is_plain = not any(on_host(spec) or is_below_byte(spec) for spec in specs)
         return is_placed and is_plain and is_ahead()
 
     @property
-    def kind(self) -> Hashable:
-        """What is equal for programs of one function that differ by their devices."""
+    def signature(self) -> Hashable:
+        """A key that is equal for programs that differ by their devices alone."""
         mesh = self.device if isinstance(self.device, SubMesh) else None
-        arguments = ((x.shape, x.dtype, x.weak_type) for x in self.arguments)
-        shardings = *self.argument_shardings, *self.result_shardings
-        indices = tuple(self.live_results), tuple(self.donated)
-        return self.function, mesh, self.mapped, *indices, *shardings, *arguments
+        return (
+            self.function,
+            mesh,
+            self.mapped,
+            tuple(self.live_results),
+            tuple(self.donated),
+            tuple(self.argument_shardings),
+            tuple(self.result_shardings),
+            tuple((x.shape, x.dtype, x.weak_type) for x in self.arguments),
+        )
 
     def trace(self) -> Any:
-        """Traced for XLA."""
+        """Traces it for XLA."""
         shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
         pairs = zip(self.arguments, shardings, strict=True)
         return self.run.trace(
-            *[located(spec, self.device, sharding) for spec, sharding in pairs]
+            *[array_spec(spec, self.device, sharding) for spec, sharding in pairs]
         )
 
     @property
     def flops(self) -> float | None:
-        """Of one call; ``None`` if it is not compiled or XLA does not report it."""
+        """The FLOPs of a call; ``None`` if it is not compiled or XLA reports none."""
         analysis = getattr(self.run, "cost_analysis", dict)()
         return (analysis or {}).get("flops")
 
     @property
     def workspace_bytes(self) -> int | None:
-        """What it needs while it runs, likewise."""
+        """The bytes that it needs while it runs, likewise."""
         analysis = getattr(self.run, "memory_analysis", lambda: None)()
         return getattr(analysis, "temp_size_in_bytes", None)
 
 
 def is_ahead() -> bool:
-    """Whether anything is compiled before it is called, under the settings of JAX."""
+    """True if anything is compiled before it is called, under the settings of JAX."""
     debug = _config.jax_debug_nans or _config.jax_debug_infs
     return not (_config.jax_disable_jit or debug)
 
 
-def _key(traced: Any, lowered: Any, options: Any) -> Any:
-    """What tells one executable from another: all of it but the device.
+def _program_key(traced: Any, lowered: Any, options: Any) -> Any:
+    """A key that is equal for programs that are equal but for their device.
 
-    The text has memory layouts, donation and what is computed. It has no Python
-    functions that are called and no `jax.Ref` that is read: a program with these, as
-    one with any effect, is like no other. Of keys and weakly typed arrays it has only
-    what they are made of.
+    The text of a program has its operations, memory layouts and donation. It has no
+    Python function that is called and no `jax.Ref` that is read: a program with these,
+    as one with any effect, is equal to no other. The text does not tell keys and weakly
+    typed arrays from the numbers that they hold, so avals are compared too.
     """
-    # But for its name: equal stages have names of their own.
+    # Without its name: equal stages have different names.
     text = _NAME.sub("module", lowered.as_text(), count=1)
     calls_python = _CALLBACK.search(text) or _jaxpr.contains(
         traced.jaxpr, "pure_callback"
     )
     if calls_python or traced.jaxpr.effects:
         return object()
-    text = hashlib.sha256(text.encode()).digest()
-    avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
+
+    avals = [*traced.jaxpr.in_avals, *traced.jaxpr.out_avals]
     settings = sorted(_compat.settings().items())
-    kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
-    return text, kinds, lowered.in_tree, repr(settings), repr(options)
+    return (
+        hashlib.sha256(text.encode()).digest(),
+        tuple((x.shape, x.dtype, x.weak_type) for x in avals),
+        lowered.in_tree,
+        repr(settings),
+        repr(options),
+    )
 
 
-# Executables by what was compiled, so that a cell of a notebook that makes the same
+# (program key, device) -> executable, so that a cell of a notebook that makes the same
 # pipeline or the same step again compiles nothing. None belongs to a pipeline.
 _executables: "OrderedDict[Any, Any]" = OrderedDict()
-# XLA for CPU maps memory about a hundred times for each, and Linux lets a process do
-# that 65,530 times: beyond, LLVM aborts it.
-_MOST = 256
+# XLA for CPU maps memory about a hundred times for each executable, and Linux lets a
+# process do that 65,530 times: beyond, LLVM aborts it.
+_MAX_EXECUTABLES = 256
+
+
+# An executable, and how many seconds XLA took.
+Compilation = tuple[Any, float]
 
 
 @dataclass
@@ -190,8 +213,8 @@ class Executable:
     """A compiled program, or a function that computes the same.
 
     Attributes:
-      run: calls it; ``None`` until `compiling` is over.
-      seconds: how long XLA took; zero if it was compiled before.
+      run: the function; ``None`` until `compiling` is over.
+      seconds: the time that XLA took; zero if it was compiled before.
     """
 
     run: Any = None
@@ -200,117 +223,140 @@ class Executable:
 
 @contextmanager
 def compiling() -> Iterator[Callable[..., Executable]]:
-    """The scope in which programs are compiled side by side.
+    """A scope in which programs are compiled side by side.
 
     XLA compiles without the interpreter's lock: while some are compiled the next ones
     are traced, in the thread of the caller, as a `with` block around it, such as
     `jax.default_matmul_precision`, does not reach other threads.
 
     Yields:
-      A function ``(trace, device, options, kind) -> executable`` that starts to compile
-      what is traced, unless that was compiled before. Of programs of one kind, which
-      differ by their devices alone, one is traced and lowered where that suffices.
+      A function ``(trace, device, options, signature) -> executable`` that starts to
+      compile what ``trace`` returns, unless that was compiled before. Of programs of
+      one signature, which differ by their devices alone, one is traced and lowered
+      where that suffices.
     """
-    # Of each kind what tells its executables from others.
-    kinds: dict[Hashable, Any] = {}
-    found: dict[Any, Executable] = {}
-    running: dict[Future[tuple[Any, float]], Executable] = {}
-    # Where each program is compiled first.
-    first: dict[Any, tuple[Device, Future[tuple[Any, float]]]] = {}
+    # signature -> program key
+    program_keys: dict[Hashable, Any] = {}
+    # (program key, device) -> executable
+    executables: dict[Any, Executable] = {}
+    # compilation that was started -> the executable that receives its result
+    running: dict[Future[Compilation], Executable] = {}
+    # program key -> the device for which it is compiled first, and that compilation
+    first: dict[Any, tuple[Device, Future[Compilation]]] = {}
+
+    # Loaders wait for compilers, so they are other threads.
+    compilers = ThreadPoolExecutor(os.cpu_count() or 1)
+    loaders = ThreadPoolExecutor(os.cpu_count() or 1)
 
     def add(
         trace: Callable[[], Any],
         device: Device,
         options: Any = None,
-        kind: Hashable = None,
+        signature: Hashable = None,
     ) -> Executable:
-        lowered, program = None, kinds.get(kind)
-        if program is None:
+        lowered = None
+        program_key = program_keys.get(signature)
+        if program_key is None:
             traced = trace()
             lowered = traced.lower()
-            program = _key(traced, lowered, options)
-            if kind is not None and isinstance(program, tuple):
-                kinds[kind] = program
-        key = program, device
-        if key not in found:
-            found[key] = Executable(_executables.get(key))
-            if key in _executables:
-                return found[key]
-            source, once = first.get(program, (device, None))
-            if once and _can_load(source, device):
-                future = loaders.submit(_loaded, once, device)
-            elif once and _can_read(source, device):
-                lowered = lowered or trace().lower()
-                future = loaders.submit(_timed, lowered, options, once)
-            else:
-                lowered = lowered or trace().lower()
-                future = compilers.submit(_timed, lowered, options)
-                first.setdefault(program, (device, future))
-            running[future] = found[key]
-        return found[key]
+            program_key = _program_key(traced, lowered, options)
+            if signature is not None and isinstance(program_key, tuple):
+                program_keys[signature] = program_key
 
-    # What is loaded waits for what is compiled, in threads of its own.
-    compilers, loaders = (ThreadPoolExecutor(os.cpu_count() or 1) for _ in range(2))
+        key = program_key, device
+        if key in executables:
+            return executables[key]
+        executable = executables[key] = Executable(_executables.get(key))
+        if key in _executables:
+            return executable
+
+        source, compilation = first.get(program_key, (device, None))
+        if compilation and _can_load(source, device):
+            future = loaders.submit(_load, compilation, device)
+        elif compilation and _can_read(source, device):
+            lowered = lowered or trace().lower()
+            future = loaders.submit(_compile, lowered, options, after=compilation)
+        else:
+            lowered = lowered or trace().lower()
+            future = compilers.submit(_compile, lowered, options)
+            first.setdefault(program_key, (device, future))
+        running[future] = executable
+        return executable
+
     with Progress("programs compiled") as progress, compilers, loaders:
         try:
             yield add
             for done, future in enumerate(as_completed(running), start=1):
                 future.result()
-                progress.show(done, len(found))
+                progress.show(done, len(executables))
         finally:
-            # Where something was raised, what has not started is not compiled any more,
-            # and what has been is stored.
+            # After an error, what has not started is not compiled any more, and what
+            # has been compiled is kept.
             for pool in (compilers, loaders):
                 pool.shutdown(cancel_futures=True)
-            for future, made in running.items():
+            for future, executable in running.items():
                 if not (future.cancelled() or future.exception()):
-                    made.run, made.seconds = future.result()
-            _keep({key: made.run for key, made in found.items() if made.run})
+                    executable.run, executable.seconds = future.result()
+            _keep({key: x.run for key, x in executables.items() if x.run})
 
 
 def _can_load(source: Device, device: Device) -> bool:
-    """Whether what is compiled for one device can be loaded for another."""
+    """True if an executable of one device can be loaded for another."""
     if isinstance(source, SubMesh) or isinstance(device, SubMesh):
         return False
-    # What JAX has read from a directory cannot.
+    # An executable that JAX has read from a directory cannot.
     is_read = _config.jax_compilation_cache_dir
     return not is_read and _compat.can_load(source, device)
 
 
 def _can_read(source: Device, device: Device) -> bool:
-    """Whether JAX finds what it compiled for one device in its directory for another.
+    """True if JAX finds an executable of one device in its directory for another.
 
     The key under which it is there has the device on CPU; on GPUs it has not.
     """
-    platforms = [getattr(each, "platform", None) for each in (source, device)]
+    platforms = [getattr(x, "platform", None) for x in (source, device)]
     return bool(_config.jax_compilation_cache_dir) and platforms == ["gpu", "gpu"]
 
 
-def _loaded(once: Future[tuple[Any, float]], device: Device) -> tuple[Any, float]:
-    """What is compiled for another device, for this one, and in how many seconds."""
-    compiled, _ = once.result()
+def _load(compilation: Future[Compilation], device: Device) -> Compilation:
+    """Loads the executable of another device for this one."""
+    compiled, _ = compilation.result()
     start = time.monotonic()
     with suppress(Exception):  # then `jax.jit` compiles it when it is called
         return _compat.loaded(compiled, device), time.monotonic() - start
     return None, 0.0
 
 
+def _compile(
+    lowered: Any, options: Any, after: Future[Compilation] | None = None
+) -> Compilation:
+    """Compiles a program, after another compilation if there is one to wait for."""
+    if after:
+        after.result()
+    start = time.monotonic()
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, time.monotonic() - start
+
+
 def compile_all(programs: Iterable[Compiled]) -> None:
     """Compiles programs side by side."""
+    executables: list[tuple[Compiled, Executable]] = []
     with compiling() as add:
-        found = [
-            (program, add(program.trace, program.device, kind=program.kind))
-            for program in programs
-            if program.is_ahead
-        ]
-    for program, executable in found:
+        for program in programs:
+            if program.is_ahead:
+                executable = add(
+                    program.trace, program.device, signature=program.signature
+                )
+                executables.append((program, executable))
+    for program, executable in executables:
         program.run = executable.run or program.run
-        # Of programs that share an executable the first took the time.
-        program.seconds, executable.seconds = executable.seconds, 0.0
+        # The first program of those that share an executable took the time.
+        program.seconds = executable.seconds
+        executable.seconds = 0.0
 
 
 def drawing_options(device: Device) -> dict[str, Any] | None:
-    """The options of XLA for what draws random numbers once; ``None``: as ever.
+    """The options of XLA for programs that draw once; ``None``: the default.
 
     XLA for CPU optimizes that for seconds. With fewer optimizations the draws of
     `jax.nn.initializers` have the same bits, and most take no longer; a sum of some may
@@ -322,41 +368,35 @@ def drawing_options(device: Device) -> dict[str, Any] | None:
     return {"xla_backend_optimization_level": 1}
 
 
-def _keep(found: Mapping[Any, Any]) -> None:
+def _keep(executables: Mapping[Any, Any]) -> None:
     """Keeps the executables that were used last."""
-    _executables.update(found)
-    for key in found:
+    _executables.update(executables)
+    for key in executables:
         _executables.move_to_end(key)
-    while len(_executables) > _MOST:
+    while len(_executables) > _MAX_EXECUTABLES:
         _executables.popitem(last=False)
 
 
-def _timed(
-    lowered: Any, options: Any, once: Future[Any] | None = None
-) -> tuple[Any, float]:
-    """What is compiled, after another if it is to be, and in how many seconds."""
-    if once:
-        once.result()
-    start = time.monotonic()
-    compiled = lowered.compile(compiler_options=options)
-    return compiled, time.monotonic() - start
-
-
 def on_host(spec: Any) -> bool:
-    """Whether a policy keeps an array in the memory of the host."""
+    """True if an array is in the memory of the host, as a remat policy may keep it."""
     return getattr(spec, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_below_byte(spec: Any) -> bool:
-    """Whether the elements of an array have fewer bits than a byte."""
+    """True if the elements of an array have fewer bits than a byte."""
     return not is_key(spec) and jax.dtypes.itemsize_bits(spec.dtype) < 8
 
 
-def named(name: str, labels: Sequence[Any]) -> str:
-    """A name for profiles; it becomes that of files: a hundred stages are too many."""
+def program_name(name: str, labels: Sequence[Any]) -> str:
+    """The name of a program in profiles: its stages and the name of its function.
+
+    It becomes the name of files, so it does not list a hundred stages.
+    """
     stages = sorted({x.stage for x in labels if not isinstance(x, str)})
     if not stages:
         return name
-    listed = "_".join(map(str, stages[:_NAMED]))
-    rest = len(stages) - _NAMED
-    return f"stage{listed}{f'_and_{rest}_more' if rest > 0 else ''}_{name}"
+    listed = "_".join(map(str, stages[:_MOST_STAGES_IN_NAME]))
+    num_more = len(stages) - _MOST_STAGES_IN_NAME
+    if num_more > 0:
+        listed += f"_and_{num_more}_more"
+    return f"stage{listed}_{name}"

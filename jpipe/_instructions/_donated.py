@@ -1,124 +1,167 @@
-"""What is compiled of the calls in a graph: what they return, and what they overwrite.
+"""Programs for the calls in a graph: what they return, and what they overwrite.
 
-A program is compiled for all calls of a function in a place. It returns what is
-read of any of them, and takes the memory of what all of them read last.
+One program is compiled for all calls of a function in a place. It returns each result
+that somebody reads in any of the calls, and takes over the memory of the arguments that
+all of the calls are the last to read.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 from .._jaxprs._function import Function
 from .._processes._keys import is_key
-from ._compile import Compiled, named, on_host
+from ._compile import Compiled, on_host, program_name
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction
 from ._sharding import SubMesh
 
-# A call, with those of the values that it reads last whose memory may be taken.
-Call = tuple[Instruction, set[Value]]
+
+class Call(NamedTuple):
+    """A call of a function.
+
+    Attributes:
+      instruction: the call.
+      ended: the values that no later instruction reads, and whose memory may be taken.
+    """
+
+    instruction: Instruction
+    ended: set[Value]
 
 
 def last_uses(
     instructions: Sequence[Instruction], outputs: Sequence[Value]
 ) -> dict[Value, int]:
-    """The number of the last instruction that reads each value."""
-    last = {v: i for i, each in enumerate(instructions) for v in each.reads}
+    """The index of the last instruction that reads each value."""
+    last: dict[Value, int] = {}
+    for index, instruction in enumerate(instructions):
+        last |= dict.fromkeys(instruction.reads, index)
     return last | dict.fromkeys(outputs, len(instructions))
 
 
-def compiled(
+def assign_programs(
     graph: Graph, instructions: Sequence[Instruction], last: dict[Value, int]
 ) -> list[Compiled]:
-    """Notes in each call what it runs, of a function in a place what suits all."""
-    owned = _owned(graph, instructions)
+    """Sets `compiled` of each call: one program for each function and place.
+
+    Args:
+      graph: the graph of the instructions.
+      instructions: all of them.
+      last: the index of the last instruction that reads each value.
+
+    Returns:
+      The programs.
+    """
+    takeable = _takeable(graph, instructions)
+    # (function, place, shardings there) -> calls that share a program
     calls: dict[Any, list[Call]] = {}
-    # A name for all places: JAX's persistent cache finds it for any, on a GPU.
+    # function -> labels of its calls in all places: with one name for all of them,
+    # JAX's persistent cache finds a program for any place, on a GPU
     labels: dict[Any, list[Any]] = {}
-    for number, each in enumerate(instructions):
-        if each.is_move:
+    for index, instruction in enumerate(instructions):
+        if instruction.is_move:
             continue
-        key = each.function, each.place
-        if isinstance(graph.devices[each.place], SubMesh):
-            key += tuple(graph.shardings[v] for v in (*each.reads, *each.writes))
-        ended = {v for v in each.reads if last[v] == number and v in owned}
-        if len(set(each.reads)) < len(each.reads):
-            ended = {v for v in ended if each.reads.count(v) == 1}
-        calls.setdefault(key, []).append((each, ended))
-        labels.setdefault(each.function, []).append(each.label)
-    names = {function: named(function.name, own) for function, own in labels.items()}
-    programs = []
-    for (function, *_), own in calls.items():
-        first, live = own[0][0], _live(function, own, last)
+        ended = set[Value]()
+        for value, num_reads in Counter(instruction.reads).items():
+            if num_reads == 1 and last[value] == index and value in takeable:
+                ended.add(value)
+        key = _call_key(graph, instruction)
+        calls.setdefault(key, []).append(Call(instruction, ended))
+        labels.setdefault(instruction.function, []).append(instruction.label)
+
+    names = {
+        function: program_name(function.name, function_labels)
+        for function, function_labels in labels.items()
+    }
+    programs: list[Compiled] = []
+    for (function, *_), sharing in calls.items():
+        first = sharing[0].instruction
+        live_results = _live_results(function, sharing, last)
         program = Compiled(
-            function,
-            [graph.specs[v] for v in first.reads],
-            live,
-            _donated(graph, own, live),
-            graph.devices[first.place],
-            [graph.places[v] for v in first.reads],
-            names[function],
-            first.mapped,
-            [graph.shardings[v] for v in first.reads],
-            [graph.shardings[v] for v in first.writes],
+            function=function,
+            arguments=[graph.specs[v] for v in first.reads],
+            live_results=live_results,
+            donated=_donated(graph, sharing, live_results),
+            device=graph.devices[first.place],
+            places=[graph.places[v] for v in first.reads],
+            name=names[function],
+            mapped=first.mapped,
+            argument_shardings=[graph.shardings[v] for v in first.reads],
+            result_shardings=[graph.shardings[v] for v in first.writes],
         )
-        for call, _ in own:
-            call.compiled = program
+        for call in sharing:
+            call.instruction.compiled = program
         programs.append(program)
     return programs
 
 
-def _owned(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
+def _call_key(graph: Graph, call: Instruction) -> tuple[Any, ...]:
+    """A key that is equal for calls that share a program."""
+    if not isinstance(graph.devices[call.place], SubMesh):
+        return call.function, call.place
+    values = [*call.reads, *call.writes]
+    return call.function, call.place, tuple(graph.shardings[v] for v in values)
+
+
+def _takeable(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
     """The values whose memory a program may take."""
-    owned = set(graph.donated)
-    for each in instructions:
-        if each.source != OUTSIDE:  # what comes from there may be the user's
-            same = each.function.same if each.function else ()
-            owned.update(v for i, v in enumerate(each.writes) if i not in same)
+    takeable = set(graph.donated)
+    for instruction in instructions:
+        if instruction.source == OUTSIDE:  # it may be an array of the user's
+            continue
+        aliases = instruction.function.same if instruction.function else ()
+        for i, value in enumerate(instruction.writes):
+            if i not in aliases:
+                takeable.add(value)
     # What was sent to another process may not have left yet; what comes is watched.
     for move in filter(graph.crosses, instructions):
-        owned -= {*move.reads, *move.writes}
-    return owned
+        takeable -= {*move.reads, *move.writes}
+    return takeable
 
 
-def _live(
+def _live_results(
     function: Function, calls: Sequence[Call], last: dict[Value, int]
 ) -> list[int]:
-    """The results that are read of some call; those on the host come last."""
-    live = [
-        i
-        for i in range(len(function.results))
-        if i not in function.same and any(call.writes[i] in last for call, _ in calls)
-    ]
+    """The results that somebody reads in some call; those on the host come last."""
+    live: list[int] = []
+    for i in range(len(function.results)):
+        is_read = any(call.instruction.writes[i] in last for call in calls)
+        if is_read and i not in function.same:
+            live.append(i)
     return sorted(live, key=lambda i: on_host(function.results[i]))
 
 
-def _donated(graph: Graph, calls: Sequence[Call], live: Sequence[int]) -> list[int]:
-    """The arguments whose memory results take: what all calls read last.
+def _donated(
+    graph: Graph, calls: Sequence[Call], live_results: Sequence[int]
+) -> list[int]:
+    """The arguments whose memory results take: all calls are the last to read them.
 
     Args:
-      graph: what is computed where.
+      graph: the graph of the calls.
       calls: the calls of a function in a place.
-      live: the results. Memory goes to the first that fit, never to those on the host.
+      live_results: the results that the program returns. Memory goes to the first that
+        fit, never to those on the host.
     """
 
-    def kind(value: Value) -> Any:
+    def layout(value: Value) -> Hashable:
         spec = graph.specs[value]
         return spec.shape, spec.dtype, graph.shardings[value]
 
-    first, _ = calls[0]
-    made = [first.writes[i] for i in live]
-    free = Counter(kind(v) for v in made if not on_host(graph.specs[v]))
-    # First what only an overwriting frees; then from the last, as sums are, which are
-    # added to in place.
+    first = calls[0].instruction
+    writes = [first.writes[i] for i in live_results]
+    # layout -> how many results have it and no memory yet
+    unserved = Counter(layout(v) for v in writes if not on_host(graph.specs[v]))
+    # First donated arguments, whose memory only an overwriting frees; then from the
+    # last argument on, as sums are the last and are added to in place.
     reads = list(enumerate(first.reads))
     reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
-    donated = []
+
+    donated: list[int] = []
     for i, value in reads:
         spec = graph.specs[value]
-        if not free[kind(value)] or is_key(spec) or on_host(spec):
+        if not unserved[layout(value)] or is_key(spec) or on_host(spec):
             continue
-        if all(call.reads[i] in ended for call, ended in calls):
-            free[kind(value)] -= 1
+        if all(call.instruction.reads[i] in call.ended for call in calls):
+            unserved[layout(value)] -= 1
             donated.append(i)
     return sorted(donated)

@@ -7,11 +7,11 @@ from typing import Any
 from .._jaxprs._function import Function
 from ._compile import Compiled
 
-# A place by its number; what is nowhere yet, such as an uncommitted array, is taken by
-# JAX wherever it is read.
+# The index of a device among those of a graph.
 Place = int
+# In no place yet, such as an uncommitted array: JAX takes it wherever it is read.
 NOWHERE: Place = -1
-# Where a batch comes from: the host, or any device. Whoever reads it gets a copy.
+# On the host or any device, as a batch is: whoever reads it gets a copy.
 OUTSIDE: Place = -2
 
 
@@ -19,24 +19,24 @@ OUTSIDE: Place = -2
 class Instruction:
     """A call of a function, or a move to another place.
 
-    A graph lists instructions over values. In a program they are over slots, and know
-    what they run.
+    A graph lists instructions over values. In a program they are over slots, and have
+    the attributes from ``donates`` on.
 
     Attributes:
-      place: where it runs; of a move, where it goes.
-      source: of a move, where it comes from; of a call ``None``.
-      function: what a call computes; of a move ``None``.
-      reads: its arguments.
-      writes: its results; in a program those that are read, in neighbouring slots.
-      label: what it is: an action of the schedule, or words.
-      layers: what runs, for messages.
-      mapped: whether each shard of the place calls it by itself.
+      place: the place of a call; the target of a move.
+      source: the place from which a move comes; ``None``: a call.
+      function: the function of a call; ``None``: a move.
+      reads: the arguments.
+      writes: the results; in a program those that are read, in neighbouring slots.
+      label: an action of the schedule, or words.
+      layers: the layers that run, for messages.
+      mapped: True if each shard of the place calls it by itself.
       donates: the slots that it reads and whose memory its results take over.
       frees: the slots that nobody reads after it.
-      compiled: what is compiled of a call; of a move ``None``.
+      compiled: the program of a call; ``None``: a move.
       run: ``(*leaves) -> leaves``.
-      take: ``(slots) -> leaves``, what it reads.
-      into: the slice of the slots that it fills.
+      take: ``(slots) -> leaves``, the arguments.
+      into: the slice of the slots that the results fill.
     """
 
     place: Place
@@ -56,10 +56,10 @@ class Instruction:
 
     @property
     def is_move(self) -> bool:
-        """Whether it is a move; else it is a call."""
+        """True if it is a move; else it is a call."""
         return self.source is not None
 
 
-def called(label: Any) -> str:
-    """How messages call a label."""
+def label_text(label: Any) -> str:
+    """A label in messages."""
     return label if isinstance(label, str) else f"action {label}"

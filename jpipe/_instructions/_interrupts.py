@@ -1,11 +1,11 @@
-"""Ctrl-C, or another signal, while a program overwrites what it was given."""
+"""Ctrl-C, or another signal, while a program overwrites its arguments."""
 
 import signal
 import threading
 from typing import Any
 
-# Those whose handlers often raise: Ctrl-C, what ends a job, a time limit, if there is.
-# To ask for a handler takes some microseconds of each step, so these are all.
+# Signals whose handlers often raise: Ctrl-C, the end of a job, a time limit. To look up
+# a handler takes some microseconds of each step, so there are no more.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
@@ -19,15 +19,16 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
-        self._before: dict[int, Any] = {}
+        # signal -> its handler before `hold`
+        self._handlers: dict[int, Any] = {}
 
     def hold(self) -> None:
-        """From here on signals wait."""
+        """Lets signals wait from here on."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
             if callable(handler := signal.getsignal(number)):
-                self._before[number] = handler
+                self._handlers[number] = handler
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -46,15 +47,15 @@ class Interrupts:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Calls the handlers of what came; each, even if one before it raises."""
+        """Calls the handlers of all signals that wait, even if one of them raises."""
         if self._waiting:
             number = self._waiting.pop(0)
             try:
-                # The frame that it interrupted holds the batch.
-                self._before[number](number, None)
+                # Without the interrupted frame, which holds the batch.
+                self._handlers[number](number, None)
             finally:
                 self._deliver()
 
     def _end(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)

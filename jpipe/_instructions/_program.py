@@ -1,8 +1,16 @@
 """A graph as one list of instructions over slots: what runs, and what is read off it.
 
-A *slot* holds one leaf from the instruction that makes it to the last that reads it.
+A *slot* holds one leaf from the instruction that writes it to the last that reads it.
 From the list alone follow the frees, what is donated, the bytes of each place, and the
-programs to compile.
+programs to compile:
+
+    slots:  arguments | constants | results of instruction 0 | of 1 | ...
+
+    for instruction in local_instructions:
+        slots[instruction.into] = instruction.run(*instruction.take(slots))
+        for slot in instruction.frees:
+            slots[slot] = None
+    return take_outputs(slots)
 """
 
 import functools
@@ -12,6 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from .. import _compat
 from .._jaxprs import _invalid
@@ -22,9 +31,9 @@ from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
 from ._compile import compile_all
-from ._donated import compiled, last_uses
+from ._donated import assign_programs, last_uses
 from ._graph import Copies, Graph, Value
-from ._instruction import OUTSIDE, Instruction, called
+from ._instruction import OUTSIDE, Instruction, label_text
 from ._sharding import Sharding, SubMesh
 from ._transfer import Device
 
@@ -35,75 +44,117 @@ class Program:
     """A list of instructions, compiled.
 
     Args:
-      graph: what is computed where.
-      outputs: the values that a run returns; of copies, that of this process, as one
-        array of all of them.
+      graph: the calls, and where they run.
+      outputs: the values that a run returns; of copies in several processes the one of
+        this process, as one array of all of them.
 
     Attributes:
       devices: the device of each place.
-      instructions: what runs, in order, in all processes.
-      specs: what each slot holds; where a place is several devices, one shard of it.
-      places: where.
-      constants: the slots of what stays from run to run.
-      outputs: the slots of what a run returns.
-      programs: all that is compiled.
-      own: the instructions of this process.
-      is_shared: whether there are others.
+      instructions: the instructions of all processes, in order.
+      local_instructions: the instructions of this process.
+      specs: the array in each slot; where a place is several devices, one shard of it.
+      places: the place of each slot.
+      constants: the slots of values that stay from run to run.
+      outputs: the slots of the values that a run returns.
+      programs: all programs to compile.
+      is_shared: True if there are other processes.
     """
 
     def __init__(self, graph: Graph, outputs: Sequence[Value | Copies]) -> None:
-        self.devices = devices = graph.devices
+        self.devices = graph.devices
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
+
         outputs = graph.lasting(outputs)
-        wanted = jax.tree.leaves(outputs)
-        listed = graph.with_copies(wanted)
-        last = last_uses(listed, wanted)
-        self.programs = compiled(graph, listed, last)
-        slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
-        self._num_arguments, given = len(graph.arguments), len(slot)
-        self.constants = range(self._num_arguments, given)
-        self.instructions = _over_slots(graph, listed, last, slot)
-        self.specs = [graph.specs[v] for v in slot]
-        self.places = [graph.places[v] for v in slot]
-        self._shardings = [graph.shardings[v] for v in slot]
-        heads = {process: i for i, process in enumerate(graph.heads)}
-        mine = heads.get(jax.process_index(), 0)
-        self.outputs = tuple(
-            slot[each[mine] if isinstance(each, tuple) else each] for each in outputs
-        )
-        self._take_outputs = _taking(self.outputs)
-        self._copied = [i for i, each in enumerate(outputs) if isinstance(each, tuple)]
-        if self._copied:
-            at = [_transfer.devices_of(devices[p]) for p in graph.heads.values()]
-            self._copies = copies([device for own in at for device in own])
-        # The slots behind the arguments, before the first instruction: constants, and
-        # what stands for outputs of other processes.
-        first = self._num_arguments
-        self._rest: list[Any] = [None] * (len(slot) - first)
-        for value in [*graph.constants, *(v for v in wanted if slot[v] >= given)]:
-            where = devices[graph.places[value]], graph.shardings[value]
-            if value in graph.constants or not is_here(where[0]):
-                like = _transfer.located(graph.specs[value], *where)
-                array = graph.constants.get(value, like)
-                self._rest[slot[value] - first] = _transfer.put_one(array, *where)
-        self.own = [each for each in self.instructions if self._is_own(each)]
-        overwriting = (
-            each
-            for each in self.own
-            if any(slot < self._num_arguments for slot in each.donates)
-        )
-        self._first_overwriting = next(overwriting, None)
+        output_values: list[Value] = jax.tree.leaves(outputs)
+        over_values = graph.with_copies(output_values)
+        last = last_uses(over_values, output_values)
+        self.programs = assign_programs(graph, over_values, last)
+
+        slot_of = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
+        self._num_arguments = len(graph.arguments)
+        self.constants = range(self._num_arguments, len(slot_of))
+        self.instructions = _over_slots(graph, over_values, last, slot_of)
+        self.specs = [graph.specs[v] for v in slot_of]
+        self.places = [graph.places[v] for v in slot_of]
+        self._shardings = [graph.shardings[v] for v in slot_of]
+
+        self._set_outputs(graph, outputs, slot_of)
+        self._set_initial_slots(graph, output_values, slot_of)
+
+        self.local_instructions = [i for i in self.instructions if self._is_local(i)]
+        # The first instruction that overwrites an argument.
+        self._first_overwriting: Instruction | None = None
+        for instruction in self.local_instructions:
+            if any(slot < self._num_arguments for slot in instruction.donates):
+                self._first_overwriting = instruction
+                break
         self._is_compiled = False
+
+    def _set_outputs(
+        self,
+        graph: Graph,
+        outputs: Sequence[Value | Copies],
+        slot_of: Mapping[Value, Slot],
+    ) -> None:
+        """Notes the slots of outputs, and which are copies in several processes."""
+        processes = list(graph.heads)
+        process = jax.process_index()
+        # The index of this process among the copies of an output.
+        copy_index = processes.index(process) if process in processes else 0
+
+        slots: list[Slot] = []
+        # The indices of the outputs that each process has a copy of.
+        self._copied_outputs: list[int] = []
+        for i, output in enumerate(outputs):
+            if isinstance(output, tuple):
+                self._copied_outputs.append(i)
+                output = output[copy_index]
+            slots.append(slot_of[output])
+        self.outputs = tuple(slots)
+        self._take_outputs = _taking(self.outputs)
+
+        self._copies_sharding: NamedSharding | None = None
+        if self._copied_outputs:
+            devices: list[Any] = []
+            for place in graph.heads.values():
+                devices += _transfer.devices_of(graph.devices[place])
+            self._copies_sharding = copies(devices)
+
+    def _set_initial_slots(
+        self, graph: Graph, outputs: Sequence[Value], slot_of: Mapping[Value, Slot]
+    ) -> None:
+        """Fills the slots behind the arguments as they are before a run.
+
+        They hold constants, and placeholders for outputs of other processes.
+        """
+        num_inputs = self.constants.stop
+        self._initial_slots: list[Any] = [None] * (len(slot_of) - self._num_arguments)
+        computed = [value for value in outputs if slot_of[value] >= num_inputs]
+        for value in [*graph.constants, *computed]:
+            device = graph.devices[graph.places[value]]
+            sharding = graph.shardings[value]
+            if value in graph.constants:
+                leaf = graph.constants[value]
+            elif not is_here(device):
+                leaf = _transfer.array_spec(graph.specs[value], device, sharding)
+            else:
+                continue
+            index = slot_of[value] - self._num_arguments
+            self._initial_slots[index] = _transfer.put_one(leaf, device, sharding)
 
     @functools.cached_property
     def nbytes(self) -> list[int]:
         """The bytes of each slot, on each device of its place."""
-        places = (self.devices[at] if at >= 0 else None for at in self.places)
-        return [*map(_nbytes, places, self.specs, self._shardings)]
+        slot_bytes: list[int] = []
+        triples = zip(self.places, self.specs, self._shardings, strict=True)
+        for place, spec, sharding in triples:
+            device = self.devices[place] if place >= 0 else None
+            slot_bytes.append(_nbytes(device, spec, sharding))
+        return slot_bytes
 
-    def _is_own(self, instruction: Instruction) -> bool:
-        """Whether this process has a part in it."""
+    def _is_local(self, instruction: Instruction) -> bool:
+        """True if this process has a part in an instruction."""
         if isinstance(instruction.run, Crossing):
             return instruction.run.concerns
         return is_here(self.devices[instruction.place])
@@ -111,9 +162,9 @@ class Program:
     def compile(self) -> None:
         """Compiles all programs of this process ahead, unless they are.
 
-        Where there are several processes they compare what they are about to run, and
-        none goes on before all have compiled: one that waits for a transfer meanwhile
-        would hold up the others.
+        Several processes compare what they are about to run, and none goes on before
+        all have compiled: one that waits for a transfer meanwhile would hold up the
+        others.
 
         Raises:
           ValueError: if they run other programs.
@@ -126,19 +177,20 @@ class Program:
             agree(self.instructions, self._facts, lambda: compile_all(local))
         else:
             compile_all(local)
-        for instruction in self.own:
+        for instruction in self.local_instructions:
             if instruction.compiled:
-                # The loop calls what was compiled, with nothing in between.
+                # The loop calls the executable, with nothing in between.
                 instruction.run = instruction.compiled.run
         self._is_compiled = True
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
-        """The slots before the first instruction, given the arguments of a run."""
-        return [*leaves, *self._rest]
+        """The slots before the first instruction, for the arguments of a run."""
+        return [*leaves, *self._initial_slots]
 
     def __call__(
         self,
         leaves: Sequence[Any],
+        *,
         observe: Callable[[Instruction, list[Any]], None] | None = None,
         overwriting: Callable[[], None] | None = None,
     ) -> tuple[Any, ...]:
@@ -146,14 +198,15 @@ class Program:
 
         Args:
           leaves: the arguments.
-          observe: called after each instruction with the slots, by tests.
-          overwriting: called before the first instruction that overwrites one of them.
+          observe: a function called after each instruction with the slots, by tests.
+          overwriting: a function called before the first instruction that overwrites an
+            argument.
 
         Returns:
           The outputs.
 
         Raises:
-          Exception: what a program raised, with a note that names the instruction.
+          Exception: of a program, with a note that names the instruction.
         """
         if not self._is_compiled:
             self.compile()
@@ -162,7 +215,7 @@ class Program:
         slots = self.start(leaves)
         del leaves
         with _compat.explicit_transfers():
-            for instruction in self.own:
+            for instruction in self.local_instructions:
                 try:
                     if overwriting and instruction is self._first_overwriting:
                         overwriting()
@@ -177,23 +230,23 @@ class Program:
                         raise
                     raise explained from None
         outputs = self._take_outputs(slots)
-        if self._copied:  # what is wanted in each process is one array of all of them
+        if self._copies_sharding is not None:
             outputs = [*outputs]
-            for i in self._copied:
-                outputs[i] = of_copies(outputs[i], self._copies)
+            for i in self._copied_outputs:
+                outputs[i] = of_copies(outputs[i], self._copies_sharding)
         return tuple(outputs)
 
     def _explained(
         self, error: Exception, failed: Instruction, slots: list[Any]
     ) -> Exception:
-        """An error with its instruction; of what is no number, with its operation."""
+        """An error with its instruction; for a NaN, with the operation that made it."""
         if failed.function and isinstance(error, FloatingPointError):
             with suppress(Exception):  # such as one shard of several
-                found = _invalid.find(failed.function.run, failed.take(slots))
-                error = found or error
+                located = _invalid.find(failed.function.run, failed.take(slots))
+                error = located or error
         layers = f": {failed.layers}" if failed.layers else ""
         device = self.devices[failed.place]
-        error.add_note(f"raised in {called(failed.label)} on {device}{layers}")
+        error.add_note(f"raised in {label_text(failed.label)} on {device}{layers}")
         return error
 
 
@@ -201,82 +254,109 @@ def _over_slots(
     graph: Graph,
     instructions: Sequence[Instruction],
     last: Mapping[Value, int],
-    slot: dict[Value, Slot],
+    slot_of: dict[Value, Slot],
 ) -> list[Instruction]:
-    """Instructions over values as those over slots that a program runs.
+    """Rewrites instructions over values as those over slots that a program runs.
 
     Args:
-      graph: what is computed where.
-      instructions: all of it.
-      last: the number of the instruction that reads each value last.
-      slot: the slots of arguments and constants; those of results are added.
+      graph: the graph of the instructions.
+      instructions: all of them, over values.
+      last: the index of the last instruction that reads each value.
+      slot_of: the slots of arguments and constants; those of results are added.
     """
-    found, sender = [], functools.cache(_transfer.sender)
-    for number, each in enumerate(instructions):
-        program, new = each.compiled, each.writes
+    sender = functools.cache(_transfer.sender)
+    over_slots: list[Instruction] = []
+    for index, instruction in enumerate(instructions):
+        program = instruction.compiled
+        writes = instruction.writes
+        donated: Sequence[int] = ()
         if program:
-            new = [each.writes[i] for i in program.live_results]
-        start = len(slot)
-        slot |= {v: start + i for i, v in enumerate(new)}
-        reads = tuple([slot[v] for v in each.reads])
-        ended = {slot[v] for v in (*each.reads, *new) if last.get(v, -1) <= number}
-        run = program.run if program else _move(graph, each, sender)
-        # What leaves for another process is written there.
-        is_written = not isinstance(run, Crossing) or run.is_received
-        found.append(
+            writes = [instruction.writes[i] for i in program.live_results]
+            donated = program.donated
+            run = program.run
+        else:
+            run = _move(graph, instruction, sender)
+
+        first_slot = len(slot_of)
+        slot_of |= {v: first_slot + i for i, v in enumerate(writes)}
+        slots = slice(first_slot, len(slot_of))
+        reads = tuple([slot_of[v] for v in instruction.reads])
+        values = [*instruction.reads, *writes]
+        ended = {slot_of[v] for v in values if last.get(v, -1) <= index}
+        # What leaves for another process has no slot here.
+        is_sent = isinstance(run, Crossing) and not run.is_received
+        over_slots.append(
             Instruction(
-                each.place,
-                each.source,
-                each.function,
-                reads,
-                range(start, len(slot)),
-                each.label,
-                each.layers,
-                each.mapped,
-                donates=tuple([reads[i] for i in program.donated]) if program else (),
+                place=instruction.place,
+                source=instruction.source,
+                function=instruction.function,
+                reads=reads,
+                writes=range(first_slot, len(slot_of)),
+                label=instruction.label,
+                layers=instruction.layers,
+                mapped=instruction.mapped,
+                donates=tuple([reads[i] for i in donated]),
                 frees=tuple(sorted(ended)),
                 compiled=program,
                 run=run,
                 take=_taking(reads),
-                into=slice(start, len(slot)) if is_written else slice(0),
+                into=slice(0) if is_sent else slots,
             )
         )
-    return found
+    return over_slots
 
 
 def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
-    """What takes the leaves of some slots out of all."""
+    """The function ``(slots) -> leaves`` that takes the leaves of some slots."""
     if len(slots) > 1:
         return itemgetter(*slots)
+    # An `itemgetter` of one index would return the leaf by itself.
     start = slots[0] if slots else 0
     return itemgetter(slice(start, start + len(slots)))
 
 
 def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
-    """What a move runs; ``sender`` gives what those run that are alike."""
-    devices, target = graph.devices, graph.devices[move.place]
-    shardings = [graph.shardings[v] for v in move.writes]
+    """The function that a move runs, ``(*leaves) -> leaves``, or its `Crossing`.
+
+    Args:
+      graph: the graph of the move.
+      move: over values.
+      sender: `_transfer.sender`, cached.
+    """
     assert move.source is not None
+    target = graph.devices[move.place]
+    shardings = [graph.shardings[v] for v in move.writes]
     if move.source == OUTSIDE:
         return lambda *leaves: _transfer.put(leaves, target, shardings)
-    source, specs = devices[move.source], [graph.specs[v] for v in move.writes]
+
+    source = graph.devices[move.source]
+    specs = [graph.specs[v] for v in move.writes]
     if not graph.crosses(move):
-        own = tuple(graph.shardings[v] for v in move.reads)
-        has_keys = any(map(is_key, specs))
-        return sender(source, target, has_keys, tuple(shardings), own)
+        return sender(
+            source=source,
+            target=target,
+            has_keys=any(map(is_key, specs)),
+            shardings=tuple(shardings),
+            source_shardings=tuple(graph.shardings[v] for v in move.reads),
+        )
     pairs = list(zip(specs, shardings, strict=True))
     return Crossing(
         source=source,
         target=target,
-        specs=[_transfer.located(spec, target, each) for spec, each in pairs],
-        source_shardings=[_transfer.on(source, each) for each in shardings],
+        specs=[
+            _transfer.array_spec(spec, target, sharding) for spec, sharding in pairs
+        ],
+        source_shardings=[
+            _transfer.jax_sharding(source, sharding) for sharding in shardings
+        ],
         index=move.writes[0],
-        label=called(move.label),
+        label=label_text(move.label),
     )
 
 
 def _nbytes(device: Device | None, spec: Any, sharding: Sharding) -> int:
-    """What each device of its place holds of a value."""
+    """The bytes that each device of a place holds of a value."""
     count = spec.size * spec.dtype.itemsize
-    is_mesh = isinstance(device, SubMesh)
-    return device.local_bytes(count, sharding) if is_mesh else count
+    if isinstance(device, SubMesh):
+        return device.local_bytes(count, sharding)
+    return count

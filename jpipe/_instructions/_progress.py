@@ -8,29 +8,32 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 _T = TypeVar("_T")
-# After so many seconds a terminal shows how far a task has come, and from then on again
-# and again after so many, so that nobody takes it for one that hangs.
-_LONG, _TICK = 3.0, 1.0
+# A task that takes more seconds than this shows how far it has come.
+_LONG = 3.0
+# The time that has passed is shown anew every so many seconds, so that nobody takes the
+# task for one that hangs.
+_TICK = 1.0
 
 
 class _Line:
     """The line of a task and of all tasks within it; nothing where stderr is a file.
 
     Attributes:
-      text: what is done, without the time.
+      text: the line without the time.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self._start = time.monotonic()
         self._is_shown = False
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._is_terminal = _is_terminal()
         if self._is_terminal:
             threading.Thread(target=self._repaint, daemon=True).start()
 
     def show(self, text: str) -> None:
-        """Shows what is done."""
+        """Shows a text."""
         self.text = text
         self._paint()
 
@@ -60,21 +63,21 @@ class _Line:
             self._is_shown = True
 
 
-# That of the task of which the one at hand is a part.
+# The line of the outermost task that is running.
 _line: ContextVar[_Line | None] = ContextVar("line", default=None)
 
 
 class Progress:
     """A line on a terminal that shows how far a task has come, if it takes long.
 
-    Of a task within another one the time is that of the outer one.
+    A task within another one shows the time of the outer one.
 
     Args:
-      what: is counted, such as "programs compiled".
+      unit: the things that are counted, such as "programs compiled".
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
 
     def __enter__(self) -> "Progress":
         outer = _line.get()
@@ -93,19 +96,19 @@ class Progress:
 
     def show(self, done: int, total: int) -> None:
         """Shows how many are done."""
-        self._line.show(f"{done} of {total} {self._what}")
+        self._line.show(f"{done} of {total} {self._unit}")
 
 
-def counted(what: str, items: Sequence[_T]) -> Iterator[_T]:
-    """The items, one after the other, and on a terminal how many are done."""
-    with Progress(what) as progress:
+def counted(unit: str, items: Sequence[_T]) -> Iterator[_T]:
+    """Yields the items; a terminal shows how many are done."""
+    with Progress(unit) as progress:
         for done, item in enumerate(items):
             progress.show(done, len(items))
             yield item
 
 
 def _is_terminal() -> bool:
-    """Whether a person sees what is written to stderr."""
+    """True if a person sees what is written to stderr."""
     stream = sys.stderr
     if stream is None or getattr(stream, "closed", False):  # without a console
         return False

@@ -1,9 +1,12 @@
 """Shardings of arrays on a place of several devices: replicated, sharded or stacked.
 
-A stage may have a mesh of its own. Along its axis ``data`` each device runs what one
-device would run, on examples of its own: what a shard has made is stacked along a new
+A stage may have a mesh. Along its axis ``data`` each device runs the program of one
+device on its part of the examples: the results of the shards are stacked along a new
 first axis, and programs map over it. What is not stacked is one array for the whole
 place. All other axes are left to XLA, which partitions programs by their arguments.
+
+    stacked:     [D, ...]  shard d holds [...], the result of its examples
+    not stacked: [...]     sharded by a spec over the mesh, or replicated
 """
 
 import math
@@ -26,13 +29,13 @@ DATA = "data"
 class Cut(NamedTuple):
     """Micro-batches of one size, of a leaf of a mini-batch.
 
-    Shard ``d`` of micro-batch ``m`` is number ``m * D + d`` of ``M * D`` parts.
+    Shard ``d`` of micro-batch ``m`` is part ``m * D + d`` of ``M * D`` equal parts.
 
     Attributes:
-      axis: of the examples.
-      start: the first of its examples.
-      parts: how many micro-batches there are.
-      size: the examples of one shard of each.
+      axis: the axis of the examples.
+      start: the index of the first example.
+      parts: the number of micro-batches.
+      size: the number of examples of one shard of a micro-batch.
     """
 
     axis: int
@@ -45,9 +48,9 @@ class Sharding(NamedTuple):
     """The sharding of one array on a place of several devices; without effect on one.
 
     Attributes:
-      stacked: whether it is what each shard has, along a new first axis.
-      spec: which other axes of the mesh it is cut along.
-      cut: what of a leaf of the mini-batch it is, on its way to a place.
+      stacked: True if shards have arrays of their own, along a new first axis.
+      spec: the other axes of the mesh along which it is cut.
+      cut: the micro-batches that it holds, of a leaf that is on its way to a place.
     """
 
     stacked: bool = False
@@ -56,16 +59,16 @@ class Sharding(NamedTuple):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether each shard has all of it."""
+        """True if each shard has all of it."""
         return DATA not in self.axes
 
     @property
     def axes(self) -> list[str]:
-        """The axes of the mesh that it is cut along, but for what is stacked."""
+        """The axes of the mesh along which it is cut, without that of the stack."""
         return jax.tree.leaves(tuple(self.spec))
 
     def gathered(self) -> "Sharding":
-        """The same with all of it in each shard."""
+        """The sharding after a gather along `DATA`: each shard has all of it."""
         return self._replace(spec=narrowed(self.spec, lambda name: name != DATA))
 
 
@@ -75,24 +78,23 @@ STACKED = Sharding(stacked=True)
 
 @dataclass(frozen=True)
 class SubMesh:
-    """The devices of a place, where they are several.
+    """The devices of a place that has more than one.
 
     Attributes:
-      mesh: all its axes are auto; none is of stages.
+      mesh: the devices; all axes are auto, and none is of stages.
     """
 
     mesh: Mesh
 
     @classmethod
     def of(cls, devices: np.ndarray, names: Sequence[str]) -> "SubMesh":
-        """Devices along named axes."""
-        return cls(
-            Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
-        )
+        """The mesh of devices along named axes."""
+        axis_types = (AxisType.Auto,) * len(names)
+        return cls(Mesh(devices, tuple(names), axis_types=axis_types))
 
     @cached_property
     def num_shards(self) -> int:
-        """Over how many shards examples are spread."""
+        """The number of shards over which examples are spread."""
         return self.mesh.shape.get(DATA, 1)
 
     @property
@@ -110,29 +112,28 @@ class SubMesh:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         return f"{devices[0]} to {devices[-1]} ({axes})"
 
-    def sharding(self, sharding: Sharding, on_host: bool = False) -> NamedSharding:
-        """What JAX calls it."""
+    def sharding(self, sharding: Sharding, *, on_host: bool = False) -> NamedSharding:
+        """The `jax.sharding.NamedSharding` that it is here."""
         spec = P(DATA, *sharding.spec) if sharding.stacked else sharding.spec
-        kind = "pinned_host" if on_host else None
-        return NamedSharding(self.mesh, spec, memory_kind=kind)
+        memory_kind = "pinned_host" if on_host else None
+        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
 
     def fitting(self, sharding: Sharding, shape: Sequence[int]) -> Sharding:
-        """The same sharding on this place, without the axes that do not fit.
+        """The sharding on this place, without the axes that do not fit.
 
-        Those are axes that other meshes have, and axes that do not divide the shape.
+        These are axes that only other meshes have, and axes that do not divide the
+        shape.
         """
         sizes = self.mesh.shape
-
-        def fits(part: Any, size: int) -> bool:
-            return size % math.prod(sizes[name] for name in jax.tree.leaves(part)) == 0
-
         spec = narrowed(sharding.spec, sizes.__contains__)
-        pairs = zip(spec, shape, strict=False)
-        parts = [part if fits(part, size) else None for part, size in pairs]
+        parts: list[Any] = []
+        for part, size in zip(spec, shape, strict=False):
+            num_parts = math.prod(sizes[name] for name in jax.tree.leaves(part))
+            parts.append(part if size % num_parts == 0 else None)
         return sharding._replace(spec=narrowed(P(*parts)))
 
     def has_axes(self, spec: P) -> bool:
-        """Whether a constraint of a user's program has a meaning here.
+        """True if a constraint of a user's program has a meaning here.
 
         The mesh must have all of its axes but `DATA`, along which a stage may have one
         device.
@@ -145,78 +146,83 @@ class SubMesh:
 
         Args:
           array: an array in a program of this place.
-          spec: how it is to lie on a mesh of the user's; ``None`` if that is not known.
-          mapped: whether the program is that of one shard, see `mapped`. Then examples
+          spec: its spec on a mesh of the user's; ``None``: unknown.
+          mapped: True if the program is that of one shard, see `mapped`. Then examples
             are spread already, and `DATA` has no meaning.
         """
-        axes = {*self.mesh.axis_names} - ({DATA} if mapped else set())
+        axes = {*self.mesh.axis_names}
+        if mapped:
+            axes -= {DATA}
         if spec is None or not axes or not self.has_axes(spec):
             return array
-        wanted = narrowed(spec, {P.UNCONSTRAINED, *axes}.__contains__)
-        for size, part in zip(array.shape, wanted, strict=False):
+
+        local_spec = narrowed(spec, {P.UNCONSTRAINED, *axes}.__contains__)
+        for size, part in zip(array.shape, local_spec, strict=False):
             names = jax.tree.leaves(part)
             if size % math.prod(self.mesh.shape.get(name, 1) for name in names):
                 return array
-        sharding = wanted if mapped else NamedSharding(self.mesh, wanted)
+        sharding = local_spec if mapped else NamedSharding(self.mesh, local_spec)
         return jax.lax.with_sharding_constraint(array, sharding)
 
     def local_bytes(self, nbytes: int, sharding: Sharding) -> int:
-        """What each device holds of what is ``nbytes`` for a shard."""
+        """The bytes on each device of an array that has ``nbytes`` for a shard."""
         if not len(sharding.spec):
             return nbytes
         return nbytes // math.prod(self.mesh.shape[name] for name in sharding.axes)
 
     def mapped(
-        self, run: Callable[..., Leaves], given: Sequence[Sharding]
+        self, run: Callable[..., Leaves], shardings: Sequence[Sharding]
     ) -> Callable[..., Leaves]:
-        """A function of one shard as one of all, with stacked results.
+        """Maps a function of one shard over all shards; its results are stacked.
 
         What is not stacked and not in each shard is gathered first. A shard's program
-        is that of one device: nothing is summed over shards, as XLA would on its own.
+        is that of one device: nothing is summed over shards, as XLA would by itself.
 
         Args:
           run: ``run(*leaves) -> leaves``.
-          given: of its arguments.
+          shardings: the sharding of each argument.
         """
 
         def local(*leaves: Any) -> tuple[Any, ...]:
-            results = run(*map(_local, leaves, given))
+            results = run(*map(_of_shard, leaves, shardings))
             return tuple([jnp.expand_dims(result, 0) for result in results])
 
+        in_specs = [P(DATA) if x.stacked else _data_spec(x) for x in shardings]
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=tuple(
-                P(DATA) if sharding.stacked else _only_data(sharding)
-                for sharding in given
-            ),
+            in_specs=tuple(in_specs),
             out_specs=P(DATA),
             axis_names={DATA},
-            # What a shard differentiates is its own; nobody differentiates this.
+            # Derivatives are taken within a shard; nobody differentiates this.
             check_vma=False,
         )
 
 
-def _local(leaf: Any, sharding: Sharding) -> Any:
-    """What one shard sees of an argument."""
+def _of_shard(leaf: Any, sharding: Sharding) -> Any:
+    """The part of an argument that the program of one shard reads."""
     if sharding.stacked:
         return leaf[0]
-    for axis, part in enumerate(_only_data(sharding)):
+    for axis, part in enumerate(_data_spec(sharding)):
         if part:
             leaf = jax.lax.all_gather(leaf, DATA, axis=axis, tiled=True)
     return leaf
 
 
-def _only_data(sharding: Sharding) -> P:
+def _data_spec(sharding: Sharding) -> P:
+    """The spec of a sharding along `DATA` alone."""
     return narrowed(sharding.spec, lambda name: name == DATA)
 
 
 def narrowed(spec: P, keeps: Callable[[str], bool] = bool) -> P:
-    """A spec with some of its axes alone, as short as it can be."""
+    """A spec with only the axes that a predicate keeps, as short as it can be."""
     parts: list[Any] = []
     for part in spec:
         names = [name for name in jax.tree.leaves(part) if keeps(name)]
-        parts.append(tuple(names) if len(names) > 1 else (names or [None])[0])
+        if len(names) > 1:
+            parts.append(tuple(names))
+        else:
+            parts.append(names[0] if names else None)
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)

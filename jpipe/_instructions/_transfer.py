@@ -1,4 +1,4 @@
-"""How data moves between devices: nothing else moves any but `_compat.copier`."""
+"""Moves of data between devices: only here and in `_compat.copier` data is moved."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ Device = Any
 
 @dataclass(frozen=True)
 class OnPaper:
-    """A device that is not there, or several: what is lowered for it cannot run.
+    """The device of a rank that does not exist, or its devices: nothing runs there.
 
     Attributes:
-      rank: its number.
-      num_shards: over how many devices examples are spread.
+      rank: the rank.
+      num_shards: the number of devices over which examples are spread.
     """
 
     rank: int
@@ -35,165 +35,182 @@ class OnPaper:
 
     @property
     def process_index(self) -> int:
-        """As if it were here."""
+        """The index of this process: a rank that does not exist is local."""
         return jax.process_index()
 
     def __str__(self) -> str:
-        several = f" (data={self.num_shards})" if self.num_shards > 1 else ""
-        return f"rank {self.rank}{several}"
+        data = f" (data={self.num_shards})" if self.num_shards > 1 else ""
+        return f"rank {self.rank}{data}"
 
 
 @functools.lru_cache(maxsize=1024)
-def on(device: Device, sharding: Sharding = WHOLE, on_host: bool = False) -> Any:
-    """What JAX calls an array in a place; ``None`` in one that is not there.
+def jax_sharding(
+    device: Device, sharding: Sharding = WHOLE, *, on_host: bool = False
+) -> Any:
+    """The `jax.sharding.Sharding` of an array in a place; ``None`` for `OnPaper`.
 
     To `jax.device_put` a device alone means less: what was spread over a mesh of
     explicit axes would be on the device and still of a type that names the mesh.
 
     Args:
       device: the place.
-      sharding: of the array, where the place is several devices.
-      on_host: whether it is in the memory of their host.
+      sharding: the sharding of the array there, where the place is several devices.
+      on_host: True if the array is in the memory of their host.
     """
     if isinstance(device, SubMesh):
-        return device.sharding(sharding, on_host)
+        return device.sharding(sharding, on_host=on_host)
     return None if isinstance(device, OnPaper) else SingleDeviceSharding(device)
 
 
 def is_at(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
-    """Whether an array is in a place, with its sharding there."""
-    if isinstance(device, SubMesh):
-        found = getattr(leaf, "sharding", None)
-        wanted = on(device, sharding)
-        return found == wanted or (
-            found is not None and wanted.is_equivalent_to(found, leaf.ndim)
-        )
-    return leaf.device == device
+    """True if an array is in a place, with its sharding there."""
+    if not isinstance(device, SubMesh):
+        return leaf.device == device
+    actual = getattr(leaf, "sharding", None)
+    expected = jax_sharding(device, sharding)
+    if actual is None:
+        return False
+    return actual == expected or expected.is_equivalent_to(actual, leaf.ndim)
 
 
 def devices_of(device: Device) -> frozenset[Any]:
-    """What an array in a place answers to the question for its devices."""
-    several = isinstance(device, SubMesh)
-    return frozenset(device.mesh.devices.flat if several else [device])
+    """The devices of an array in a place, as `jax.Array.devices` returns them."""
+    if isinstance(device, SubMesh):
+        return frozenset(device.mesh.devices.flat)
+    return frozenset([device])
 
 
 def sharding_of(leaf: Any, device: Device) -> Sharding | None:
-    """The sharding of an array in a place; ``None`` if it is one of another mesh."""
+    """The sharding of an array in a place; ``None`` if its mesh is another one."""
     if not isinstance(device, SubMesh):
         return WHOLE
     sharding = Sharding(spec=getattr(leaf.sharding, "spec", P()))
-    is_own = set(sharding.axes) <= set(device.mesh.axis_names)
-    return sharding if is_own and is_at(leaf, device, sharding) else None
+    has_axes = set(sharding.axes) <= set(device.mesh.axis_names)
+    return sharding if has_axes and is_at(leaf, device, sharding) else None
 
 
-def located(spec: Any, device: Device, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """An array in a place as JAX calls it, of which each shard sees a spec."""
+def array_spec(spec: Any, device: Device, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """The spec of a whole array in a place; stacked, if each shard has ``spec``."""
     is_stacked = sharding.stacked and isinstance(device, SubMesh)
     return jax.ShapeDtypeStruct(
         (device.num_shards, *spec.shape) if is_stacked else spec.shape,
         spec.dtype,
-        sharding=on(device, sharding),
+        sharding=jax_sharding(device, sharding),
         weak_type=getattr(spec, "weak_type", False),
     )
 
 
 def one_of(device: Device) -> Device:
-    """The device of a place; of several the first."""
+    """The device of a place; the first if there are more."""
     return device.first if isinstance(device, SubMesh) else device
 
 
 def _stack(leaf: Any, cut: Cut, num_shards: int) -> Any:
-    """What is cut of a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
-    leaf = _auto(leaf)
-    axis, start, number, size = cut
-    axis %= leaf.ndim
-    stop = start + number * num_shards * size
-    rows = leaf[(slice(None),) * axis + (slice(start, stop),)]
-    before, after = rows.shape[:axis], rows.shape[axis + 1 :]
-    parts = rows.reshape(*before, number, num_shards, size, *after)
+    """Cuts and stacks a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
+    leaf = _without_explicit_axes(leaf)
+    axis = cut.axis % leaf.ndim
+    stop = cut.start + cut.parts * num_shards * cut.size
+    rows = leaf[(slice(None),) * axis + (slice(cut.start, stop),)]
+    before = rows.shape[:axis]
+    after = rows.shape[axis + 1 :]
+    parts = rows.reshape(*before, cut.parts, num_shards, cut.size, *after)
     xp = np if isinstance(leaf, np.ndarray) else jnp
     return xp.moveaxis(parts, (axis + 1, axis), (0, 1))
 
 
-def _auto(leaf: Any) -> Any:
-    """An array without sharding in its type: any part of it can be taken."""
+def _without_explicit_axes(leaf: Any) -> Any:
+    """An array without sharding in its type, so that any part of it can be sliced."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return leaf
     mesh = sharding.mesh
-    plain = SubMesh.of(np.asarray(mesh.devices), mesh.axis_names).mesh
-    return jax.device_put(leaf, NamedSharding(plain, sharding.spec))
+    auto_mesh = SubMesh.of(np.asarray(mesh.devices), mesh.axis_names).mesh
+    return jax.device_put(leaf, NamedSharding(auto_mesh, sharding.spec))
 
 
 def put(
     leaves: Leaves,
     device: Device,
     shardings: Sequence[Sharding] | None = None,
+    *,
     may_alias: bool | None = None,
 ) -> list[Any]:
-    """Flat leaves, from the host or any device, into one place. Never waits.
+    """Puts flat leaves into one place. Never waits.
 
     Args:
-      leaves: they.
+      leaves: arrays on the host or any device.
       device: the place.
-      shardings: theirs there, where it is several devices; default: replicated.
-      may_alias: whether what is there already need not be copied.
+      shardings: the sharding of each leaf in a place of several devices; default:
+        replicated.
+      may_alias: True if an array that is there already need not be copied.
     """
     if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
     shardings = shardings or [WHOLE] * len(leaves)
     if not is_here(device):
         return [
-            ghost(leaf.shape, _kept_as(leaf), on(device, each))
-            for leaf, each in zip(leaves, shardings, strict=True)
+            ghost(leaf.shape, _jax_dtype(leaf), jax_sharding(device, sharding))
+            for leaf, sharding in zip(leaves, shardings, strict=True)
         ]
-    leaves = _own_copies(leaves)
+    leaves = _local_copies(leaves)
     if not isinstance(device, SubMesh):
-        return jax.device_put(leaves, on(device), may_alias=may_alias)
-    parts = [
-        _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
-        for leaf, each in zip(leaves, shardings, strict=True)
-    ]
-    # What was cut is stacked now.
-    where = [on(device, each._replace(cut=None)) for each in shardings]
-    return jax.device_put(parts, where, may_alias=may_alias)
+        return jax.device_put(leaves, jax_sharding(device), may_alias=may_alias)
+
+    arrays: list[Any] = []
+    array_shardings: list[Any] = []
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        if sharding.cut:
+            leaf = _stack(leaf, sharding.cut, device.num_shards)
+        arrays.append(leaf)
+        array_shardings.append(jax_sharding(device, sharding._replace(cut=None)))
+    return jax.device_put(arrays, array_shardings, may_alias=may_alias)
 
 
 def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
-    """An array on a device, or on those of a stage."""
-    return put([_off_numpy(leaf)], device, [sharding])[0]
+    """Puts an array into a place."""
+    return put([_copy_numpy(leaf)], device, [sharding])[0]
 
 
 def put_each(
     tree: Any,
     devices: Sequence[Device],
     locations: Sequence[tuple[int, Sharding]],
+    *,
     may_alias: bool | None = None,
 ) -> Any:
-    """A pytree, each leaf onto the device of a number, with its sharding there.
+    """Puts each leaf of a pytree onto its device.
 
     Args:
-      tree: from the host or any device.
-      devices: they.
-      locations: of each leaf.
+      tree: arrays on the host or any device.
+      devices: the devices of the places.
+      locations: for each leaf the index of its device and its sharding there.
       may_alias: see `put`.
     """
-    leaves, structure = jax.tree.flatten(_off_numpy(tree))
-    found: dict[int, Any] = {}
-    for device in dict.fromkeys(at for at, _ in locations):
-        own = [i for i, (at, _) in enumerate(locations) if at == device]
-        shardings = [locations[i][1] for i in own]
-        placed = put([leaves[i] for i in own], devices[device], shardings, may_alias)
-        found |= zip(own, placed, strict=True)
-    return structure.unflatten([found[i] for i in range(len(leaves))])
+    leaves, structure = jax.tree.flatten(_copy_numpy(tree))
+    # index of a device -> indices of its leaves
+    by_device: dict[int, list[int]] = {}
+    for i, (device_index, _) in enumerate(locations):
+        by_device.setdefault(device_index, []).append(i)
+
+    arrays = list(leaves)
+    for device_index, indices in by_device.items():
+        device_arrays = put(
+            [leaves[i] for i in indices],
+            devices[device_index],
+            [locations[i][1] for i in indices],
+            may_alias=may_alias,
+        )
+        for i, array in zip(indices, device_arrays, strict=True):
+            arrays[i] = array
+    return structure.unflatten(arrays)
 
 
-def _kept_as(leaf: Any) -> Any:
-    """The dtype of an array of JAX that is made of a leaf."""
+def _jax_dtype(leaf: Any) -> Any:
+    """The dtype that a leaf has as an array of JAX."""
     return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
-def _own_copies(leaves: Leaves) -> list[Any]:
+def _local_copies(leaves: Leaves) -> list[Any]:
     """Leaves as this process has them.
 
     Raises:
@@ -201,19 +218,19 @@ def _own_copies(leaves: Leaves) -> list[Any]:
     """
     if jax.process_count() == 1:
         return list(leaves)
-    found = [*map(own_copy, leaves)]
-    far = [leaf for leaf in found if is_elsewhere(leaf)]
-    if far:
+    copies = [*map(own_copy, leaves)]
+    remote = [leaf for leaf in copies if is_elsewhere(leaf)]
+    if remote:
         raise ValueError(
-            f"{len(far)} arrays, such as one of shape {far[0].shape}, are in another "
-            f"process, on {far[0].device}; to change who has what, save the state and "
-            f"restore it: jpipe.checkpoint.save, jpipe.checkpoint.restore"
+            f"{len(remote)} arrays, such as one of shape {remote[0].shape}, are in "
+            f"another process, on {remote[0].device}; to change who has what, save the "
+            f"state and restore it: jpipe.checkpoint.save, jpipe.checkpoint.restore"
         )
-    return found
+    return copies
 
 
-def _off_numpy(tree: Any) -> Any:
-    """The tree with copies of NumPy's arrays.
+def _copy_numpy(tree: Any) -> Any:
+    """Copies the arrays of NumPy in a tree.
 
     JAX may go on reading their memory, which the user may fill anew.
     """
@@ -221,37 +238,40 @@ def _off_numpy(tree: Any) -> Any:
 
 
 def sender(
+    *,
     source: Device,
     target: Device,
     has_keys: bool,
     shardings: tuple[Sharding, ...],
     source_shardings: tuple[Sharding, ...],
 ) -> Callable[..., Sequence[jax.Array]]:
-    """A function that copies leaves, each time from one place to one other.
+    """The function ``(*leaves) -> leaves`` that copies leaves from place to place.
 
     Each shard goes straight to its counterpart.
 
     Args:
-      source: the place where they are.
-      target: the place where they go.
-      has_keys: whether typed keys of `jax.random` are among them.
-      shardings: theirs where they go.
-      source_shardings: those where they are.
-
-    Returns:
-      ``(*leaves) -> leaves``.
+      source: the place where the leaves are.
+      target: the place to which they go.
+      has_keys: True if typed keys of `jax.random` are among them.
+      shardings: the sharding of each leaf in the target.
+      source_shardings: the sharding of each leaf in the source.
     """
-    where = [on(target, each) for each in shardings]
-    ends = source, target
-    shapes = [x.mesh.shape if isinstance(x, SubMesh) else None for x in ends]
-    is_alike = shardings == source_shardings and shapes[0] == shapes[1]
-    on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
-    if is_alike and not (has_keys or on_paper):
-        copy = _compat.copier(one_of(source), where)
+    target_shardings = [jax_sharding(target, sharding) for sharding in shardings]
+    is_mesh = isinstance(source, SubMesh) or isinstance(target, SubMesh)
+    exists = not (isinstance(source, OnPaper) or isinstance(target, OnPaper))
+    is_laid_out_equally = shardings == source_shardings and _mesh_shape(
+        source
+    ) == _mesh_shape(target)
+    if exists and is_laid_out_equally and not has_keys:
+        copy = _compat.copier(one_of(source), target_shardings)
         if copy is not None:
             return copy
-    if isinstance(source, SubMesh) or isinstance(target, SubMesh):
-        return lambda *leaves: jax.device_put(list(leaves), where)
-    # It takes a device in less time than a sharding; a type that names a mesh stays,
-    # as with `copier`.
+    if is_mesh:
+        return lambda *leaves: jax.device_put(list(leaves), target_shardings)
+    # `device_put` takes a device in less time than a sharding; a type that names a mesh
+    # stays, as with `copier`.
     return lambda *leaves: jax.device_put(leaves, target)
+
+
+def _mesh_shape(device: Device) -> Any:
+    return device.mesh.shape if isinstance(device, SubMesh) else None

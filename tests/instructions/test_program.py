@@ -37,7 +37,7 @@ class TestDonation:
         def observe(instruction, slots):
             seen[instruction.label] = slots[instruction.writes.start]
 
-        np.testing.assert_array_equal(made([given], observe)[0], [3] * 3)
+        np.testing.assert_array_equal(made([given], observe=observe)[0], [3] * 3)
         assert not given.is_deleted()
         assert seen["first"].is_deleted()
 
@@ -158,7 +158,7 @@ class TestTheList:
             assert all(slots[slot] is None for slot in instruction.frees)
             assert all(slots[s] is not None for s in instruction.writes)
 
-        made([leaf(1)], observe)
+        made([leaf(1)], observe=observe)
 
     def test_bytes_are_those_of_what_is_written_and_freed(self):
         made = self.made()
@@ -202,7 +202,7 @@ class TestErrors:
         (a,) = graph.call(DOUBLE, 0, [x])
         made = program_of(graph, graph.call(DOUBLE, 1, [a], label, layers))
         with pytest.raises(Broken) as caught:
-            made([leaf(1)], observe)
+            made([leaf(1)], observe=observe)
         return caught.value.__notes__
 
     def test_name_the_action_its_device_and_its_layers(self):

@@ -104,7 +104,7 @@ def test_offloaded_residuals_are_in_host_memory():
             _, *carried = (slots[slot] for slot in instruction.writes)
             kinds.update(leaf.sharding.memory_kind for leaf in carried)
 
-    program(leaves, observe)
+    program(leaves, observe=observe)
     assert kinds == {"pinned_host"}
 
 

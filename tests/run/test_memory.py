@@ -46,6 +46,9 @@ def test_the_count_sees_an_array_that_is_kept_too_long():
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 3)
     program, leaves = gradient_of(pipe, jnp.ones((6, 4)), jnp.ones((6, 4)))
     assert counted(program, leaves) == live(program)[1:]
-    program.own = [dataclasses.replace(each, frees=()) for each in program.own]
+    program.local_instructions = [
+        dataclasses.replace(instruction, frees=())
+        for instruction in program.local_instructions
+    ]
     kept = counted(program, leaves, ahead=False)
     assert kept[-1][0] > live(program)[-1][0]
