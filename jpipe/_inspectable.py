@@ -11,7 +11,7 @@ from ._functions._objective import Objective
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._layers import _rng
-from ._profile import as_pair, profile
+from ._profile import profile, split_batch
 from ._report import Report, compiled
 from ._run._context import outside_of_meshes
 from ._subject import UNKNOWN, Subject
@@ -249,7 +249,7 @@ class Inspectable:
           True
         """
         check_state(state, self._subject.by_layer)
-        x, targets = as_pair(batch)
+        x, targets = split_batch(batch)
         gradients = self._made
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)

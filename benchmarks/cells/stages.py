@@ -17,11 +17,11 @@ import jpipe
 from jpipe._functions._objective import Objective
 from jpipe._functions._trainable import Trainable
 from jpipe._instructions._compile import Compiled
+from jpipe._instructions._stage_bytes import stage_costs
 from jpipe._jaxprs import _jaxpr
 from jpipe._list import LayerList
 from jpipe._run._pipe import Pipe
 from jpipe._slices._built import Built
-from jpipe._slices._costs import costs_of
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key
@@ -106,10 +106,8 @@ class Calls:
     """
 
     def __init__(self, gradient: Built) -> None:
-        program, placement = gradient.program, gradient.pipe.schedule.placement
-        self.costs: Costs = costs_of(
-            program, gradient.stages, gradient.batch, placement
-        )
+        program = gradient.program
+        self.costs: Costs = stage_costs(program, gradient.pipe.schedule)
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}
         self._specs = list(map(_jaxpr.spec, program.specs))

@@ -74,6 +74,20 @@ def test_a_profile_is_a_timeline_of_the_schedule_and_predicts_its_bytes(name, re
         assert pipe.schedule.simulate(some).peak_bytes == peaks
 
 
+def mean_of_weights(y, targets):
+    weights = jnp.asarray(targets > 0.5, y.dtype)
+    return jnp.sum(weights * (y - targets) ** 2), jnp.sum(weights)
+
+
+def test_the_sum_of_weights_is_among_the_predicted_bytes():
+    pipe = jpipe.pipeline([ref.dense(6), ref.dense(6)], 4, schedule="1f1b")
+    state = pipe.init_train_state(jax.random.key(0), X, TX)
+    measured = pipe.profile_step(state, (X, X), mean_of_weights, reduction="weighted")
+    predicted = pipe.schedule.simulate(measured.costs).peak_bytes
+    assert predicted == measured.peak_bytes
+    assert measured.costs.shared_bytes == [0, 4]
+
+
 @pytest.fixture(scope="module")
 def built():
     pipe = jpipe.pipeline([ref.dense(6) for _ in range(4)], 4, schedule="zb_v")
