@@ -63,7 +63,7 @@ class FunctionGradient(OwnLoop):
         def joins(results: Results) -> list[_join.Join]:
             return _join.of_aux(aux_axes, results)
 
-        work = Work(
+        self._work = Work(
             self._composed,
             joins,
             argnums=self._argnums,
@@ -72,7 +72,7 @@ class FunctionGradient(OwnLoop):
             reduction=reduction,
         )
         checks = _FixedNumbers(self._argnums)
-        self._sliced = Sliced(work, division, self._trained, checks=checks)
+        self._sliced = Sliced(self._work, division, self._trained, checks=checks)
         self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
 
     @outside_of_meshes
@@ -167,7 +167,15 @@ class FunctionGradient(OwnLoop):
           ValueError: if the batch or ``microbatch_sizes`` do not fit.
         """
         params, trees = self._apart((params, *args), kwargs)
-        return _checked.check(self._sliced, params, trees, microbatch_sizes, tolerance)
+        return _checked.check(
+            self._work,
+            self._division,
+            self._trained,
+            params,
+            trees,
+            microbatch_sizes=microbatch_sizes,
+            tolerance=tolerance,
+        )
 
     def _apart(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]

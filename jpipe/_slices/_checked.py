@@ -1,56 +1,191 @@
-"""Whether a loss function is what its micro-batches make of it: it is run both ways."""
+"""Compares a loss function on a whole mini-batch with the same in micro-batches.
 
-from collections.abc import Sequence
+    at once:           one stage, one micro-batch of all examples   -> loss, gradients
+    in micro-batches:  one stage, micro-batches of the given sizes  -> loss, gradients
+
+Both are programs as a pipeline runs them, on its first device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from .._check._function import Function, differentiated, host
-from .._check._loss import ADVICE, compared
+from .._check import _compare
+from .._check._function import host
+from .._check._loss import ADVICE
 from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
-from .._instructions._transfer import one_of
+from .._functions._batch import Batch
+from .._instructions._transfer import one_of, put_each
+from .._jaxprs import _flow
 from .._layers._half import half_key
-from ._program import is_single_key
-from ._sliced import Sliced
+from .._warn import WarnOnce
+from ._built import Built
+from ._cuts import Cuts
+from ._division import Division
+from ._program import is_single_key, pair
+from ._sliced import Sliced, Work
 
 PyTree = Any
-# So much of the largest gradient counts at least.
-_OF_ALL = 1e-2
+# Numbers of a gradient are compared relative to this fraction of its largest one, if
+# that is more than the largest number beside them.
+_SMALLEST_SCALE = 1e-2
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """The numbers that a program computed.
+
+    Attributes:
+      loss: the loss of the mini-batch.
+      grads: its gradients; ``None`` for parameters that are not trained.
+    """
+
+    loss: jax.Array
+    grads: PyTree
 
 
 def check(
-    sliced: Sliced,
+    work: Work,
+    division: Division,
+    trained: Callable[[PyTree], list[bool]],
     params: PyTree,
     args: Sequence[PyTree],
+    *,
     microbatch_sizes: Sequence[int] | None,
     tolerance: float | None,
 ) -> CheckReport:
-    """See `FunctionGradient.check`."""
-    count = sliced.num_examples(args)
+    """Checks a loss function: see `FunctionGradient.check`.
+
+    Args:
+      work: the loss function.
+      division: the stages that it is divided into by a call.
+      trained: ``specs of params -> one bool per leaf``; True if it has a gradient.
+      params: the parameters.
+      args: the rest of a mini-batch.
+      microbatch_sizes: the number of examples of each micro-batch.
+      tolerance: the largest difference that passes.
+    """
+    args = jax.tree.map(_without_chance, tuple(args))
+    batch = _splittable_batch(work, division, args)
+    count = sum(batch.sizes)
     if microbatch_sizes is None:
         first = max(1, count // 3)
         microbatch_sizes = first, count - first
-    microbatch_sizes = check_microbatch_sizes(microbatch_sizes, count)
-    args = jax.tree.map(_without_chance, tuple(args))
-    given: tuple[PyTree, PyTree] = jax.tree.map(host, (params, args))
-    with (
-        jax.default_device(one_of(sliced.devices[0])),
-        jax.default_matmul_precision("highest"),
-    ):
-        at_once = differentiated(sliced.composed(*given, (count,)))
-        in_parts = differentiated(sliced.composed(*given, microbatch_sizes))
-        function = Function(at_once, in_parts, *given)
-        axes = [None] * len(jax.tree.leaves(params))
-        whole, found = compared(
-            function, given, axes, microbatch_sizes, tolerance, _OF_ALL
+    sizes = check_microbatch_sizes(microbatch_sizes, count)
+
+    loss = _without_aux(work)
+    params = jax.tree.map(host, params)
+    with jax.default_matmul_precision("highest"):
+        programs: list[Built] = []
+        for own_sizes in ((count,), sizes):
+            function = Sliced(loss, _one_stage(division, len(own_sizes)), trained)
+            own_batch = replace(batch, sizes=own_sizes)
+            programs.append(function.of_batch(params, own_batch))
+        if programs[0].pipe.copies is not None:
+            raise ValueError(
+                "what several processes have cannot be checked in one of them; check "
+                "the function in one process"
+            )
+        at_once, in_parts = [_run(built, params, args) for built in programs]
+
+    if tolerance is None:
+        traces = [built.stages.first.closed for built in programs]
+        dtypes = [dtype for closed in traces for dtype in _flow.dtypes(closed)]
+        tolerance = _compare.tolerance(dtypes)
+    outputs = _compare.compare(
+        "outputs",
+        whole=at_once.loss,
+        parts=in_parts.loss,
+        axes=[None],
+        sizes=sizes,
+        limit=tolerance,
+    )
+    gradients = _compare.compare(
+        "gradients",
+        whole=at_once.grads,
+        parts=in_parts.grads,
+        axes=[None] * len(jax.tree.leaves(at_once.grads)),
+        sizes=sizes,
+        limit=tolerance,
+        least=_SMALLEST_SCALE * _compare.size(at_once.grads),
+    )
+    result = CheckResult(
+        f"the loss with reduction={work.reduction!r}",
+        differences=tuple(filter(None, (outputs, gradients))),
+        compared=("outputs", "gradients"),
+        notes=(f"{at_once.loss:.6g}",),
+        advice=ADVICE,
+    )
+    return CheckReport(sizes, (), result)
+
+
+def _without_aux(work: Work) -> Work:
+    """The loss function alone, without what it returns besides the loss."""
+    if not work.has_aux:
+        return work
+
+    def loss(params: PyTree, *args: PyTree) -> Any:
+        value, _ = pair(work.function(params, *args), "(loss, aux)")
+        return value
+
+    return replace(work, function=loss, has_aux=False, joins=lambda _: [])
+
+
+def _one_stage(division: Division, num_microbatches: int) -> Division:
+    """One stage on the first device, wherever a call divides the function."""
+    device = one_of(division.devices[0])
+    one_stage = Division(
+        num_microbatches=num_microbatches,
+        num_stages=1,
+        devices=(device,),
+        choose=lambda _: (device,),
+        schedule="gpipe",
+        remat="none",
+        cuts=Cuts.none(about=1),
+    )
+    one_stage.warnings = WarnOnce(is_muted=True)  # a call gives all warnings
+    return one_stage
+
+
+def _splittable_batch(work: Work, division: Division, args: Sequence[PyTree]) -> Batch:
+    """The mini-batch, which need not be split by a call.
+
+    Raises:
+      ValueError: if it cannot be split.
+    """
+    try:
+        batch = Sliced(work, _one_stage(division, 2)).batch(args, few=True)
+    except ValueError as error:
+        if division.num_microbatches == 1:
+            error.add_note(
+                "with num_microbatches=1 nothing is split, as it need not be: then "
+                "there is nothing that check could compare"
+            )
+        raise
+    if all(axis is None for axis in batch.axes):
+        raise ValueError(
+            f"check compares a mini-batch with its parts, and in_axes="
+            f"{work.in_axes!r} splits no array: give examples as an argument"
         )
-    if function.error:
-        raise ValueError(f"the loss cannot be differentiated: {function.error}")
-    name = f"the loss with reduction={sliced.reduction!r}"
-    what = "outputs", "gradients"
-    one = CheckResult(name, found, what, (f"{whole:.6g}",), ADVICE)
-    return CheckReport(microbatch_sizes, (), one)
+    return batch
+
+
+def _run(built: Built, params: PyTree, args: Sequence[PyTree]) -> _Computed:
+    """Runs a program of one stage."""
+    locations = zip(built.layout.owner_stages, built.layout.shardings, strict=True)
+    params = put_each(params, built.pipe.devices, [*locations])
+    outputs = built.program(built.given(params, args, "params"))
+    loss, _, grads = built.returned(outputs)
+    leaves = [
+        next(grads) if is_trained else None for is_trained in built.layout.trained
+    ]
+    return _Computed(loss, jax.tree.structure(params).unflatten(leaves))
 
 
 def _without_chance(leaf: Any) -> Any:
-    return half_key() if hasattr(leaf, "dtype") and is_single_key(leaf) else leaf
+    """An array on the host; in place of a key one that draws the middle number."""
+    if not hasattr(leaf, "dtype"):
+        return leaf  # which the mini-batch is refused for
+    return half_key() if is_single_key(leaf) else host(leaf)

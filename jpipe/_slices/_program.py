@@ -247,10 +247,10 @@ def traced(
         result = function(params, *args)
         if not has_loss:
             return (), (), jax.tree.map(jnp.asarray, result)
-        loss, aux = _pair(result, "(loss, aux)") if has_aux else (result, ())
+        loss, aux = pair(result, "(loss, aux)") if has_aux else (result, ())
         weight = []
         if is_weighted:
-            loss, *weight = _pair(loss, "(total, weight) in place of a loss")
+            loss, *weight = pair(loss, "(total, weight) in place of a loss")
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
@@ -359,7 +359,12 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
     return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
 
 
-def _pair(result: Any, needed: str) -> Any:
+def pair(result: Any, needed: str) -> Any:
+    """Checks that a function returned a pair; gives it back.
+
+    Raises:
+      TypeError: if it did not, with what it needed to return.
+    """
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(
             f"the function must return {needed}; it returned {shapes(result)}"

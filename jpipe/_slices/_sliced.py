@@ -19,7 +19,6 @@ from .._run._recent import Recent
 from . import (
     _arguments,
     _closures,
-    _composed,
     _meshes,
     _order,
     _program,
@@ -197,57 +196,12 @@ class Sliced:
 
     def divided(self, params: PyTree, args: Sequence[PyTree]) -> Built:
         """What such arguments are for, of which there may be few examples."""
-        call = self._called(params, self._batch(args, True))
+        call = self._called(params, self.batch(args, few=True))
         return self._built(call, runs=False)
 
-    @property
-    def devices(self) -> Sequence[Any]:
-        """One for each rank."""
-        return self._division.devices
-
-    @property
-    def reduction(self) -> str:
-        """What the loss is."""
-        return self._work.reduction
-
-    def num_examples(self, args: Sequence[PyTree]) -> int:
-        """How many there are in a mini-batch."""
-        return sum(self._splittable(args).sizes)
-
-    def _splittable(self, args: Sequence[PyTree]) -> Batch:
-        """A mini-batch, which one micro-batch need not be, that can be split.
-
-        Raises:
-          ValueError: if it cannot.
-        """
-        try:
-            batch = self._batch(args, few=True, number=2)
-        except ValueError as error:
-            if self._division.num_microbatches == 1:
-                error.add_note(
-                    "with num_microbatches=1 nothing is split, as it need not be: "
-                    "then there is nothing that check could compare"
-                )
-            raise
-        if all(axis is None for axis in batch.axes):
-            raise ValueError(
-                f"check compares a mini-batch with its parts, and in_axes="
-                f"{self._work.in_axes!r} splits no array: give examples as an argument"
-            )
-        return batch
-
-    def composed(
-        self, params: PyTree, args: Sequence[PyTree], sizes: Sequence[int]
-    ) -> Callable[[PyTree, Sequence[PyTree]], jax.Array]:
-        """``(params, args) -> loss``, on one device, of micro-batches of such sizes."""
-        specs, trained, batch = self._called(params, self._splittable(args))
-        batch = replace(batch, sizes=tuple(sizes), num_shards=1)
-        programs = self._traced(_Call(specs, trained, batch))
-
-        def loss(params: PyTree, args: Sequence[PyTree]) -> jax.Array:
-            return _composed.loss(programs, batch, jax.tree.leaves(params), args)
-
-        return loss
+    def of_batch(self, params: PyTree, batch: Batch) -> Built:
+        """The program for a mini-batch whose micro-batches may have any sizes."""
+        return self._built(self._called(params, batch))
 
     def _called(self, params: PyTree, batch: Batch) -> _Call:
         """Checks the parameters."""
@@ -255,15 +209,12 @@ class Sliced:
         trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
         return _Call(specs, trained, batch)
 
-    def _batch(
-        self, args: Sequence[PyTree], few: bool = False, number: int | None = None
-    ) -> Batch:
+    def batch(self, args: Sequence[PyTree], *, few: bool = False) -> Batch:
         """Checks the arguments after the parameters.
 
         Args:
           args: the arguments.
           few: see `_arguments.batch`.
-          number: in how many micro-batches; default: those of the division.
         """
         work, division = self._work, self._division
         names, in_axes = work.names, work.in_axes
@@ -277,8 +228,8 @@ class Sliced:
             args,
             in_axes,
             names,
-            num_microbatches=number or division.num_microbatches,
-            num_shards=1 if number else division.num_shards,
+            num_microbatches=division.num_microbatches,
+            num_shards=division.num_shards,
             few=few,
         )
 
@@ -369,7 +320,7 @@ class Sliced:
         _variables.check_concrete(jax.tree.leaves((params, args)))
         self._check_tree(params)
         try:
-            batch = self._batch(args)
+            batch = self.batch(args)
         except ValueError as error:
             self._note_order(error, params, args)
             raise

@@ -45,6 +45,7 @@ REACHED_BY = {
     "_run/_incoming": "test_batches.py train/test_replicas.py matrix",
     "_run/_sums": "slices/test_meshes.py mesh",
     "_slices": "slices/test_value_and_grad.py slices",
+    "_slices/_checked": "slices/test_reductions.py",
     "_slices/_costs": "run/test_profile.py planning matrix",
     "_slices/_cut": "slices/test_model_calls.py slices",
     "_slices/_cuts": "slices/test_model_calls.py slices planning/test_models.py",
@@ -146,8 +147,7 @@ SCHEDULES = [
     ("_tables", "if stage == 0:\n", "if True:\n"),
 ]
 SLICES = [
-    ("_composed", "        start += size\n", ""),
-    ("_composed", " + sum(rest)", ""),
+    ("_checked", "half_key() if is_single_key(leaf)", "leaf if is_single_key(leaf)"),
     ("_costs", "0) - self.extra(s, m), 0)", "0), 0)"),
     ("_cuts", "readings = abs(", "readings = 0 * abs("),
     ("_cut", "change[end + 1] -=", "change[end] -="),

@@ -199,6 +199,26 @@ def test_check_tries_a_reduction(double, function, reduction, is_same):
         grad_fn.check(params, X, TARGETS, microbatch_sizes=())
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 5), (5, 5), (1,) * 10])
+def test_check_runs_a_loss_with_aux_marks_and_a_key(double, sizes):
+    def dropped(params, x, targets, key):
+        first, last, scale = params
+        y = jpipe.boundary(jnp.tanh(x @ first))
+        y = y * jax.random.bernoulli(key, 0.5, y.shape) @ last * scale
+        return jnp.mean((y - targets) ** 2), {"y": y}
+
+    params = [*matrices(6, 8, 3), jnp.ones(())]
+    options = {"has_aux": True, "in_axes": (0, 0, None), "aux_axes": {"y": 0}}
+    grad_fn = jpipe.value_and_grad(dropped, 3, trainable="2", **options)
+    args = X, TARGETS, jax.random.key(0)
+    report = grad_fn.check(params, *args, microbatch_sizes=sizes)
+    assert report, report
+    assert report.microbatch_sizes == sizes
+    assert report.loss.compared == ("outputs", "gradients")
+    with pytest.raises(ValueError, match="once it was placed or called"):
+        _ = grad_fn.plan  # a check divides nothing
+
+
 def test_a_loss_that_was_refused_is_refused_again():
     pipe = jpipe.pipeline(nn.Dense(3), 4, num_stages=1)
     x = np.ones((8, 6), np.float32)
