@@ -30,6 +30,19 @@ def sum_spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
+def extend_mean(mean: jax.Array, value: jax.Array, weight: jax.Array) -> jax.Array:
+    """A mean with one more value; that of equal values is that value to the bit.
+
+    Args:
+      mean: the mean so far.
+      value: the next value.
+      weight: the part of all that the value is, in the dtype in which they are added.
+    """
+    # Not by their difference, which may overflow, or be none of two infinities.
+    both = (mean * (1 - weight) + value * weight).astype(mean.dtype)
+    return jnp.where(value == mean, mean, both)
+
+
 def accumulate(sums: Leaves, new: Leaves) -> list[Any]:
     """Adds leaves to sums, in the precision of the sums."""
     return [old + x.astype(old.dtype) for old, x in zip(sums, new, strict=True)]

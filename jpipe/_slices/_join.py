@@ -22,7 +22,7 @@ from jax.extend import core
 from .._faults import refuse
 from .._functions import _microbatch
 from .._functions._batch import Batch
-from .._functions._weights import accumulate, is_inexact, sum_spec
+from .._functions._weights import accumulate, extend_mean, is_inexact, sum_spec
 from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
 from .._layers._stage import shapes
@@ -297,9 +297,7 @@ def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:
     for value, share in zip(values[1:], shares[1:], strict=True):
         seen += share
         weight = jnp.asarray(share / seen, jnp.result_type(so_far, jnp.float32))
-        # Not by their difference, which may overflow, or be none of two infinities.
-        both = (so_far * (1 - weight) + value * weight).astype(so_far.dtype)
-        so_far = jnp.where(value == so_far, so_far, both)
+        so_far = extend_mean(so_far, value, weight)
     return so_far
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._faults import refuse
-from .._functions._weights import is_inexact, sum_spec
+from .._functions._weights import extend_mean, is_inexact, sum_spec
 from .._jaxprs import _flow, _jaxpr
 from .._layers import _batchnorm
 from ._program import Traced
@@ -134,7 +134,9 @@ class State:
     def _means(self, so_far: Leaves, new: Leaves, seen: Any, share: Any) -> list[Any]:
         weight = share / (seen + share)
         return [
-            _mean(old, x, weight) if is_inexact(old) else x
+            extend_mean(old, x.astype(old.dtype), weight.astype(old.dtype))
+            if is_inexact(old)
+            else x
             for old, x in zip(so_far, new, strict=False)
         ]
 
@@ -145,13 +147,6 @@ class State:
             for at in (mean, var):
                 new[at] = _batchnorm.commit(old[at], new[at], momentum)
         return [x.astype(leaf.dtype) for x, leaf in zip(new, old, strict=True)]
-
-
-def _mean(so_far: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
-    """A mean with one more value; the mean of equal ones is that value to the bit."""
-    new, weight = new.astype(so_far.dtype), weight.astype(so_far.dtype)
-    # Not by their difference, which may overflow, or be none of two infinities.
-    return jnp.where(new == so_far, so_far, so_far * (1 - weight) + new * weight)
 
 
 def _is_wider(new: Any, old: Any) -> bool:

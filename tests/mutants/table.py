@@ -69,6 +69,7 @@ FUNCTIONS = [
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
     ("_vjp", "stored = [i == 2 for", "stored = [i >= 1 for"),
     ("_weights", "[old + x.astype(old.dtype) for", "[x.astype(old.dtype) for"),
+    ("_weights", "jnp.where(value == mean, mean, both)", "both"),
     ("_weights", "dtype.itemsize < 4", "dtype.itemsize < 2"),
 ]
 JAXPRS = [
@@ -132,7 +133,7 @@ PLANNING = [
 ]
 PLACED = [
     ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),
-    ("_segments", "(weight[p], p)", "(-weight[p], p)"),
+    ("_segments", "(weight[p], p in", "(-weight[p], p in"),
 ]
 RUN = [
     ("_divisors", "parts), total)]", "parts), 0 * total)]"),
@@ -154,7 +155,6 @@ SLICES = [
     ("_cut", "max(most, cost), moved", "most + cost, moved"),
     ("_folds", "np.asarray(x.val, x", "np.asarray(0 * x.val, x"),
     ("_join", "share / seen, jnp", "share, jnp"),
-    ("_join", "jnp.where(value == so_far, so_far, both)", "both"),
     ("_listed", "        skips |= {key: marked[i] for i, key in own.items()}\n", ""),
     ("_lower", "sorted(own, reverse=True)]", "sorted(own)[:1]]"),
     ("_lower", "accumulate(leaves[:count], leaves[count:])", "list(leaves[count:])"),
@@ -191,9 +191,8 @@ SLICES = [
     ("_state", "weight = share / (seen + share)", "weight = share"),
     ("_state", "new[var] / share, seen, share", "new[var], seen, share"),
     ("_state", "commit(old[at], new[at], momentum)", "commit(old[at], new[at], 0.0)"),
-    ("_state", "if is_inexact(old) else x\n", "if is_inexact(old) else old\n"),
+    ("_state", "            else x\n", "            else old\n"),
     ("_state", "return list(new)", "return list(sums)"),
-    ("_state", "jnp.where(new == so_far, so_far, so", "jnp.where(False, so_far, so"),
     ("_state", "sum_spec(new if is_inexact(old) and", "sum_spec(new if False and"),
     ("_state", "max(stage[mean], stage[var])", "min(stage[mean], stage[var])"),
     ("_state", "if first + i not in state.leaves:", "if i not in state.leaves:"),
