@@ -3,6 +3,7 @@
 An optimizer is written for all parameters at once, and so is much of what a training
 loop computes. Here the jaxpr of such a function is cut by the places of its operands:
 see `_segments`. Each segment becomes one call, and only what crosses a cut is moved.
+A result that is an argument is no call at all, or, with ``copy``, an array of its own.
 Leaf-by-leaf rules fall apart in one program per place with nothing to exchange; a
 global norm moves one scalar per place.
 """
@@ -75,6 +76,8 @@ class PlacedFunction:
       specs: its arguments as `jax.ShapeDtypeStruct` pytrees.
       placement: where their leaves belong, and those of the result.
       name: how profiles call its programs.
+      copy: whether a result that is an argument, or another result, is an array of its
+        own.
 
     Attributes:
       result: the specs of its result.
@@ -88,10 +91,17 @@ class PlacedFunction:
         specs: Sequence[Any],
         placement: Placement,
         name: str,
+        *,
+        copy: bool = True,
     ) -> None:
-        closed, self.result = _jaxpr.trace(function, *specs, ending=own_results)
+        ending = own_results if copy else None
+        closed, self.result = _jaxpr.trace(function, *specs, ending=ending)
         self.places, self.shardings = placement.results(self.result)
-        self._placed = placed = _segments.open_branches(closed, placement.arguments)
+        self._placed = placed = _segments.open_branches(
+            closed,
+            placement.arguments,
+            None if placement.stay else self.places,
+        )
         _segments.check_order(placed)
         self._wanted = [max(place, 0) for place in self.places]
         self._stay = placement.stay

@@ -1,7 +1,8 @@
 """A jaxpr cut by the places of its operands.
 
-Every equation runs where most of its operands' bytes are; neighbouring equations of
-one place become one segment, which is compiled as one program.
+Every equation runs where the fewest bytes cross: those of its operands, and of its
+results where these have a destination. Neighbouring equations of one place become one
+segment, which is compiled as one program.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +23,22 @@ class PlacedJaxpr:
     Args:
       closed: the jaxpr.
       places: those of its arguments; less than 0: none.
+      result_places: those where its results are wanted, likewise; ``None``: they stay
+        where they are computed.
 
     Attributes:
       closed: the jaxpr.
       chosen: where each equation runs.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, places: Sequence[Place]) -> None:
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        places: Sequence[Place],
+        result_places: Sequence[Place] | None = None,
+    ) -> None:
         self.closed = closed
+        self._destinations = _destinations(closed.jaxpr, result_places or ())
         self._places = dict.fromkeys(closed.jaxpr.constvars, NOWHERE)
         pairs = zip(closed.jaxpr.invars, places, strict=True)
         self._places |= {var: max(place, NOWHERE) for var, place in pairs}
@@ -42,14 +51,21 @@ class PlacedJaxpr:
     def _choose(self, eqn: core.JaxprEqn) -> Place:
         """Where an equation runs; its results are there.
 
-        Of places with as many bytes of operands it is the last, so that a sum of
-        scalars passes from place to place instead of gathering all its terms in one.
+        Of places that are as good it is the destination of the results, or else the
+        last, so that a sum of scalars which all places read passes from place to place
+        instead of gathering all its terms in one.
         """
         weight: dict[Place, int] = {}
         for atom in eqn.invars:
             if (place := self[atom]) >= 0:
                 weight[place] = weight.get(place, 0) + nbytes(atom.aval)
-        chosen = max(weight, key=lambda p: (weight[p], p), default=NOWHERE)
+        ends = set[Place]()
+        if weight:
+            for var in eqn.outvars:
+                if (place := self._destinations.get(var, NOWHERE)) >= 0:
+                    weight[place] = weight.get(place, 0) + nbytes(var.aval)
+                    ends.add(place)
+        chosen = max(weight, key=lambda p: (weight[p], p in ends, p), default=NOWHERE)
         if chosen < 0 and eqn.effects:
             chosen = 0  # what nobody needs would be left out
         self._places |= dict.fromkeys(eqn.outvars, chosen)
@@ -61,7 +77,29 @@ class PlacedJaxpr:
         return chosen
 
 
-def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJaxpr:
+def _destinations(jaxpr: core.Jaxpr, places: Sequence[Place]) -> dict[Any, Place]:
+    """Variables all of whose results are wanted in one place -> that place."""
+    found: dict[Any, Place] = {}
+
+    def add(atom: Any, place: Place) -> None:
+        if not isinstance(atom, core.Literal):
+            found[atom] = place if found.get(atom, place) == place else NOWHERE
+
+    for atom, place in zip(jaxpr.outvars, places, strict=False):
+        add(atom, place)
+    for eqn in reversed(jaxpr.eqns):
+        ends = {found[var] for var in eqn.outvars if var in found}
+        place = ends.pop() if len(ends) == 1 else NOWHERE
+        for atom in eqn.invars:
+            add(atom, place)
+    return found
+
+
+def open_branches(
+    closed: core.ClosedJaxpr,
+    places: Sequence[Place],
+    result_places: Sequence[Place] | None = None,
+) -> PlacedJaxpr:
     """The same computation without a `jax.lax.cond` over operands of several places.
 
     Where each result needs operands of one place alone, each place gets a cond of its
@@ -72,7 +110,7 @@ def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJa
     """
     while True:
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
-        placed = PlacedJaxpr(closed, places)
+        placed = PlacedJaxpr(closed, places, result_places)
         found: dict[int, _jaxpr.Groups] = {}
         for eqn in closed.jaxpr.eqns:
             if _spans_places(eqn, placed):
