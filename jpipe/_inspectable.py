@@ -248,7 +248,7 @@ class Inspectable:
           >>> pipe.schedule.simulate(measured.costs).makespan > 0
           True
         """
-        check_state(state, self._subject.by_layer)
+        check_state(state, by_layer=self._subject.by_layer)
         x, targets = split_batch(batch)
         gradients = self._made
         if loss_fn is not None:
@@ -261,6 +261,6 @@ class Inspectable:
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
         key = _rng.step_key(state.rng, state.step)
-        built = gradients(state.variables, x, targets, key, True)
+        built = gradients(state.variables, x, targets, key, train=True)
         leaves = built.given(state.variables, (x, targets, key), "state")
         return profile(built, leaves)

@@ -184,7 +184,7 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
                 f"{folder} holds no state that jpipe.checkpoint.save wrote; give the "
                 f"path that save was given"
             ) from None
-        difference = "{path} is {found}, like= has {wanted}"
+        difference = "{path} is {actual}, like= has {expected}"
         refuse(
             f"{folder} holds another state than like=",
             _variables.differences(_leaf_texts(like), _leaf_texts(tree), difference),

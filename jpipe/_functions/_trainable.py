@@ -48,7 +48,7 @@ class Trainable:
 
     Args:
       given: see `Pipeline.value_and_grad`; ``None``: all floating leaves.
-      by_layer: whether a path starts with the number of a layer.
+      by_layer: True if a path starts with the number of a layer.
 
     Raises:
       TypeError: if it is not a selection.
@@ -67,7 +67,7 @@ class Trainable:
     def marks(
         self, layers: Sequence[LayerAdapter], variables: Sequence[PyTree]
     ) -> tuple[PyTree, ...]:
-        """Whether each leaf is trained.
+        """True if each leaf is trained.
 
         Args:
           layers: all of them.
@@ -136,7 +136,7 @@ def _check_types(
 
 
 def _is_filter(given: Any) -> bool:
-    """Whether a rule is one of nnx, which selects by the types of Variables."""
+    """True if a rule is one of nnx, which selects by the types of Variables."""
     if isinstance(given, bool | EllipsisType):
         return bool(given)
     return isinstance(given, type) or type(given).__module__.startswith("flax.nnx")

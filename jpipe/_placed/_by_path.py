@@ -1,4 +1,4 @@
-"""Where leaves belong that are like others: their paths tell."""
+"""The places of leaves that mirror others, such as momenta, by their paths."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ class Leaf(NamedTuple):
     """A leaf of the arguments of a function.
 
     Attributes:
-      of: the argument that it is a leaf of: its position, or its name.
-      path: where it stands there.
+      argument_key: the position of its argument, or its name.
+      path: the path of the leaf in its argument.
       value: the leaf, or its spec.
-      place: where it is; less than 0 where it is in no place.
-      sharding: its sharding there.
+      place: the place of the leaf; less than 0: in none.
+      sharding: the sharding of the leaf there.
     """
 
-    of: int | str
+    argument_key: int | str
     path: Path
     value: Any
     place: Place = NOWHERE
@@ -31,76 +31,111 @@ class Leaf(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
-        return f"argument {self.of!r}{jax.tree_util.keystr(self.path)}"
+        """The leaf in messages."""
+        return f"argument {self.argument_key!r}{jax.tree_util.keystr(self.path)}"
 
-    def argument(self, graph: Graph, donated: bool = False) -> Value:
-        """The leaf as an argument of a graph; its value is its spec."""
-        return graph.argument(self.value, self.place, donated, self.sharding)
+    def add_to(self, graph: Graph, *, donated: bool = False) -> Value:
+        """Adds the leaf, whose value is its spec, to the arguments of a graph."""
+        return graph.argument(
+            self.value, self.place, donated=donated, sharding=self.sharding
+        )
 
 
-def located(
-    of: int, tree: Any, locations: Sequence[tuple[Place, Sharding]]
+def leaves_at(
+    argument_key: int, tree: Any, locations: Sequence[tuple[Place, Sharding]]
 ) -> list[Leaf]:
-    """The leaves of an argument, where they are."""
+    """The leaves of an argument, each with its place and sharding.
+
+    Args:
+      argument_key: the position of the argument.
+      tree: the argument.
+      locations: the place of each leaf, and its sharding there.
+    """
+    leaves: list[Leaf] = []
     pairs = zip(jax.tree_util.tree_leaves_with_path(tree), locations, strict=True)
-    return [Leaf(of, *leaf, *location) for leaf, location in pairs]
+    for (path, value), (place, sharding) in pairs:
+        leaves.append(Leaf(argument_key, path, value, place=place, sharding=sharding))
+    return leaves
 
 
 class ByPath:
-    """The places and shardings of leaves that are like some others.
+    """The places and shardings of leaves that mirror some others.
 
     A leaf that mirrors a parameter, as a momentum does, has the parameter's path at the
-    end of its own; one of several that belong to a parameter, as SM3 has one per axis,
-    has it further in. There a path of one key would be found by accident.
+    end of its own; if there is more than one for a parameter, as SM3 has one per axis,
+    the parameter's path is further in. There a path of one key would match by accident.
+
+        params                     ['layer', 'kernel']
+        momentum  [0].mu ['layer', 'kernel']
+        SM3       [0].mu ['layer', 'kernel'] [1]
 
     Args:
-      leaves: the others; those that are in no place tell nothing.
+      leaves: the leaves that are mirrored; those that are in no place are ignored.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        known = [leaf for leaf in leaves if leaf.place >= 0]
+        placed = [leaf for leaf in leaves if leaf.place >= 0]
+        # path, or its end -> place
         self._places: dict[Path, Place] = {}
         # The end of a path will do, if leaves of one place alone have it. An end of one
         # key, such as the name of a bias, is ambiguous.
-        for leaf in known:
+        for leaf in placed:
             for start in range(1, len(leaf.path) - 1):
                 end = leaf.path[start:]
-                is_one = self._places.get(end, leaf.place) == leaf.place
-                self._places[end] = leaf.place if is_one else NOWHERE
-        self._places |= {leaf.path: leaf.place for leaf in known}
-        self._shardings = {
-            (leaf.path, np.shape(leaf.value)): leaf.sharding
-            for leaf in known
-            if leaf.sharding != WHOLE
-        }
+                if self._places.setdefault(end, leaf.place) != leaf.place:
+                    self._places[end] = NOWHERE
+        self._places |= {leaf.path: leaf.place for leaf in placed}
+        # (path, shape) -> sharding
+        self._shardings: dict[tuple[Path, tuple[int, ...]], Sharding] = {}
+        for leaf in placed:
+            if leaf.sharding != WHOLE:
+                self._shardings[leaf.path, np.shape(leaf.value)] = leaf.sharding
 
     def place(self, path: Path) -> Place:
-        """The place of a leaf with such a path; `NOWHERE` if it is like no other."""
-        found = (self._places.get(part, NOWHERE) for part in _parts(path))
-        return next((place for place in found if place >= 0), NOWHERE)
+        """The place of a leaf with such a path; `NOWHERE` if it mirrors no other."""
+        for part in _parts(path):
+            place = self._places.get(part, NOWHERE)
+            if place >= 0:
+                return place
+        return NOWHERE
 
     def sharding(self, path: Path, leaf: Any) -> Sharding:
-        """The sharding of a leaf: of one whose path its own ends with, of its shape."""
-        ends = ((path[start:], np.shape(leaf)) for start in range(len(path)))
-        found = (self._shardings[end] for end in ends if end in self._shardings)
-        return next(found, WHOLE)
+        """The sharding of the mirrored leaf of this shape whose path ends this one."""
+        for start in range(len(path)):
+            key = path[start:], np.shape(leaf)
+            if key in self._shardings:
+                return self._shardings[key]
+        return WHOLE
 
-    def located(self, of: int, tree: Any) -> list[Leaf]:
-        """The leaves of an argument, where they belong; at first what is like none."""
-        return [
-            Leaf(of, path, leaf, max(self.place(path), 0), self.sharding(path, leaf))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        ]
+    def leaves_of(self, argument_key: int, tree: Any) -> list[Leaf]:
+        """The leaves of an argument with the places and shardings that they mirror.
+
+        A leaf that mirrors no other is in the first place.
+        """
+        leaves: list[Leaf] = []
+        for path, value in jax.tree_util.tree_leaves_with_path(tree):
+            place = max(self.place(path), 0)
+            sharding = self.sharding(path, value)
+            leaves.append(
+                Leaf(argument_key, path, value, place=place, sharding=sharding)
+            )
+        return leaves
 
     def of(self, *trees: Any) -> tuple[list[Place], list[Sharding]]:
         """The places and the shardings of the leaves of some trees."""
-        flat = [x for tree in trees for x in jax.tree_util.tree_leaves_with_path(tree)]
-        return [self.place(x[0]) for x in flat], [self.sharding(*x) for x in flat]
+        places: list[Place] = []
+        shardings: list[Sharding] = []
+        for tree in trees:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                places.append(self.place(path))
+                shardings.append(self.sharding(path, leaf))
+        return places, shardings
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """The parts of a path: its ends, the longest first, then what is further in."""
-    yield from (path[start:] for start in range(len(path)))
+    """The parts of a path: its ends, the longest first, then parts further in."""
+    for start in range(len(path)):
+        yield path[start:]
     for end in range(len(path) - 1, 1, -1):
-        yield from (path[start:end] for start in range(end - 1))
+        for start in range(end - 1):
+            yield path[start:end]

@@ -25,26 +25,26 @@ from ._function import PlacedFunction, Placement, where_computed
 from ._static import Static, without_statics
 
 PyTree = Any
-# What a function is given: by position, and by name.
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-# Of the leaves of the arguments, where they and the results belong.
+# The arguments of a call: by position, and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Leaves of arguments -> where they and the leaves of the result belong.
 Rule = Callable[[Sequence[Leaf]], Placement]
 
-# Whether such a function is being traced: another one inside is a part of it.
+# True while such a function is traced: another one inside is a part of it.
 _tracing = ContextVar("tracing", default=False)
 
 
 @dataclass(eq=False, repr=False)
 class Jitted:
-    """A function evaluated where its arguments are, compiled once for each kind.
+    """A function evaluated where its arguments are, compiled once per signature.
 
     Attributes:
-      function: of any pytrees.
-      devices: the places.
-      name: how profiles and errors call it.
+      function: a function of any pytrees.
+      devices: the devices of the places.
+      name: the name in profiles and errors.
       blame: a note for an error that the function raises.
       donate: the positions of arguments that may be overwritten.
-      rule: where leaves and results belong.
+      rule: the places of leaves and results.
     """
 
     function: Callable[..., Any]
@@ -56,8 +56,11 @@ class Jitted:
 
     def __post_init__(self) -> None:
         self.devices = tuple(dict.fromkeys(self.devices))
-        self._number = {devices_of(own): i for i, own in enumerate(self.devices)}
-        # The structure of the result, and the program, for each kind of arguments.
+        # devices of an array -> place
+        self._place_of = {
+            devices_of(device): place for place, device in enumerate(self.devices)
+        }
+        # signature of the arguments -> (structure of the result, program)
         self._programs = Recent[Any, tuple[Any, Program]]()
 
     @outside_of_meshes
@@ -66,40 +69,47 @@ class Jitted:
         if _tracing.get():
             args, kwargs = without_statics((args, kwargs))
             return self.function(*args, **kwargs)
-        given = args, kwargs
-        leaves, tree = jax.tree.flatten(given)
-        _variables.check_alive(leaves)
-        kind, known = _signature.call(tree, leaves), self._programs
-        if kind not in known:
-            known[kind] = self._compile(given)
-        tree, program = known[kind]
-        if self.donate and len(set(map(id, leaves))) < len(leaves):
-            self._check_donated(given)
-        return jax.tree.unflatten(tree, program(leaves))
 
-    def _compile(self, given: Given) -> tuple[Any, Program]:
-        """The structure of the result, and the program; all checks are here."""
-        _variables.check_concrete(jax.tree.leaves(given))
-        leaves, tree = self._located(given), jax.tree.structure(given)
-        specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
+        arguments = args, kwargs
+        leaves, structure = jax.tree.flatten(arguments)
+        _variables.check_alive(leaves)
+        signature = _signature.call(structure, leaves)
+        if signature not in self._programs:
+            self._programs[signature] = self._compile(arguments)
+        result_structure, program = self._programs[signature]
+        if self.donate and len(set(map(id, leaves))) < len(leaves):
+            self._check_donated(arguments)
+        return jax.tree.unflatten(result_structure, program(leaves))
+
+    def _compile(self, arguments: Arguments) -> tuple[Any, Program]:
+        """Checks arguments; returns the structure of the result, and the program."""
+        _variables.check_concrete(jax.tree.leaves(arguments))
+        leaves = self._located(arguments)
+        structure = jax.tree.structure(arguments)
+        specs = jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
         function = PlacedFunction(self._traced, specs, self.rule(leaves), self.name)
+
         graph = Graph(self.devices)
-        pairs = zip(leaves, self._donated(leaves, given), strict=True)
-        arguments = [leaf.argument(graph, donated) for leaf, donated in pairs]
-        outputs: list[Any] = function.into(graph, arguments)
-        results, tree = jax.tree.flatten(function.result)
-        for i, (leaf, place) in enumerate(zip(results, function.places, strict=True)):
-            # What is logged is wanted in each process.
-            if place < 0 and not leaf.shape and graph.places[outputs[i]] >= 0:
+        is_donated = self._donated(leaves, arguments)
+        inputs = [
+            leaf.add_to(graph, donated=donated)
+            for leaf, donated in zip(leaves, is_donated, strict=True)
+        ]
+        outputs: list[Any] = function.into(graph, inputs)
+        results, result_structure = jax.tree.flatten(function.result)
+        for i, (spec, place) in enumerate(zip(results, function.places, strict=True)):
+            # Each process may log a scalar, so each gets a copy.
+            is_computed = graph.places[outputs[i]] >= 0
+            if place < 0 and is_computed and not spec.shape:
                 outputs[i] = graph.everywhere(outputs[i])
-        return tree, Program(graph, outputs)
+        return result_structure, Program(graph, outputs)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function as the trace sees it."""
         token = _tracing.set(True)
         try:
-            given, named = without_statics((args, kwargs))
-            return self.function(*given, **named)
+            positional, named = without_statics((args, kwargs))
+            return self.function(*positional, **named)
         except Exception as error:
             listed = shapes((*args, kwargs) if kwargs else args)
             error.add_note(f"{self.blame}; its arguments were {listed}")
@@ -107,76 +117,83 @@ class Jitted:
         finally:
             _tracing.reset(token)
 
-    def _donated(self, leaves: Sequence[Leaf], given: Given) -> list[bool]:
-        """Whether each leaf may be overwritten."""
-        count = len(given[0])
-        donated = {i % count for i in self.donate if -count <= i < count}
-        return [leaf.of in donated for leaf in leaves]
+    def _donated(self, leaves: Sequence[Leaf], arguments: Arguments) -> list[bool]:
+        """For each leaf whether it may be overwritten."""
+        num_args = len(arguments[0])
+        donated = {i % num_args for i in self.donate if -num_args <= i < num_args}
+        return [leaf.argument_key in donated for leaf in leaves]
 
-    def _check_donated(self, given: Given) -> None:
-        """Checks that no array is given twice of which a program may overwrite one."""
-        leaves = _leaves(given)
-        flat = [(leaf.name, leaf.value) for leaf in leaves]
-        twice = _variables.twice(flat, self._donated(leaves, given))
-        if twice:
+    def _check_donated(self, arguments: Arguments) -> None:
+        """Checks that no array which may be overwritten stands twice in arguments."""
+        leaves = _leaves(arguments)
+        named_leaves = [(leaf.name, leaf.value) for leaf in leaves]
+        is_donated = self._donated(leaves, arguments)
+        duplicates = _variables.overwritten_twice(named_leaves, is_donated)
+        if duplicates:
             raise ValueError(
-                f"{'; '.join(twice)}: one array, which donate_argnums lets "
+                f"{'; '.join(duplicates)}: one array, which donate_argnums lets "
                 f"{self.name} overwrite; give it a copy (jnp.copy), or do not donate"
             )
 
-    def _located(self, given: Given) -> list[Leaf]:
-        """Specs of the leaves of the arguments, where they are.
+    def _located(self, arguments: Arguments) -> list[Leaf]:
+        """Specs of the leaves of the arguments, with their places.
 
         Raises:
           TypeError: if one is neither an array nor a number.
-          ValueError: if one is on several devices that are not those of a place.
+          ValueError: if one is on devices that are not those of a place.
         """
-        found, others, spread = list[Leaf](), list[str](), list[str]()
-        for leaf in _leaves(given):
+        leaves: list[Leaf] = []
+        not_arrays: list[str] = []
+        misplaced: list[str] = []
+        for leaf in _leaves(arguments):
             try:
                 spec = _jaxpr.spec(jax.typeof(leaf.value))
             except TypeError:
-                others.append(f"{leaf.name} is a {type(leaf.value).__name__}")
+                not_arrays.append(f"{leaf.name} is a {type(leaf.value).__name__}")
                 continue
             place, sharding = self._place(leaf.value)
             if sharding is None:
-                spread.append(f"{leaf.name} is on {len(leaf.value.devices())} devices")
+                num_devices = len(leaf.value.devices())
+                misplaced.append(f"{leaf.name} is on {num_devices} devices")
             else:
-                found.append(Leaf(leaf.of, leaf.path, spec, place, sharding))
+                leaves.append(leaf._replace(value=spec, place=place, sharding=sharding))
         refuse(
             f"{self.name} takes pytrees of arrays and numbers; name what is none in "
             f"static_argnums",
-            others,
+            not_arrays,
             TypeError,
         )
         refuse(
             f"{self.name} takes arrays that are each on one device, or on those of "
             f"one stage, in its mesh; type pipe.place(variables) or "
             f"jax.device_put(array, device)",
-            spread,
+            misplaced,
         )
-        return found
+        return leaves
 
     def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
         """The place of a leaf, and its sharding there; ``None`` if it has none.
 
-        What is elsewhere is brought to whoever reads it.
+        A leaf on devices of no place is outside: whoever reads it gets a copy.
         """
         if not getattr(leaf, "committed", False):
             return NOWHERE, WHOLE
         devices = frozenset(leaf.devices())
-        place = self._number.get(devices, OUTSIDE)
+        place = self._place_of.get(devices, OUTSIDE)
         sharding = sharding_of(leaf, self.devices[place]) if place >= 0 else None
-        is_whole = len(devices) == 1 or is_copied(leaf)
-        return place, sharding or (WHOLE if is_whole else None)
+        if sharding is None and (len(devices) == 1 or is_copied(leaf)):
+            sharding = WHOLE
+        return place, sharding
 
 
-def _leaves(given: Given) -> list[Leaf]:
+def _leaves(arguments: Arguments) -> list[Leaf]:
     """The leaves of arguments, in order."""
-    return [
-        Leaf(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
-        for (_, key, *path), leaf in jax.tree_util.tree_leaves_with_path(given)
-    ]
+    leaves: list[Leaf] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        _, key, *inner_path = path
+        argument_key = getattr(key, "idx", getattr(key, "key", ""))
+        leaves.append(Leaf(argument_key, tuple(inner_path), leaf))
+    return leaves
 
 
 def jit(
@@ -191,15 +208,21 @@ def jit(
             f"pipe.jit takes a function, not a {type(function).__name__}; type "
             f"pipe.jit(f) or @pipe.jit"
         )
-    donate, static = _numbers(donate_argnums), _numbers(static_argnums)
+    donate = _as_tuple(donate_argnums)
+    static = _as_tuple(static_argnums)
     if both := set(donate) & set(static):
         raise ValueError(
             f"donate_argnums and static_argnums both name {sorted(both)}; a static "
             f"argument has no memory to give"
         )
     name = getattr(function, "__name__", type(function).__name__)
-    blame = f"raised by {name}, which pipe.jit traces as jax.jit does"
-    jitted = Jitted(function, devices, name, blame, donate)
+    jitted = Jitted(
+        function,
+        devices,
+        name=name,
+        blame=f"raised by {name}, which pipe.jit traces as jax.jit does",
+        donate=donate,
+    )
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -211,17 +234,17 @@ def jit(
 def _with_statics(
     args: Sequence[Any], static: Sequence[int], name: str
 ) -> Sequence[Any]:
-    """The arguments, of which some are static: their positions are given."""
-    given = list(args)
+    """The arguments, those at the static positions as `Static`."""
+    args_with_statics = list(args)
     for i in static:
         if -len(args) <= i < len(args):
-            at = i % len(args)
-            note = f"argument {at} of {name} is in static_argnums"
-            given[i] = Static.of(args[i], note)
-    return given
+            position = i % len(args)
+            note = f"argument {position} of {name} is in static_argnums"
+            args_with_statics[position] = Static.of(args[i], note)
+    return args_with_statics
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(argnums, Sequence):
         return tuple(map(operator.index, argnums))
     return (operator.index(argnums),)

@@ -1,12 +1,19 @@
 """A jaxpr cut by the places of its operands.
 
 Every equation runs where the fewest bytes cross: those of its operands, and of its
-results where these have a destination. Neighbouring equations of one place become one
-segment, which is compiled as one program.
+results where these have a destination. Equations of one place that wait for no other
+place between them become one segment, which is one program:
+
+    place 0    place 1        segments
+    a = f x    b = g y        (wave 0, place 0): a, c
+    c = h a                   (wave 0, place 1): b
+    d = a + b -> place 1      (wave 1, place 1): d
+
+The *wave* of an equation is the number of transfers on the longest way to it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
@@ -18,17 +25,17 @@ from .._jaxprs import _jaxpr
 class PlacedJaxpr:
     """A jaxpr with a place for each equation and each variable.
 
-    What follows from nothing placed is in `NOWHERE`.
+    An equation with no operand in a place is in `NOWHERE`, and so are its results.
 
     Args:
       closed: the jaxpr.
-      places: those of its arguments; less than 0: none.
-      result_places: those where its results are wanted, likewise; ``None``: they stay
-        where they are computed.
+      places: the places of its arguments; less than 0: none.
+      result_places: the places where its results are wanted, likewise; ``None``: they
+        stay where they are computed.
 
     Attributes:
       closed: the jaxpr.
-      chosen: where each equation runs.
+      eqn_places: the place of each equation.
     """
 
     def __init__(
@@ -39,60 +46,74 @@ class PlacedJaxpr:
     ) -> None:
         self.closed = closed
         self._destinations = _destinations(closed.jaxpr, result_places or ())
+        # variable -> place
         self._places = dict.fromkeys(closed.jaxpr.constvars, NOWHERE)
-        pairs = zip(closed.jaxpr.invars, places, strict=True)
-        self._places |= {var: max(place, NOWHERE) for var, place in pairs}
-        self.chosen = [self._choose(eqn) for eqn in closed.jaxpr.eqns]
+        for var, place in zip(closed.jaxpr.invars, places, strict=True):
+            self._places[var] = max(place, NOWHERE)
+        self.eqn_places = [self._place_eqn(eqn) for eqn in closed.jaxpr.eqns]
 
     def __getitem__(self, atom: Any) -> Place:
         """The place of a variable or a constant."""
         return NOWHERE if isinstance(atom, core.Literal) else self._places[atom]
 
-    def _choose(self, eqn: core.JaxprEqn) -> Place:
-        """Where an equation runs; its results are there.
+    def _place_eqn(self, eqn: core.JaxprEqn) -> Place:
+        """Chooses the place of an equation, and of its results.
 
-        Of places that are as good it is the destination of the results, or else the
-        last, so that a sum of scalars which all places read passes from place to place
-        instead of gathering all its terms in one.
+        Among places that are as good it is the destination of the results, or else the
+        last, so that a sum of scalars passes from place to place instead of gathering
+        its terms in one.
         """
-        weight: dict[Place, int] = {}
+        num_bytes: dict[Place, int] = {}  # place -> bytes that need not cross
         for atom in eqn.invars:
-            if (place := self[atom]) >= 0:
-                weight[place] = weight.get(place, 0) + nbytes(atom.aval)
-        ends = set[Place]()
-        if weight:
+            place = self[atom]
+            if place >= 0:
+                num_bytes[place] = num_bytes.get(place, 0) + nbytes(atom.aval)
+        destinations = set[Place]()
+        if num_bytes:
             for var in eqn.outvars:
-                if (place := self._destinations.get(var, NOWHERE)) >= 0:
-                    weight[place] = weight.get(place, 0) + nbytes(var.aval)
-                    ends.add(place)
-        chosen = max(weight, key=lambda p: (weight[p], p in ends, p), default=NOWHERE)
-        if chosen < 0 and eqn.effects:
-            chosen = 0  # what nobody needs would be left out
-        self._places |= dict.fromkeys(eqn.outvars, chosen)
+                place = self._destinations.get(var, NOWHERE)
+                if place >= 0:
+                    num_bytes[place] = num_bytes.get(place, 0) + nbytes(var.aval)
+                    destinations.add(place)
+        eqn_place = max(
+            num_bytes,
+            key=lambda p: (num_bytes[p], p in destinations, p),
+            default=NOWHERE,
+        )
+        if eqn_place < 0 and eqn.effects:
+            eqn_place = 0  # in no place it would be left out, as no result is read
+
+        self._places |= dict.fromkeys(eqn.outvars, eqn_place)
         carry = eqn.invars[_jaxpr.carry(eqn)]
-        for var, start in zip(eqn.outvars, carry, strict=False):
-            # What a loop carries belongs where it was before, for all who read it.
-            if self[start] >= 0:
-                self._places[var] = self[start]
-        return chosen
+        for var, initial in zip(eqn.outvars, carry, strict=False):
+            # The carry of a loop belongs where it was before, for all who read it.
+            if self[initial] >= 0:
+                self._places[var] = self[initial]
+        return eqn_place
 
 
 def _destinations(jaxpr: core.Jaxpr, places: Sequence[Place]) -> dict[Any, Place]:
-    """Variables all of whose results are wanted in one place -> that place."""
-    found: dict[Any, Place] = {}
+    """The place of each variable whose results are all wanted in one place.
+
+    Args:
+      jaxpr: the jaxpr.
+      places: the places where its results are wanted.
+    """
+    destinations: dict[Any, Place] = {}  # variable -> place; NOWHERE: several
 
     def add(atom: Any, place: Place) -> None:
         if not isinstance(atom, core.Literal):
-            found[atom] = place if found.get(atom, place) == place else NOWHERE
+            is_first = destinations.get(atom, place) == place
+            destinations[atom] = place if is_first else NOWHERE
 
     for atom, place in zip(jaxpr.outvars, places, strict=False):
         add(atom, place)
     for eqn in reversed(jaxpr.eqns):
-        ends = {found[var] for var in eqn.outvars if var in found}
-        place = ends.pop() if len(ends) == 1 else NOWHERE
+        eqn_places = {destinations[v] for v in eqn.outvars if v in destinations}
+        place = eqn_places.pop() if len(eqn_places) == 1 else NOWHERE
         for atom in eqn.invars:
             add(atom, place)
-    return found
+    return destinations
 
 
 def open_branches(
@@ -100,34 +121,34 @@ def open_branches(
     places: Sequence[Place],
     result_places: Sequence[Place] | None = None,
 ) -> PlacedJaxpr:
-    """The same computation without a `jax.lax.cond` over operands of several places.
+    """The same computation without a `jax.lax.cond` over operands of many places.
 
-    Where each result needs operands of one place alone, each place gets a cond of its
-    own. Otherwise all branches are computed, leaf by leaf, and their results selected:
-    each leaf may then stay where it is. One with a `jax.lax.while_loop` in a branch,
-    which may end only where it is needed, or with a callback, is left: it runs in
-    one place.
+    If each result needs operands of one place alone, each place gets a cond of its own.
+    Otherwise all branches are computed, leaf by leaf, and their results selected: each
+    leaf may then stay where it is. A cond stays, in one place, if a branch has a
+    callback, or a `jax.lax.while_loop`, which may end only where it is needed.
     """
     while True:
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
         placed = PlacedJaxpr(closed, places, result_places)
-        found: dict[int, _jaxpr.Groups] = {}
+        # id of a cond to open -> its results by place; empty: select leaf by leaf
+        groups_of: dict[int, _jaxpr.Groups] = {}
         for eqn in closed.jaxpr.eqns:
             if _spans_places(eqn, placed):
                 groups = _by_place(eqn, placed)
                 if groups or not _contains(eqn, "while"):
-                    found[id(eqn)] = groups
-        if not found:
+                    groups_of[id(eqn)] = groups
+        if not groups_of:
             return placed
-        closed = _jaxpr.open_branches(closed, found)
+        closed = _jaxpr.open_branches(closed, groups_of)
 
 
 def _spans_places(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> bool:
     if eqn.primitive.name != "cond" or eqn.effects:
         return False
     # A number may come from elsewhere.
-    over = {placed[atom] for atom in eqn.invars[1:] if _size(atom) > 1} - {NOWHERE}
-    return len(over) > 1 and not _contains(eqn, "pure_callback")
+    places = {placed[atom] for atom in eqn.invars[1:] if _size(atom) > 1}
+    return len(places - {NOWHERE}) > 1 and not _contains(eqn, "pure_callback")
 
 
 def _size(atom: Any) -> int:
@@ -142,35 +163,38 @@ def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _jaxpr.Groups:
     """The results of a `jax.lax.cond` by place; nothing if they need other places."""
     _, *operands = eqn.invars
     places = [placed[atom] for atom in operands]
-    wanted = [NOWHERE] * len(eqn.outvars)
+
+    result_places = [NOWHERE] * len(eqn.outvars)
     for branch in eqn.params["branches"]:
-        inner = PlacedJaxpr(branch, places)
+        placed_branch = PlacedJaxpr(branch, places)
         for i, atom in enumerate(branch.jaxpr.outvars):
-            if len({wanted[i], inner[atom]} - {NOWHERE}) > 1:
+            if len({result_places[i], placed_branch[atom]} - {NOWHERE}) > 1:
                 return ()
-            wanted[i] = max(wanted[i], inner[atom])
+            result_places[i] = max(result_places[i], placed_branch[atom])
+
     groups: dict[Place, list[int]] = {}
-    for i, place in enumerate(wanted):
+    for i, place in enumerate(result_places):
         groups.setdefault(place, []).append(i)
     for place, group in groups.items():
-        _, needed = _jaxpr.branches_of(eqn, group)
-        for i in needed:
-            if places[i] not in (place, NOWHERE) and _size(operands[i]) > 1:
+        _, used_operands = _jaxpr.branches_of(eqn, group)
+        for i in used_operands:
+            is_large = _size(operands[i]) > 1
+            if is_large and places[i] not in (place, NOWHERE):
                 return ()
     return tuple(groups.values()) if len(groups) > 1 else ()
 
 
 def check_order(placed: PlacedJaxpr) -> None:
-    """Checks that effects whose order counts are in one place: places run side by side.
+    """Checks that ordered effects are in one place: places run side by side.
 
     Raises:
-      ValueError: if they are in several.
+      ValueError: if they are in more than one.
     """
-    ordered = {
-        (eqn.primitive.name, place)
-        for eqn, place in zip(placed.closed.jaxpr.eqns, placed.chosen, strict=True)
-        if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
-    }
+    ordered: set[tuple[str, Place]] = set()
+    eqns = placed.closed.jaxpr.eqns
+    for eqn, place in zip(eqns, placed.eqn_places, strict=True):
+        if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects):
+            ordered.add((eqn.primitive.name, place))
     if len({place for _, place in ordered}) > 1:
         names = ", ".join(sorted({name for name, _ in ordered}))
         raise ValueError(
@@ -179,58 +203,117 @@ def check_order(placed: PlacedJaxpr) -> None:
         )
 
 
+class Segment(NamedTuple):
+    """Equations that run as one program.
+
+    Attributes:
+      wave: the number of transfers for which they wait.
+      place: the place in which they run.
+    """
+
+    wave: int
+    place: Place
+
+
 def parts(
-    placed: PlacedJaxpr, wanted: Sequence[Place]
+    placed: PlacedJaxpr, default_places: Sequence[Place]
 ) -> Iterator[tuple[Place, core.ClosedJaxpr]]:
-    """Cuts a jaxpr in segments: equations of one place that wait for no other between.
+    """Cuts a jaxpr in segments.
 
     Args:
       placed: the jaxpr.
-      wanted: where those of its results are wanted that follow from nothing placed.
+      default_places: for each result the place in which it is computed if it is in
+        `NOWHERE`.
 
     Yields:
-      The segments, in an order in which they can run: the place of each, and a jaxpr of
-      what others read of it, with all equations that are in no place.
+      The place of each segment, in an order in which they can run, and the jaxpr of its
+      results that others read. It has a copy of each equation in `NOWHERE` that it
+      needs.
     """
-    closed, jaxpr = placed.closed, placed.closed.jaxpr
-    numbers: dict[tuple[int, Place], list[int]] = {}
+    jaxpr = placed.closed.jaxpr
+    segment_eqns = _segment_equations(placed)
+    results = _segment_results(placed, segment_eqns, default_places)
+
+    replicated = [i for i, place in enumerate(placed.eqn_places) if place < 0]
+    variables = list(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        variables += eqn.outvars
+    for segment, outvars in results.items():
+        indices = sorted([*replicated, *segment_eqns.get(segment, ())])
+        eqns = [jaxpr.eqns[i] for i in indices]
+        invars = _free_variables(eqns, outvars)
+        part = jaxpr.replace(
+            invars=[var for var in variables if var in invars],
+            outvars=outvars,
+            eqns=eqns,
+        )
+        yield segment.place, core.ClosedJaxpr(part, placed.closed.consts)
+
+
+def _segment_equations(placed: PlacedJaxpr) -> dict[Segment, list[int]]:
+    """The indices of the equations of each segment, in an order in which they run."""
+    jaxpr = placed.closed.jaxpr
+    segment_eqns: dict[Segment, list[int]] = {}
+    # variable in a place -> the wave in which it can be read there
     wave_of: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
-    maker: dict[Any, tuple[int, Place]] = {}
-    for number, (eqn, place) in enumerate(zip(jaxpr.eqns, placed.chosen, strict=True)):
+    for index, eqn in enumerate(jaxpr.eqns):
+        place = placed.eqn_places[index]
         if place < 0:
             continue
-        reads = [atom for atom in eqn.invars if placed[atom] >= 0]
-        waves = (wave_of[var] + (placed[var] != place) for var in reads)
-        wave = max(waves, default=0)
-        # A result that belongs elsewhere is a wave further on: its readers wait.
-        wave_of |= {var: wave + (placed[var] != place) for var in eqn.outvars}
-        numbers.setdefault((wave, place), []).append(number)
-        maker |= dict.fromkeys(eqn.outvars, (wave, place))
+        wave = 0
+        for atom in eqn.invars:
+            if placed[atom] >= 0:
+                is_moved = placed[atom] != place
+                wave = max(wave, wave_of[atom] + 1 if is_moved else wave_of[atom])
+        for var in eqn.outvars:
+            # A result that belongs elsewhere is a wave further on: its readers wait.
+            is_moved = placed[var] != place
+            wave_of[var] = wave + 1 if is_moved else wave
+        segment_eqns.setdefault(Segment(wave, place), []).append(index)
+    return {segment: segment_eqns[segment] for segment in sorted(segment_eqns)}
 
-    segments = {key: [jaxpr.eqns[i] for i in numbers[key]] for key in sorted(numbers)}
-    leaving = _jaxpr.variables(jaxpr.outvars)
-    for key, eqns in segments.items():
-        read = _jaxpr.variables(atom for eqn in eqns for atom in eqn.invars)
-        leaving |= {var for var in read if maker.get(var, key) != key}
-    results: dict[tuple[int, Place], list[Any]] = {
-        key: [var for eqn in eqns for var in eqn.outvars if var in leaving]
-        for key, eqns in segments.items()
-    }
-    for atom, place in zip(jaxpr.outvars, wanted, strict=True):
-        is_constant = isinstance(atom, core.Literal)
-        if placed[atom] < 0 and (is_constant or atom not in wave_of):
-            # Computed where it is wanted, with whatever runs there.
-            last = len(jaxpr.eqns), place
-            first = next((key for key in results if key[1] == place), last)
+
+def _segment_results(
+    placed: PlacedJaxpr,
+    segment_eqns: dict[Segment, list[int]],
+    default_places: Sequence[Place],
+) -> dict[Segment, list[Any]]:
+    """The variables of each segment that other segments or the caller read."""
+    jaxpr = placed.closed.jaxpr
+    # variable -> the segment that computes it
+    producer: dict[Any, Segment] = {}
+    for segment, indices in segment_eqns.items():
+        for i in indices:
+            producer |= dict.fromkeys(jaxpr.eqns[i].outvars, segment)
+
+    read = _jaxpr.variables(jaxpr.outvars)
+    for segment, indices in segment_eqns.items():
+        for i in indices:
+            for var in _jaxpr.variables(jaxpr.eqns[i].invars):
+                if producer.get(var, segment) != segment:
+                    read.add(var)
+    results: dict[Segment, list[Any]] = {}
+    for segment, indices in segment_eqns.items():
+        results[segment] = []
+        for i in indices:
+            results[segment] += [v for v in jaxpr.eqns[i].outvars if v in read]
+
+    arguments = set(jaxpr.invars)
+    for atom, place in zip(jaxpr.outvars, default_places, strict=True):
+        is_argument = not isinstance(atom, core.Literal) and atom in arguments
+        if placed[atom] < 0 and not is_argument:
+            # Computed in its default place, with whatever runs there first.
+            last = Segment(len(jaxpr.eqns), place)
+            first = next((x for x in results if x.place == place), last)
             results.setdefault(first, []).append(atom)
+    return results
 
-    shared = [number for number, place in enumerate(placed.chosen) if place < 0]
-    made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
-    for key, outvars in results.items():
-        every = sorted([*shared, *numbers.get(key, ())])
-        eqns = [jaxpr.eqns[number] for number in every]
-        read = _jaxpr.variables([*outvars, *(x for eqn in eqns for x in eqn.invars)])
-        read -= {var for eqn in eqns for var in eqn.outvars}
-        invars = [var for var in [*jaxpr.invars, *made] if var in read]
-        part = jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
-        yield key[1], core.ClosedJaxpr(part, closed.consts)
+
+def _free_variables(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
+    """The variables that equations and results read and no equation computes."""
+    read = set(_jaxpr.variables(outvars))
+    for eqn in eqns:
+        read |= _jaxpr.variables(eqn.invars)
+    for eqn in eqns:
+        read -= set(eqn.outvars)
+    return read

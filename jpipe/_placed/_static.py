@@ -18,11 +18,11 @@ class Static:
 
     @classmethod
     def of(cls, value: Any, note: str) -> "Static":
-        """The argument of a value.
+        """Wraps the value of an argument.
 
         Args:
           value: the value.
-          note: for the error that it raises if it is not hashable.
+          note: a note for the error that is raised if the value is not hashable.
         """
         try:
             hash(value)
@@ -36,7 +36,7 @@ class Static:
 
 
 def without_statics(tree: PyTree) -> PyTree:
-    """The tree with the values of static arguments."""
+    """The tree with the values of static arguments in place of these."""
     return jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
         tree,

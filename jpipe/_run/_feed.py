@@ -1,8 +1,12 @@
-"""Mini-batches of which each process has what it needs: ``None`` elsewhere.
+"""Mini-batches in several processes: ``None`` for what a process does not read.
 
-The processes of the first stage read the input, those of the last the targets. Who has
-neither has to know shapes and dtypes all the same, since all write the same list of
-instructions: who reads them sends them, in each call.
+The process of the first stage reads the input, that of the last the targets. The others
+need shapes and dtypes all the same, since all write the same list of instructions: the
+reader sends them, in each call.
+
+    process 0 (stage 0)    x          targets=None   <- specs of targets
+    process 1              x=None     targets=None   <- specs of x and targets
+    process 2 (stage 2)    x=None     targets        <- specs of x
 """
 
 import itertools
@@ -19,40 +23,42 @@ from .._processes._specs import from_text, to_text
 from ._pipe import Pipe
 
 PyTree = Any
-# So many calls a process may be behind those that send it what they were given, and
-# how often it reports how far it is.
-_BEHIND, _REPORTS = 64, 16
+# The number of calls that a process may be behind the readers that send it specs.
+_MAX_CALLS_BEHIND = 64
+# The number of calls between two reports of how far it is.
+_CALLS_PER_REPORT = 16
 _OF_VALUES = " of "  # between shapes and a digest
 
 
 class Feed:
-    """What a function of mini-batches is given, in this process and in others.
+    """The arguments of a function of mini-batches, in this process and in others.
 
     Args:
-      pipe: gives the stages, and where they run; ``None`` before that is known.
-      is_local: whether the first stage alone reads the input and the last the targets;
-        else each process is given all, which is compared.
+      pipe: returns the stages, and where they run; ``None`` before they are decided.
+      is_local: True if the first stage alone reads the input and the last the targets;
+        else each process passes all of the batch, which is compared.
     """
 
     def __init__(self, pipe: Callable[[], Pipe | None], is_local: bool) -> None:
-        self._pipe, self._is_local = pipe, is_local
-        # The stage that reads each, and its process.
-        self._at: dict[str, int] = {}
+        self._pipe = pipe
+        self._is_local = is_local
+        # name of an argument -> the stage that reads it, and the process of that stage
+        self._reader_stages: dict[str, int] = {}
         self._readers: dict[str, int] = {}
-        # Of each name the processes that are not given it; known after the first call.
+        # name of an argument -> the processes that lack it; set in the first call
         self._lacking: dict[str, list[int]] | None = None
-        self._name = ""
+        self._key = ""
         self._calls = itertools.count()
 
     def __call__(
         self, x: PyTree, targets: PyTree = (), rngs: PyTree = ()
     ) -> tuple[PyTree, PyTree]:
-        """The input and the targets; of what is given elsewhere, specs.
+        """The input and the targets, with specs for ``None``.
 
         Args:
-          x: the input, where this process reads it.
+          x: the input, if this process reads it.
           targets: the targets, likewise.
-          rngs: keys, which all have.
+          rngs: keys, equal in all processes.
 
         Raises:
           ValueError: if a process lacks what it reads.
@@ -61,143 +67,173 @@ class Feed:
         pipe = self._pipe()
         if pipe is None or pipe.copies is None:
             return x, targets
-        given = {"x": x, "targets": targets} if self._is_local else {"x": (x, targets)}
+        if self._is_local:
+            args = {"x": x, "targets": targets}
+            stages = {"x": 0, "targets": len(pipe.stages) - 1}
+        else:
+            args = {"x": (x, targets)}
+            stages = {"x": 0}
         if self._lacking is None:
-            last = len(pipe.stages) - 1
-            self._at = dict(zip(given, (0, last), strict=False))
+            self._reader_stages = stages
             self._readers = {
-                name: pipe.processes[pipe.place(at)] for name, at in self._at.items()
+                name: pipe.processes[pipe.place(stage)]
+                for name, stage in stages.items()
             }
-            self._lacking = self._first(given, rngs)
-        call = next(self._calls)
-        # Now and then, for what it costs: a shuffle may part ways in a later epoch.
-        if call and call & (call - 1) == 0:
-            self._compare(given, rngs, call)
-        found = [self._known(name, given[name], call) for name in given]
-        return (found[0], found[1]) if self._is_local else found[0]
+            self._lacking = self._compare_first(args, rngs)
 
-    def _first(self, given: dict[str, PyTree], rngs: PyTree) -> dict[str, list[int]]:
-        """Who is not given what; each reports this in its first call."""
+        call = next(self._calls)
+        # Comparisons cost time, so there are few; but shuffles may differ in a later
+        # epoch, so there are some in all of training.
+        is_power_of_two = call > 0 and call & (call - 1) == 0
+        if is_power_of_two:
+            self._compare(args, rngs, call)
+        completed = [self._with_specs(name, args[name], call) for name in args]
+        return (completed[0], completed[1]) if self._is_local else completed[0]
+
+    def _compare_first(
+        self, args: dict[str, PyTree], rngs: PyTree
+    ) -> dict[str, list[int]]:
+        """Compares the first call; returns the processes that lack each argument."""
         peers = group()
-        self._name, why = f"feed/{peers.next_number()}", "the first call of a step"
-        texts = peers.gather(_texts(given, rngs), why)
-        faults = []
+        self._key = f"feed/{peers.next_number()}"
+        purpose = "the first call of a step"
+        texts = peers.gather(_texts(args, rngs), purpose)
+
+        faults: list[str] = []
         for name, reader in self._readers.items():
             if _OF_VALUES not in texts[reader][name]:
-                is_none = "has no values" if texts[reader][name] else "is None"
+                state = "has no values" if texts[reader][name] else "is None"
+                stage = self._reader_stages[name]
                 faults.append(
-                    f"{name} {is_none} in process {reader}, which runs stage "
-                    f"{self._at[name]} and reads it; give it there, and None elsewhere"
+                    f"{name} {state} in process {reader}, which runs stage {stage} "
+                    f"and reads it; give it there, and None elsewhere"
                 )
-        refuse_differences([*faults, *_others(texts, self._readers)], why)
-        return {
-            name: [process for process, each in enumerate(texts) if not each[name]]
-            for name in given
-        }
+        faults += _differences(texts, self._readers)
+        refuse_differences(faults, purpose)
 
-    def _compare(self, given: dict[str, PyTree], rngs: PyTree, call: int) -> None:
-        """Posts what this call is given, and compares the call half as many calls ago.
+        lacking: dict[str, list[int]] = {name: [] for name in args}
+        for process, text in enumerate(texts):
+            for name in args:
+                if not text[name]:
+                    lacking[name].append(process)
+        return lacking
 
-        So nobody waits for who is a little behind.
+    def _compare(self, args: dict[str, PyTree], rngs: PyTree, call: int) -> None:
+        """Posts the arguments of this call, and compares those of call ``call // 2``.
+
+        So nobody waits for a process that is a little behind.
         """
-        peers, last = group(), call // 2
-        peers.post(f"{self._name}/values/{call}", _texts(given, rngs))
-        if last == 0:
+        peers = group()
+        compared = call // 2
+        peers.post(f"{self._key}/values/{call}", _texts(args, rngs))
+        if compared == 0:
             return
-        why = f"call {last} of a step"
-        texts = peers.collect(f"{self._name}/values/{last}", why)
-        so = f"what this function has returned since call {last // 2} is wrong"
-        refuse_differences(_others(texts, self._readers), why, so)
-        # All have come to that call, where some may yet read the one half as many
-        # calls ago: of the one before it nobody does any more.
-        if old := last // 4:
-            peers.remove(f"{self._name}/values/{old}/{peers.me}")
+        purpose = f"call {compared} of a step"
+        texts = peers.collect(f"{self._key}/values/{compared}", purpose)
+        consequence = (
+            f"what this function has returned since call {compared // 2} is wrong"
+        )
+        refuse_differences(_differences(texts, self._readers), purpose, consequence)
+        # All have posted call `compared`, so all have read call `compared // 4`; some
+        # may still read call `compared // 2`.
+        if obsolete := compared // 4:
+            peers.remove(f"{self._key}/values/{obsolete}/{peers.me}")
 
-    def _known(self, name: str, tree: PyTree, call: int) -> PyTree:
-        reader = self._readers[name]
-        is_reader = reader == group().me
+    def _with_specs(self, name: str, tree: PyTree, call: int) -> PyTree:
+        """An argument of a call, or its specs, which the reader sends, for ``None``."""
         assert self._lacking is not None
-        if is_reader:
-            _check_values(name, self._at[name], tree)
-        key, lacking = f"{self._name}/{name}", self._lacking[name]
-        if is_reader and lacking:
-            group().publish(f"{key}/{call}", to_text(tree, name))
-            if call >= _BEHIND:
-                self._let_come(key, call - _BEHIND, lacking)
-        if group().me in lacking and call % _REPORTS == 0:
-            group().publish(f"{key}/{call} came to/{group().me}", "yes")
+        peers = group()
+        key = f"{self._key}/{name}"
+        lacking = self._lacking[name]
+        reader = self._readers[name]
+        if reader == peers.me:
+            _check_values(name, self._reader_stages[name], tree)
+            if lacking:
+                peers.publish(f"{key}/{call}", to_text(tree, name))
+                if call >= _MAX_CALLS_BEHIND:
+                    _wait_for_call(key, call - _MAX_CALLS_BEHIND, lacking)
+        if peers.me in lacking and call % _CALLS_PER_REPORT == 0:
+            peers.publish(f"{key}/{call} came to/{peers.me}", "yes")
         if tree is not None:
             return tree
-        if group().me not in lacking:
+
+        if peers.me not in lacking:
             raise ValueError(
                 f"{name}=None, which was given in the first call; give it, or its "
                 f"jax.ShapeDtypeStruct leaves"
             )
-        why = f"call {call}, of which it has {name}"
-        (message,) = group().receive({reader: f"{key}/{call}"}, why)
+        purpose = f"call {call}, of which it has {name}"
+        (message,) = peers.receive({reader: f"{key}/{call}"}, purpose)
         return from_text(message)
 
-    def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
-        """Waits until all have received a call, which is then forgotten."""
-        if call % _REPORTS == 0:
-            came = {process: f"{key}/{call} came to/{process}" for process in lacking}
-            group().receive(came, f"call {call}")
-            for each in came.values():
-                group().remove(each)
-            for old in range(max(call - _REPORTS, 0), call):
-                group().remove(f"{key}/{old}")
+
+def _wait_for_call(key: str, call: int, processes: Sequence[int]) -> None:
+    """Waits until processes have come to a call; removes the specs of earlier calls."""
+    if call % _CALLS_PER_REPORT != 0:
+        return
+    reports = {process: f"{key}/{call} came to/{process}" for process in processes}
+    group().receive(reports, f"call {call}")
+    for report in reports.values():
+        group().remove(report)
+    for earlier_call in range(max(call - _CALLS_PER_REPORT, 0), call):
+        group().remove(f"{key}/{earlier_call}")
 
 
-def _texts(given: dict[str, PyTree], rngs: PyTree) -> dict[str, str]:
-    """What a process is given, as texts to be compared."""
-    return {name: _text(tree) for name, tree in [*given.items(), ("rngs", rngs)]}
+def _texts(args: dict[str, PyTree], rngs: PyTree) -> dict[str, str]:
+    """The arguments of a call as texts that processes compare, by name."""
+    return {name: _text(tree) for name, tree in [*args.items(), ("rngs", rngs)]}
 
 
-def _others(texts: Sequence[dict[str, str]], readers: dict[str, int]) -> list[str]:
-    """What some processes are given that is not what others are given."""
-    faults = differing([{RUNS: each[RUNS]} for each in texts])
-    faults += [
-        f"rngs are others in process {process} than in process 0; give the same keys "
-        f"in all"
-        for process, each in enumerate(texts)
-        if each["rngs"] != texts[0]["rngs"]
-    ]
+def _differences(texts: Sequence[dict[str, str]], readers: dict[str, int]) -> list[str]:
+    """One sentence for each argument that differs between processes.
+
+    Args:
+      texts: the arguments of each process, as `_texts` returns them.
+      readers: name of an argument -> the process that reads it.
+    """
+    faults = differing([{RUNS: text[RUNS]} for text in texts])
+    for process, text in enumerate(texts):
+        if text["rngs"] != texts[0]["rngs"]:
+            faults.append(
+                f"rngs are others in process {process} than in process 0; give the "
+                f"same keys in all"
+            )
     for name, reader in readers.items():
-        faults += [
-            f"{name} has other values in process {process} than in process {reader}, "
-            f"which alone reads it. Let all read the same mini-batches, as from one "
-            f"seed, or give {name}=None where it is not read"
-            for process in range(len(texts))
-            if _differ(texts, name, reader, process)
-        ]
+        for process, text in enumerate(texts):
+            if _has_other_values(text[name], texts[reader][name]):
+                faults.append(
+                    f"{name} has other values in process {process} than in process "
+                    f"{reader}, which alone reads it. Let all read the same "
+                    f"mini-batches, as from one seed, or give {name}=None where it is "
+                    f"not read"
+                )
     return faults
 
 
 def _text(tree: PyTree) -> str:
-    """Whether a process is given something, and which values."""
-    leaves = jax.tree.leaves(tree)
+    """The shapes and a digest of the values of an argument; empty for ``None``."""
     if tree is None:
         return ""
-    like = shapes(tree)
+    leaves = jax.tree.leaves(tree)
     if any(map(_has_no_values, leaves)):
-        return like
-    return f"{like}{_OF_VALUES}{digest(map(fingerprint, leaves))}"
+        return shapes(tree)
+    return f"{shapes(tree)}{_OF_VALUES}{digest(map(fingerprint, leaves))}"
 
 
-def _differ(
-    texts: Sequence[dict[str, str]], name: str, reader: int, process: int
-) -> bool:
-    """Whether two processes were given other values of one shape.
+def _has_other_values(text: str, expected: str) -> bool:
+    """True if two texts tell of other values of the same shapes.
 
     Other shapes raise when the program is compared.
     """
-    like, is_given, values = texts[process][name].partition(_OF_VALUES)
-    expected = texts[reader][name].partition(_OF_VALUES)
-    return bool(is_given) and like == expected[0] and values != expected[2]
+    text_shapes, has_values, values = text.partition(_OF_VALUES)
+    expected_shapes, _, expected_values = expected.partition(_OF_VALUES)
+    if not has_values or text_shapes != expected_shapes:
+        return False
+    return values != expected_values
 
 
 def _check_values(name: str, stage: int, tree: PyTree) -> None:
-    """Checks that what is read has values."""
+    """Checks that the argument which a stage reads has values."""
     leaves = jax.tree.leaves(tree)
     if tree is None or any(map(_has_no_values, leaves)):
         raise ValueError(

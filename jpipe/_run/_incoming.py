@@ -1,4 +1,8 @@
-"""What comes into a mini-batch: weights at hand, and its micro-batches."""
+"""The inputs of the actions of a step: gathered weights, and micro-batches.
+
+batch leaf [N, ...] -- sent once to each place that reads it
+  -> split: micro-batch 0 [n, ...], micro-batch 1 [n, ...], ...
+"""
 
 from collections.abc import Sequence
 
@@ -12,16 +16,16 @@ from .._jaxprs._function import Function
 from ._pipe import Pipe
 
 Values = list[Value]
-# So many micro-batches are cut by one call.
-_AT_ONCE = 16
+# The number of micro-batches that one call splits off.
+_MICROBATCHES_PER_CALL = 16
 
 
 class Incoming:
-    """What the actions of a mini-batch are given, each where it is read.
+    """The inputs of the actions of a mini-batch, each where it is read.
 
     Args:
-      graph: where it is written.
-      pipe: the stages.
+      graph: the graph that is written.
+      pipe: the stages, and where they run.
       batch: the mini-batch.
     """
 
@@ -34,84 +38,119 @@ class Incoming:
     def weights(self, variables: Sequence[Value]) -> list[Value]:
         """All variables as actions read them.
 
-        What shards have a part of is gathered here, once in a step; or by each program
-        that reads it.
+        Variables that are cut along `DATA` are gathered here, once in a step; or later,
+        by each program that reads them.
         """
-        graph, found = self._graph, list(variables)
+        weights = list(variables)
         if self._pipe.gather == "microbatch":
-            return found
-        shardings = graph.shardings
-        apart = [i for i, v in enumerate(variables) if not shardings[v].is_gathered]
-        for place in dict.fromkeys(graph.places[variables[i]] for i in apart):
-            numbers = [i for i in apart if graph.places[variables[i]] == place]
-            reads = [variables[i] for i in numbers]
-            specs = [graph.specs[v] for v in reads]
-            whole = [shardings[v].gathered() for v in reads]
-            gather = Function("gather", lambda *leaves: leaves, specs)
-            for i, value in zip(
-                numbers, graph.call(gather, place, reads, shardings=whole), strict=True
-            ):
-                found[i] = value
-        return found
+            return weights
+        # place -> the indices of its variables that are cut
+        cut_indices: dict[Place, list[int]] = {}
+        for i, value in enumerate(variables):
+            if not self._graph.shardings[value].is_gathered:
+                place = self._graph.places[value]
+                cut_indices.setdefault(place, []).append(i)
+
+        for place, indices in cut_indices.items():
+            reads = [variables[i] for i in indices]
+            specs = [self._graph.specs[value] for value in reads]
+            gathered = self._graph.call(
+                Function("gather", lambda *leaves: leaves, specs),
+                place,
+                reads,
+                shardings=[self._graph.shardings[v].gathered() for v in reads],
+            )
+            for i, value in zip(indices, gathered, strict=True):
+                weights[i] = value
+        return weights
 
     def split(
         self, leaves: Sequence[Value], axes: Sequence[int | None], stage: int
     ) -> list[Values]:
         """The leaves of each micro-batch where a stage reads them.
 
-        A leaf without a batch axis is the same in every micro-batch, not a copy.
+        A leaf without a batch axis is the same value in every micro-batch, not a copy.
+
+        Args:
+          leaves: leaves of the mini-batch.
+          axes: the batch axis of each leaf.
+          stage: the stage.
         """
-        graph, place = self._graph, self._pipe.place(stage)
-        pairs = list(zip(leaves, axes, strict=True))
-        whole = [v if a is not None else graph.at(v, place) for v, a in pairs]
-        cut = [(v, a) for v, a in pairs if a is not None]
+        place = self._pipe.place(stage)
         sizes = self._batch.sizes
-        if not cut:
+        has_axis = [axis is not None for axis in axes]
+        is_whole = len(sizes) == 1 and not self._is_mapped
+        if is_whole or not any(has_axis):
+            whole = [self._graph.at(value, place) for value in leaves]
             return [whole for _ in sizes]
-        if len(sizes) == 1 and not self._is_mapped:
-            return [[graph.at(value, place) for value in leaves]]
-        rest = iter(self._parts(cut, place))
-        return [
-            [v if a is None else next(rest) for v, a in zip(whole, axes, strict=True)]
-            for _ in sizes
-        ]
+
+        batched: list[tuple[Value, int]] = []
+        shared: dict[int, Value] = {}  # index of a leaf without a batch axis -> value
+        for i, (value, axis) in enumerate(zip(leaves, axes, strict=True)):
+            if axis is None:
+                shared[i] = self._graph.at(value, place)
+            else:
+                batched.append((value, axis))
+        parts = iter(self._parts(batched, place))
+        microbatches: list[Values] = []
+        for _ in sizes:
+            microbatch: Values = []
+            for i in range(len(leaves)):
+                microbatch.append(shared[i] if i in shared else next(parts))
+            microbatches.append(microbatch)
+        return microbatches
 
     def _parts(self, leaves: Sequence[tuple[Value, int]], place: Place) -> Values:
-        """The leaves of each micro-batch, one after the other."""
-        graph, shards = self._graph, self._batch.num_shards
+        """The parts of leaves with a batch axis, micro-batch after micro-batch.
+
+        Args:
+          leaves: pairs of a leaf and its batch axis.
+          place: the place that reads the parts.
+        """
+        axes = [axis for _, axis in leaves]
         parts: Values = []
         for group in _microbatch.groups(self._batch.sizes):
-            if self._is_mapped:
-                start = group.start * shards
-                cuts = [
-                    Cut(axis, start, group.number, group.size) for _, axis in leaves
-                ]
-                pairs = zip(leaves, cuts, strict=True)
-                local = [graph.cut(value, place, cut) for (value, _), cut in pairs]
-            else:
-                local = [graph.at(value, place) for value, _ in leaves]
-            parts += self._parts_of(group, local, [axis for _, axis in leaves], place)
+            local: Values = []
+            for value, axis in leaves:
+                if self._is_mapped:
+                    cut = Cut(
+                        axis=axis,
+                        start=group.start * self._batch.num_shards,
+                        parts=group.number,
+                        size=group.size,
+                    )
+                    local.append(self._graph.cut(value, place, cut))
+                else:
+                    local.append(self._graph.at(value, place))
+            parts += self._split_group(group, local, axes, place)
         return parts
 
-    def _parts_of(
+    def _split_group(
         self, group: _microbatch.Group, local: Values, axes: list[int], place: Place
     ) -> Values:
-        """The same of micro-batches of one size.
+        """The parts of leaves in a place, for the micro-batches of one size.
 
-        XLA takes longer for each part that a program makes: many are cut by several
-        calls of one that makes a few.
+        XLA takes longer for each part that a program returns: many are split off by
+        several calls of a program that returns a few.
         """
-        graph, stacked = self._graph, self._is_mapped
-        first, step = (0, 1) if stacked else (group.start, group.size)
+        graph = self._graph
+        is_stacked = self._is_mapped
+        # Stacked leaves have an axis of micro-batches, other leaves one of examples.
+        first = 0 if is_stacked else group.start
+        step = 1 if is_stacked else group.size
+
+        # number of micro-batches of a call -> the function that splits them off
         functions: dict[int, Function] = {}
         parts: Values = []
-        for begin in range(0, group.number, _AT_ONCE):
-            number = min(group.number - begin, _AT_ONCE)
+        for begin in range(0, group.number, _MICROBATCHES_PER_CALL):
+            number = min(group.number - begin, _MICROBATCHES_PER_CALL)
             start = graph.constant(np.array(first + begin * step, np.int32), place)
             reads = [start, *local]
             if number not in functions:
-                split = _microbatch.splitter(axes, group.size, number, stacked)
+                split = _microbatch.splitter(
+                    axes, size=group.size, number=number, stacked=is_stacked
+                )
                 specs = [graph.specs[value] for value in reads]
                 functions[number] = Function.like("split", split, *specs)
-            parts += graph.call(functions[number], place, reads, mapped=stacked)
+            parts += graph.call(functions[number], place, reads, mapped=is_stacked)
         return parts

@@ -2,7 +2,7 @@
 
 The user requests the axes of a parameter: by the rule of the pipeline, else by the box
 of Flax around it or its metadata in nnx. Axes that the mesh of a stage does not have
-are ignored. All else is replicated on each device.
+are ignored. All other variables are replicated on each device.
 """
 
 import math
@@ -22,29 +22,30 @@ from .._layers._linen import is_box
 from ._pipe import Pipe
 
 PyTree = Any
-# `(path, spec) -> PartitionSpec`: the path of a parameter, in a list of layers from the
-# layer's number on.
+# ``(path, spec) -> PartitionSpec``; the path of a parameter of a list of layers begins
+# with the index of the layer.
 Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
 
 def shardings(pipe: Pipe, variables: Sequence[PyTree]) -> list[Sharding]:
-    """The sharding of each leaf of variables, of which each layer has an entry.
+    """The sharding of each leaf of the variables of a list of layers.
 
     Args:
       pipe: the stages, and where they run.
-      variables: arrays or specs.
+      variables: arrays or specs, one entry per layer.
 
     Raises:
       ValueError: with every parameter that its axes do not divide.
-      TypeError: if the rule returns something else.
+      TypeError: if the rule does not return a `PartitionSpec`.
     """
-    found = []
-    for i, (layer, stage) in enumerate(
-        zip(pipe.layers, pipe.stage_of_layer, strict=True)
-    ):
-        devices = [pipe.devices[stage]] * len(jax.tree.leaves(variables[i]))
-        found += of_tree(pipe, variables[i], devices, layer.owner, (i,))
-    return found
+    leaf_shardings: list[Sharding] = []
+    for i, layer in enumerate(pipe.layers):
+        device = pipe.devices[pipe.stage_of_layer[i]]
+        num_leaves = len(jax.tree.leaves(variables[i]))
+        leaf_shardings += of_tree(
+            pipe, variables[i], [device] * num_leaves, owner=layer.owner, layer=(i,)
+        )
+    return leaf_shardings
 
 
 def of_tree(
@@ -52,48 +53,52 @@ def of_tree(
     tree: PyTree,
     devices: Sequence[Device],
     owner: Any = None,
+    *,
     layer: tuple[int, ...] = (),
     inside: tuple[str, ...] = (),
 ) -> list[Sharding]:
     """The sharding of each leaf of a tree of variables.
 
     Args:
-      pipe: has the rule and the axes.
-      tree: in arrays or specs.
-      devices: where each leaf is.
-      owner: the module that holds them.
-      layer: its number, in a list of layers.
-      inside: of what it is a part: ``("params",)`` of parameters alone.
+      pipe: the pipeline with its rule and axes.
+      tree: variables, arrays or specs.
+      devices: the device of each leaf.
+      owner: the module that holds the variables.
+      layer: the index of the layer, in a list of layers.
+      inside: the path of the tree: ``("params",)`` for parameters alone.
     """
     if not any(isinstance(device, SubMesh) for device in devices):
         return [WHOLE] * len(devices)
-    found, faults = [], list[str]()
-    requested = _requested(pipe.rule, tree, owner, layer, inside)
-    for (names, leaf, axes), device in zip(requested, devices, strict=True):
-        path = *layer, *names
-        spec = _spec(axes, device, pipe.axes if pipe.rule else None, path)
-        if not math.prod(leaf.shape):  # of nothing there are no parts
+    leaf_shardings: list[Sharding] = []
+    faults: list[str] = []
+    requests = _requests(pipe.rule, tree, owner=owner, layer=layer, inside=inside)
+    for (names, leaf, axes), device in zip(requests, devices, strict=True):
+        path = (*layer, *names)
+        allowed_axes = pipe.axes if pipe.rule else None
+        spec = _spec(axes, device, path=path, allowed_axes=allowed_axes)
+        if not math.prod(leaf.shape):  # an empty array cannot be cut
             spec = P()
         faults += _faults(path, leaf, spec, device)
-        found.append(Sharding(spec=spec))
-    whose = f" of layer {layer[0]}" if layer else ""
-    refuse(f"parameters{whose} cannot be cut as they are to be", faults)
-    return found
+        leaf_shardings.append(Sharding(spec=spec))
+    of_layer = f" of layer {layer[0]}" if layer else ""
+    refuse(f"parameters{of_layer} cannot be cut as they are to be", faults)
+    return leaf_shardings
 
 
-def _requested(
+def _requests(
     rule: Rule | None,
     tree: PyTree,
+    *,
     owner: Any,
     layer: tuple[int, ...],
     inside: tuple[str, ...],
 ) -> Iterable[tuple[Any, Any, Any]]:
-    """The path of each leaf, the leaf, and the requested axes of its sharding."""
+    """Yields the path of each leaf, the leaf, and the requested axes."""
     metadata = _nnx_values.parameters(owner)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
-    for at, node in nodes:
-        names = (getattr(key, "key", getattr(key, "idx", key)) for key in at)
-        path = *inside, *names
+    for key_path, node in nodes:
+        names = [getattr(key, "key", getattr(key, "idx", key)) for key in key_path]
+        path = (*inside, *names)
         is_param = path[:1] == ("params",)
         for leaf in jax.tree.leaves(node):
             axes: Any = None
@@ -101,63 +106,66 @@ def _requested(
                 spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
                 axes = rule((*layer, *path[1:]), spec)
             elif is_box(node):
-                axes = _of_box(node)
+                axes = _axes_of_box(node)
             elif is_param and metadata:
-                axes = _of_variable(metadata.get(path[1:]))
+                axes = _axes_of_variable(metadata.get(path[1:]))
             yield path, leaf, axes
 
 
-def _of_box(box: Any) -> Any:
+def _axes_of_box(box: Any) -> Any:
     names = getattr(box, "names", None)
     if isinstance(box, linen.LogicallyPartitioned):
         return spmd.logical_to_mesh_axes(names, box.rules)
     return names
 
 
-def _of_variable(variable: Any) -> Any:
-    known = {} if variable is None else variable.get_metadata()
-    axes = known.get("out_sharding") or ()
-    rules = *linen.get_logical_axis_rules(), *(known.get("sharding_rules") or ())
-    mesh_axes = dict(rules)
+def _axes_of_variable(variable: Any) -> Any:
+    metadata = {} if variable is None else variable.get_metadata()
+    axes = metadata.get("out_sharding") or ()
+    mesh_axes = dict(linen.get_logical_axis_rules())
+    mesh_axes |= dict(metadata.get("sharding_rules") or ())
     return [mesh_axes.get(name, name) for name in getattr(axes, "spec", axes)]
 
 
-def _spec(axes: Any, device: Device, known_axes: Any, path: Any) -> P:
+def _spec(axes: Any, device: Device, *, path: Any, allowed_axes: Any) -> P:
     """The requested axes as a spec, without those that the place does not have.
 
     Args:
-      axes: as requested by a rule or by a box.
+      axes: the request of a rule or a box.
       device: the place.
-      known_axes: those of all places, which a rule may name; ``None``: any.
-      path: of the parameter.
+      path: the path of the parameter.
+      allowed_axes: the axes that a rule may name, those of all places; ``None``: any.
     """
     if axes is None or not isinstance(device, SubMesh):
         return P()
     if not isinstance(axes, P | tuple | list):
-        kind = type(axes).__name__
         raise TypeError(
-            f"sharding= returned a {kind} for {_text(path)}; needs a "
+            f"sharding= returned a {type(axes).__name__} for {_text(path)}; needs a "
             f"jax.sharding.PartitionSpec, or None for what is whole on each device"
         )
-    spec = P(*[tuple(part) if isinstance(part, list) else part for part in axes])
-    if known_axes is not None:
-        named = Sharding(spec=spec).axes
-        missing = [name for name in named if name not in known_axes]
+    parts = [tuple(part) if isinstance(part, list) else part for part in axes]
+    spec = P(*parts)
+    if allowed_axes is not None:
+        names = Sharding(spec=spec).axes
+        missing = [name for name in names if name not in allowed_axes]
         if missing:
             raise ValueError(
                 f"sharding= names {missing} for {_text(path)}; the mesh of a stage "
-                f"has the axes {list(known_axes)}"
+                f"has the axes {list(allowed_axes)}"
             )
     return narrowed(spec, device.mesh.shape.__contains__)
 
 
 def _faults(path: Any, leaf: Any, spec: P, device: Any) -> Iterable[str]:
+    """Yields a sentence for each reason why a spec cannot cut a leaf."""
     if len(spec) > len(leaf.shape):
         yield f"{_text(path)} of shape {leaf.shape} has fewer axes than {spec}"
         return
     axes = Sharding(spec=spec).axes
     if len(set(axes)) < len(axes):
-        yield f"{_text(path)} of shape {leaf.shape} as {spec}: an axis stands twice"
+        yield (
+            f"{_text(path)} of shape {leaf.shape} as {spec}: a mesh axis is used twice"
+        )
         return
     for size, part in zip(leaf.shape, spec, strict=False):
         names = part if isinstance(part, tuple) else (part,)

@@ -1,4 +1,13 @@
-"""What is fixed for all mini-batches of a pipeline."""
+"""Stages, devices and a schedule: all that is fixed for all mini-batches.
+
+A stage runs on the rank that the schedule gives it, a rank is a device, and a *place*
+is the index of a device among the different devices:
+
+    stages     0  1  2  3
+    placement  0  1  1  0    (schedule.placement: stage -> rank)
+    ranks      a  b          (rank -> device)
+    places     a  b          (place -> device)
+"""
 
 import itertools
 from collections.abc import Collection, Iterator
@@ -26,10 +35,10 @@ class Pipe:
     Attributes:
       stages: all stages, in order.
       ranks: the device of each rank.
-      schedule: who runs which action when.
-      remat: which residuals each stage stores: see `_remat`.
-      rule: of parameters' sharding, where stages have several devices.
-      gather: when what shards have a part of is gathered: once in a ``"step"`` or for
+      schedule: the actions of each rank, in order.
+      remat: the remat mode of each stage: see `_remat`.
+      rule: the sharding of parameters, for stages of several devices.
+      gather: the time when sharded weights are gathered: once in a ``"step"`` or for
         each ``"microbatch"``.
     """
 
@@ -59,9 +68,9 @@ class Pipe:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """The device of each stage; of one with replicas, that of the first.
+        """The device of each stage, or of its first replica.
 
-        There its variables are, and gradients are added up.
+        Its variables are there, and its gradients are added up there.
         """
         return tuple(self.ranks[rank] for rank in self.schedule.placement)
 
@@ -69,12 +78,13 @@ class Pipe:
     def places(self) -> tuple[Device, ...]:
         """The device of each place: a device may serve several stages.
 
-        Where they are of several processes, each process has one, if only for metrics.
+        In a pipeline over several processes each process has a place, if only for
+        metrics.
         """
-        every = itertools.chain.from_iterable(self.schedule.ranks_of)
-        running = (self.ranks[rank] for rank in every)
-        found = dict.fromkeys([*self.devices, *running])
-        return (*found, *idle(found))
+        replica_ranks = itertools.chain.from_iterable(self.schedule.ranks_of)
+        replica_devices = [self.ranks[rank] for rank in replica_ranks]
+        devices = dict.fromkeys([*self.devices, *replica_devices])
+        return (*devices, *idle(devices))
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
@@ -100,27 +110,31 @@ class Pipe:
 
     @cached_property
     def copies(self) -> NamedSharding | None:
-        """The sharding of what each process has; ``None`` where there is only one."""
-        heads = {p: self.processes.index(p) for p in sorted(set(self.processes))}
-        if len(heads) == 1:
+        """The sharding of an array with a copy in each process; ``None`` for one."""
+        processes = sorted(set(self.processes))
+        if len(processes) == 1:
             return None
-        found = (devices_of(self.places[place]) for place in heads.values())
-        return copies([device for own in found for device in own])
+        devices: list[Any] = []
+        for process in processes:
+            first_place = self.processes.index(process)
+            devices += devices_of(self.places[first_place])
+        return copies(devices)
 
     @cached_property
-    def _number(self) -> dict[Device, int]:
-        return {device: number for number, device in enumerate(self.places)}
+    def _place_of(self) -> dict[Device, int]:
+        return {device: place for place, device in enumerate(self.places)}
 
     def called(self, device: Device) -> str:
-        """A place in words; of several processes with its own."""
-        several = self.copies is not None
-        return f"{device} of process {device.process_index}" if several else str(device)
+        """A device in messages, with its process if there are several."""
+        if self.copies is None:
+            return str(device)
+        return f"{device} of process {device.process_index}"
 
     def graph(self) -> Graph:
-        """A graph over its places; with what processes compare of it, in words."""
+        """An empty graph over its places, with the facts that processes compare."""
         graph = Graph(self.places)
         if self.copies is not None:
-            layers = [layer.name for stage in self.stages for layer in stage.layers]
+            layers = [layer.name for layer in self.layers]
             text = self.schedule.to_text()
             graph.facts |= {
                 "layers": abbreviate(layers),
@@ -132,10 +146,11 @@ class Pipe:
         return graph
 
     def place(self, stage: int, microbatch: int | None = None) -> int:
-        """The place of a stage, or where it runs a micro-batch."""
+        """The place of a stage, or that of its replica for a micro-batch."""
         if microbatch is None or not self.schedule.replicas:
-            return self._number[self.devices[stage]]
-        return self._number[self.ranks[self.schedule.rank_of[microbatch][stage]]]
+            return self._place_of[self.devices[stage]]
+        rank = self.schedule.rank_of[microbatch][stage]
+        return self._place_of[self.ranks[rank]]
 
     def replicas(self, stage: int) -> tuple[Device, ...]:
         """The devices that take turns at a stage."""
@@ -143,13 +158,13 @@ class Pipe:
 
     def places_of(self, stage: int) -> list[int]:
         """The places that run a stage, in the order of their last micro-batches."""
-        numbers = reversed(range(self.schedule.num_microbatches))
-        found = dict.fromkeys(self.place(stage, m) for m in numbers)
-        return [*found][::-1]
+        microbatches = reversed(range(self.schedule.num_microbatches))
+        places = dict.fromkeys(self.place(stage, m) for m in microbatches)
+        return list(reversed(places))
 
     @cached_property
     def num_shards(self) -> int:
-        """Over how many shards the examples of each micro-batch are spread."""
+        """The number of shards over which each micro-batch is spread."""
         first = self.devices[0]
         return first.num_shards if isinstance(first, SubMesh | OnPaper) else 1
 
@@ -166,16 +181,21 @@ class Pipe:
 
 
 def idle(devices: Collection[Device]) -> Iterator[Device]:
-    """A device of each process that has none of these, where they are of several."""
-    taken = {device.process_index for device in devices}
-    if len(taken) < 2:
+    """Yields a device of each process that has none of these, if they are of several.
+
+    Raises:
+      ValueError: if there is such a process, and stages have meshes.
+    """
+    processes = {device.process_index for device in devices}
+    if len(processes) < 2:
         return
+    has_meshes = any(isinstance(device, SubMesh) for device in devices)
     for device in jax.devices():
-        if device.process_index not in taken:
-            if any(isinstance(own, SubMesh) for own in devices):
+        if device.process_index not in processes:
+            if has_meshes:
                 raise ValueError(
                     f"process {device.process_index} has no stage of this pipeline; "
                     f"with a mesh each of the {jax.process_count()} processes needs one"
                 )
-            taken.add(device.process_index)
+            processes.add(device.process_index)
             yield device

@@ -1,19 +1,19 @@
-"""What was built for the newest kinds of arguments."""
+"""A cache of programs for the newest signatures of arguments."""
 
 from typing import TypeVar
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-# So many entries are kept. A loop whose batches all differ in size, or a function that
-# is defined anew at each call, would keep each of its programs alive.
-MOST = 64
+# The number of entries that are kept. A loop whose batches all differ in size, or a
+# function that is defined anew at each call, would keep each of its programs alive.
+MAX_ENTRIES = 64
 
 
 class Recent(dict[_K, _V]):
-    """A dict that forgets the oldest entry where there are more than `MOST`."""
+    """A dict that drops the oldest entry when there are more than `MAX_ENTRIES`."""
 
     def __setitem__(self, key: _K, value: _V) -> None:
         super().__setitem__(key, value)
-        if len(self) > MOST:
+        if len(self) > MAX_ENTRIES:
             del self[next(iter(self))]

@@ -1,4 +1,8 @@
-"""What a compiled program depends on: structures, kinds of arrays, and settings."""
+"""Signatures of arguments: equal signatures run the same compiled program.
+
+A signature has the structure of the arguments, the aval of each leaf, and the settings
+of JAX under which they are traced.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,59 +11,59 @@ import jax
 
 from .. import _compat
 
-# Under which settings of JAX it is called: `jax.jit` distinguishes these besides
-# arguments, and so must a program that was traced once.
-_of_traces = _compat.settings_reader()
+# Reads the settings of JAX that `jax.jit` distinguishes besides arguments; a program
+# that was traced once must distinguish them too.
+_read_trace_settings = _compat.settings_reader()
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
 
 def settings() -> Any:
-    """Equal when the same programs are right; where NaNs are looked for, others are."""
-    return _of_traces(), _config.jax_debug_nans, _config.jax_debug_infs
+    """A key of the settings of JAX under which a program is traced and compiled."""
+    return _read_trace_settings(), _config.jax_debug_nans, _config.jax_debug_infs
 
 
 def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """Shape, dtype and weakness of each leaf, hashable; its type, if it is no array.
+    """The shape, dtype and weak type of each leaf; its type, if it is no array.
 
-    A weakly typed array takes the dtype of what it meets, so it makes another program.
+    A weakly typed array takes the dtype of its operands, so it needs another program.
     """
-    return tuple([_kind(leaf) for leaf in leaves])
+    return tuple([_aval_key(leaf) for leaf in leaves])
 
 
-def _kind(leaf: Any) -> tuple[Any, ...]:
+def _aval_key(leaf: Any) -> tuple[Any, Any, bool]:
     try:
-        aval = leaf.aval  # each of the three, as an attribute of the array, looks it up
+        aval = leaf.aval  # looked up once: `shape`, `dtype`, ... of an array look it up
         return aval.shape, aval.dtype, aval.weak_type
-    except AttributeError:  # a spec, an array of NumPy, or none
-        weak = getattr(leaf, "weak_type", False)
-        return getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf)), weak
+    except AttributeError:  # a spec, an array of NumPy, or no array
+        shape = getattr(leaf, "shape", None)
+        dtype = getattr(leaf, "dtype", type(leaf))
+        return shape, dtype, getattr(leaf, "weak_type", False)
 
 
 def shapes(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """The same without weakness."""
-    return tuple([_kind(leaf)[:2] for leaf in leaves])
+    """The shape and dtype of each leaf, without its weak type."""
+    return tuple([_aval_key(leaf)[:2] for leaf in leaves])
 
 
 def of(*trees: Any) -> Any:
-    """The structure of pytrees, and the kind of each leaf."""
-    leaves, tree = jax.tree.flatten(trees)
-    return tree, kinds(leaves)
+    """The structure of pytrees, and the shape, dtype and weak type of each leaf."""
+    leaves, structure = jax.tree.flatten(trees)
+    return structure, kinds(leaves)
 
 
-def call(tree: Any, leaves: Iterable[Any]) -> Any:
-    """What the programs of a call depend on: all that `jax.jit` tells apart.
+def call(structure: Any, leaves: Iterable[Any]) -> Any:
+    """The signature of a call: all that `jax.jit` distinguishes.
 
     Args:
-      tree: the structure of the arguments.
-      leaves: their leaves, of which it matters where they are and whether bound to it.
+      structure: the structure of the arguments.
+      leaves: their leaves; it matters on which devices they are, and if committed.
     """
-    return settings(), tree, tuple([_located(leaf) for leaf in leaves])
+    return settings(), structure, tuple([_array_key(leaf) for leaf in leaves])
 
 
-def _located(leaf: Any) -> tuple[Any, ...]:
+def _array_key(leaf: Any) -> tuple[Any, ...]:
     try:
         return leaf.aval, leaf.sharding, leaf.committed
     except AttributeError:  # on the host, or a tracer
-        kind = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        return type(leaf), *kind
+        return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)

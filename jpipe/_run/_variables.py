@@ -18,227 +18,262 @@ PyTree = Any
 _OF_NNX = "; of a module of nnx give its values: variables = pipe.init(None, x)"
 
 
-# What to type where parameters are given in place of variables.
+# Advice where parameters are passed in place of variables.
 WRAPPED = "wrap parameters as {'params': params}, or give state.variables"
 
 
 def check_layers(
-    parent: Parent, expected: Sequence[PyTree], given: Any, message: str
+    parent: Parent, expected: Sequence[PyTree], variables: Any, message: str
 ) -> None:
     """Checks that variables are those of a list of layers.
 
     Args:
       parent: the modules of the layers.
-      expected: what is needed, as specs, by layer.
-      given: what the caller passed.
-      message: how the error begins.
+      expected: the specs of the variables, one entry per layer.
+      variables: the variables that the caller passed.
+      message: the beginning of the error.
 
     Raises:
-      ValueError: with every leaf that is missing, surplus, given twice or of another
+      ValueError: with every leaf that is missing, surplus, there twice or of another
         shape.
     """
-    check_length(given, len(expected))
+    check_length(variables, len(expected))
     not_mappings = [
         f"variables[{i}] is a {type(entry).__name__}"
-        for i, entry in enumerate(given)
+        for i, entry in enumerate(variables)
         if not isinstance(entry, Mapping)
     ]
-    has_modules = any(isinstance(entry, nnx.Module) for entry in given)
-    refuse(
-        "variables must have a mapping such as {'params': ...} for each layer"
-        + (_OF_NNX if has_modules else ""),
-        not_mappings,
-    )
-    # What belongs to a module may be given in the entry of any layer of it.
-    places: dict[Names, list[tuple[int, Names]]] = {}
-    for i, entry in enumerate(given):
-        for names in flat(entry):
-            places.setdefault(parent.same(i, names), []).append((i, names))
-    wanted: list[dict[Names, PyTree]] = [{} for _ in expected]
-    twice = {}
-    for i, entry in enumerate(expected):
-        for names, spec in flat(entry).items():
-            (at, there), *others = places.get(parent.same(i, names), [(i, names)])
-            wanted[at][there] = spec
-            twice |= dict.fromkeys(others, (at, there))
-    found = [
-        {names: x for names, x in flat(entry).items() if (i, names) not in twice}
-        for i, entry in enumerate(given)
-    ]
-    called = [f"variables[{i}]" for i in range(len(expected))]
-    faults = [
-        f"tied: {dotted(called[i], names)} is {dotted(called[k], own)}; give {{}} in "
-        f"its place"
-        for (i, names), (k, own) in twice.items()
-    ]
-    pairs = [
-        dict(zip(called, map(nested, trees), strict=True)) for trees in (wanted, found)
-    ]
+    title = "variables must have a mapping such as {'params': ...} for each layer"
+    if any(isinstance(entry, nnx.Module) for entry in variables):
+        title += _OF_NNX
+    refuse(title, not_mappings)
+
+    specs, duplicates = _align_shared(parent, expected, variables)
+    entry_names = [f"variables[{i}]" for i in range(len(expected))]
+    faults: list[str] = []
+    for (layer, names), (first_layer, first_names) in duplicates.items():
+        duplicate = dotted(entry_names[layer], names)
+        first = dotted(entry_names[first_layer], first_names)
+        faults.append(f"tied: {duplicate} is {first}; give {{}} in its place")
+
+    entries = list(variables)
+    if duplicates:
+        for i, entry in enumerate(variables):
+            leaves = flat(entry).items()
+            unique = {n: leaf for n, leaf in leaves if (i, n) not in duplicates}
+            entries[i] = nested(unique)
     check(
-        pairs[0],
-        pairs[1] if twice else dict(zip(called, given, strict=True)),
+        dict(zip(entry_names, specs, strict=True)),
+        dict(zip(entry_names, entries, strict=True)),
         message,
         faults,
     )
 
 
+# A variable of a list of layers: the index of the layer, and the path in its entry.
+_Location = tuple[int, Names]
+
+
+def _align_shared(
+    parent: Parent, expected: Sequence[PyTree], variables: Sequence[PyTree]
+) -> tuple[list[PyTree], dict[_Location, _Location]]:
+    """Moves the specs of shared modules to the layer in whose entry the user has them.
+
+    The variables of a module that several layers share may stand in the entry of any
+    of these layers.
+
+    Returns:
+      The specs, one entry per layer; and for each variable that stands in a second
+      entry, the first one.
+    """
+    # variable of the parent -> its locations in the user's variables
+    locations: dict[Names, list[_Location]] = {}
+    for i, entry in enumerate(variables):
+        for names in flat(entry):
+            locations.setdefault(parent.same(i, names), []).append((i, names))
+
+    specs: list[dict[Names, PyTree]] = [{} for _ in expected]
+    duplicates: dict[_Location, _Location] = {}
+    for i, entry in enumerate(expected):
+        for names, spec in flat(entry).items():
+            first, *more = locations.get(parent.same(i, names), [(i, names)])
+            layer, path = first
+            specs[layer][path] = spec
+            duplicates |= dict.fromkeys(more, first)
+    return [nested(entry) for entry in specs], duplicates
+
+
 def check(
     expected: Mapping[str, PyTree],
-    given: Mapping[str, PyTree],
+    variables: Mapping[str, PyTree],
     message: str,
     faults: Sequence[str] = (),
 ) -> None:
     """Checks that variables are those of this model.
 
     Args:
-      expected: what is needed, as specs: entries by what errors call them.
-      given: what the caller passed, likewise: mappings.
-      message: how the error begins.
-      faults: what was found before.
+      expected: name of an entry in messages -> the specs of its variables.
+      variables: name of an entry -> the variables that the caller passed, a mapping.
+      message: the beginning of the error.
+      faults: faults that are known before.
 
     Raises:
       ValueError: with these, and every leaf that is missing, surplus or of another
         shape.
     """
     not_arrays = [
-        f"{path} is a {type(leaf).__name__}"
-        for path, leaf in _leaves(given)
+        f"{name} is a {type(leaf).__name__}"
+        for name, leaf in _named_leaves(variables)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
     ]
     refuse(
         "every leaf must be an array; type variables = pipe.place(variables)",
         not_arrays,
     )
-    expected, given = unboxed(expected), unboxed(given)
-    wanted, found = _shapes(expected), _shapes(given)
-    other = "{path} has shape {found}, the model needs {wanted}"
-    faults = [*faults, *differences(wanted, found, other)]
+
+    expected = unboxed(expected)
+    variables = unboxed(variables)
+    template = "{path} has shape {actual}, the model needs {expected}"
+    faults = [
+        *faults,
+        *differences(_descriptions(expected), _descriptions(variables), template),
+    ]
     if not faults:
-        faults = _other_containers(expected, given)
-    bare = [
+        faults = _other_containers(expected, variables)
+    lacking = [
         f"{name} has no entry 'params'; {WRAPPED}"
         for name, specs in expected.items()
-        if "params" in specs and lacks_params(given[name])
+        if "params" in specs and lacks_params(variables[name])
     ]
-    faults = [*bare[:1], *faults]
-    if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
+    faults = [*lacking[:1], *faults]
+    if any(map(_is_of_nnx, jax.tree.leaves(variables, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
     refuse(message, faults)
 
 
 def differences(
-    wanted: Mapping[str, Any], found: Mapping[str, Any], other: str
+    expected: Mapping[str, Any], actual: Mapping[str, Any], template: str
 ) -> list[str]:
-    """What is missing, what is surplus, and what is of another kind.
+    """One sentence for each leaf that is missing, surplus or different.
 
     Args:
-      wanted: what each leaf should be, by its path.
-      found: what each is.
-      other: the sentence for one that is of another kind.
+      expected: path -> a description of the leaf that is needed.
+      actual: path -> a description of the leaf that is there.
+      template: the sentence for a leaf that is different, with ``{path}``,
+        ``{expected}`` and ``{actual}``.
     """
-    return [
-        *(f"missing: {path} {wanted[path]}" for path in wanted if path not in found),
-        *(f"surplus: {path} {found[path]}" for path in found if path not in wanted),
-        *(
-            other.format(path=path, found=found[path], wanted=wanted[path])
-            for path in wanted
-            if path in found and found[path] != wanted[path]
-        ),
-    ]
+    faults: list[str] = []
+    for path, description in expected.items():
+        if path not in actual:
+            faults.append(f"missing: {path} {description}")
+    for path, description in actual.items():
+        if path not in expected:
+            faults.append(f"surplus: {path} {description}")
+    for path, description in expected.items():
+        if path in actual and actual[path] != description:
+            faults.append(
+                template.format(path=path, expected=description, actual=actual[path])
+            )
+    return faults
 
 
 def unboxed(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Variables without the boxes that name how Flax would partition them.
+    """Variables without the boxes in which Flax notes how to partition them.
 
-    Flax takes boxed values for plain ones and plain ones for boxed, and so do we: what
-    is compared is what is in the boxes. Results have those that were given.
+    Flax takes boxed values for plain ones and plain ones for boxed, so their contents
+    are compared. Results have the boxes of the user's variables.
     """
 
-    def inner(node: Any) -> Any:
+    def unbox(node: Any) -> Any:
         leaves = jax.tree.leaves(node) if is_box(node) else ()
         return leaves[0] if len(leaves) == 1 else node
 
-    return {k: jax.tree.map(inner, v, is_leaf=is_box) for k, v in entries.items()}
+    return {
+        name: jax.tree.map(unbox, entry, is_leaf=is_box)
+        for name, entry in entries.items()
+    }
 
 
-def check_length(given: Any, num_layers: int) -> None:
+def check_length(variables: Any, num_layers: int) -> None:
     """Checks that there is one entry per layer.
 
     Raises:
       ValueError: if there is not.
     """
-    if not isinstance(given, Sequence) or len(given) != num_layers:
-        sequence = isinstance(given, Sequence)
-        problem = (
-            f"has {len(given)} entries" if sequence else f"is a {type(given).__name__}"
-        )
-        raise ValueError(
-            f"variables {problem}, the model has {num_layers} layers; give a "
-            f"tuple with one entry per layer, as Pipeline.init returns "
-            f"it{_instead(given)}"
-        )
+    if not isinstance(variables, Sequence):
+        problem = f"is a {type(variables).__name__}"
+    elif len(variables) != num_layers:
+        problem = f"has {len(variables)} entries"
+    else:
+        return
+    raise ValueError(
+        f"variables {problem}, the model has {num_layers} layers; give a "
+        f"tuple with one entry per layer, as Pipeline.init returns "
+        f"it{_instead(variables)}"
+    )
 
 
-def check_model(given: Any) -> None:
-    """Checks that something has the form of the variables of a model.
+def check_model(variables: Any) -> None:
+    """Checks that a value has the form of the variables of a model.
 
     Raises:
       ValueError: if it is no mapping.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(variables, Mapping):
         raise ValueError(
-            f"variables is a {type(given).__name__}; a model takes a mapping such as "
-            f"{{'params': ...}}, as Pipeline.init returns it{_instead(given)}"
+            f"variables is a {type(variables).__name__}; a model takes a mapping such "
+            f"as {{'params': ...}}, as Pipeline.init returns it{_instead(variables)}"
         )
 
 
-def check_params(given: Any) -> None:
+def check_params(params: Any) -> None:
     """Checks that the parameters of a loss function are no whole train state.
 
     Raises:
       ValueError: if they are.
     """
-    if _is_state(given):
+    if _is_state(params):
         raise ValueError(
-            f"params is a {type(given).__name__}; a loss function is differentiated by "
-            f"its parameters alone: give state.params, or what it takes of "
+            f"params is a {type(params).__name__}; a loss function is differentiated "
+            f"by its parameters alone: give state.params, or what it takes of "
             f"state.variables"
         )
 
 
-def _instead(given: Any) -> str:
-    """Advice on the value to give in place of one that holds variables."""
-    if isinstance(given, nnx.Module):
+def _instead(value: Any) -> str:
+    """Advice on the variables to pass in place of a value that holds them."""
+    if isinstance(value, nnx.Module):
         return _OF_NNX
-    if _is_state(given) and not hasattr(given, "variables"):
+    if _is_state(value) and not hasattr(value, "variables"):
         return "; of a train state of Flax give {'params': state.params}"
     return "; of a train state give state.variables"
 
 
-def _is_state(given: Any) -> bool:
-    """Whether something is a train state, of jpipe or of Flax."""
-    return hasattr(given, "params") and hasattr(given, "opt_state")
+def _is_state(value: Any) -> bool:
+    """True if a value is a train state, of jpipe or of Flax."""
+    return hasattr(value, "params") and hasattr(value, "opt_state")
 
 
-def _leaves(entries: Mapping[str, PyTree]) -> list[tuple[str, Any]]:
-    """The leaves of entries with what errors call them."""
-    return [
-        (f"{entry}{jax.tree_util.keystr(path)}", leaf)
-        for entry, tree in entries.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+def _named_leaves(entries: Mapping[str, PyTree]) -> list[tuple[str, Any]]:
+    """The leaves of entries with their names in messages."""
+    named_leaves: list[tuple[str, Any]] = []
+    for name, entry in entries.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(entry):
+            named_leaves.append((f"{name}{jax.tree_util.keystr(path)}", leaf))
+    return named_leaves
 
 
-def _shapes(entries: Mapping[str, PyTree]) -> dict[str, str]:
-    """Shapes by path; integers in place of floats would not be trained."""
-    return {
-        path: f"{tuple(leaf.shape)}" + ("" if is_inexact(leaf) else f" of {leaf.dtype}")
-        for path, leaf in _leaves(entries)
-    }
+def _descriptions(entries: Mapping[str, PyTree]) -> dict[str, str]:
+    """The shape of each leaf by its name; and its dtype, if it cannot be trained."""
+    descriptions: dict[str, str] = {}
+    for name, leaf in _named_leaves(entries):
+        dtype = "" if is_inexact(leaf) else f" of {leaf.dtype}"
+        descriptions[name] = f"{tuple(leaf.shape)}{dtype}"
+    return descriptions
 
 
 def lacks_params(variables: Any) -> bool:
-    """Whether what is given as variables may be parameters alone."""
+    """True if variables may be parameters alone."""
     is_mapping = isinstance(variables, Mapping)
     return is_mapping and bool(variables) and "params" not in variables
 
@@ -248,15 +283,19 @@ def _is_of_nnx(node: Any) -> bool:
 
 
 def _other_containers(
-    expected: Mapping[str, PyTree], given: Mapping[str, PyTree]
+    expected: Mapping[str, PyTree], variables: Mapping[str, PyTree]
 ) -> list[str]:
-    """Lists in place of mappings by number, as those of nnx.List."""
-    return [
-        f"{dotted(name, names)} is a {type(value).__name__}, the model needs a mapping"
-        for name, entry in given.items()
-        for names, value in flat(entry).items()
-        if names not in flat(expected[name])
-    ]
+    """One sentence for each list in place of a mapping, as those of nnx.List."""
+    faults: list[str] = []
+    for name, entry in variables.items():
+        expected_names = flat(expected[name])
+        for names, value in flat(entry).items():
+            if names not in expected_names:
+                faults.append(
+                    f"{dotted(name, names)} is a {type(value).__name__}, the model "
+                    f"needs a mapping"
+                )
+    return faults
 
 
 def check_concrete(leaves: Sequence[Any]) -> None:
@@ -297,27 +336,35 @@ def check_alive(leaves: Sequence[Any]) -> None:
         )
 
 
-def twice(flat: Sequence[tuple[str, Any]], overwritten: Sequence[bool]) -> list[str]:
-    """Where arrays stand of which a program overwrites one, if they stand twice.
+def overwritten_twice(
+    named_leaves: Sequence[tuple[str, Any]], is_overwritten: Sequence[bool]
+) -> list[str]:
+    """The names of each array that stands twice and may be overwritten.
 
     Args:
-      flat: all leaves that it is given, by what to call them.
-      overwritten: whether it may overwrite each.
+      named_leaves: all arguments of a program, with their names in messages.
+      is_overwritten: one bool per leaf; True if the program may overwrite it.
     """
-    names: dict[int, list[str]] = {}
-    for name, leaf in flat:
-        names.setdefault(id(leaf), []).append(name)
-    pairs = zip(flat, overwritten, strict=True)
-    ids = {id(x) for (_, x), yes in pairs if yes and isinstance(x, jax.Array)}
-    return [" and ".join(n) for at, n in names.items() if at in ids and len(n) > 1]
+    # id of a leaf -> its names
+    names_of: dict[int, list[str]] = {}
+    overwritten_ids: set[int] = set()
+    for (name, leaf), overwrites in zip(named_leaves, is_overwritten, strict=True):
+        names_of.setdefault(id(leaf), []).append(name)
+        if overwrites and isinstance(leaf, jax.Array):
+            overwritten_ids.add(id(leaf))
+    return [
+        " and ".join(names)
+        for leaf_id, names in names_of.items()
+        if leaf_id in overwritten_ids and len(names) > 1
+    ]
 
 
-def collections(variables: Any, positions: Sequence[int]) -> str:
+def collections(variables: Any, indices: Sequence[int]) -> str:
     """The collections of some leaves, as a user would type them."""
     flat = jax.tree_util.tree_leaves_with_path(variables)
     depth = 1 if isinstance(variables, Mapping) else 2  # layer and collection
-    found = dict.fromkeys(flat[i][0][:depth] for i in positions)
-    return ", ".join(f"variables{jax.tree_util.keystr(path)}" for path in found)
+    paths = dict.fromkeys(flat[i][0][:depth] for i in indices)
+    return ", ".join(f"variables{jax.tree_util.keystr(path)}" for path in paths)
 
 
 def params(variables: Any) -> PyTree:
@@ -328,30 +375,33 @@ def params(variables: Any) -> PyTree:
 
 
 def numbers_of_params(variables: PyTree, has_collections: bool) -> list[int]:
-    """The numbers of the leaves that are parameters.
+    """The indices of the leaves that are parameters.
 
     Args:
       variables: a tree of leaves.
-      has_collections: whether it has parameters in ``"params"`` and others, of a model
-        or of each layer of a list; else all are parameters.
+      has_collections: True if parameters are in ``"params"`` beside other collections,
+        of a model or of each layer of a list; else all leaves are parameters.
     """
-    tree = jax.tree.structure(variables)
-    numbers = tree.unflatten(range(tree.num_leaves))
-    return jax.tree.leaves(params(numbers) if has_collections else numbers)
+    structure = jax.tree.structure(variables)
+    indices = structure.unflatten(range(structure.num_leaves))
+    return jax.tree.leaves(params(indices) if has_collections else indices)
 
 
 def model_state(variables: Any) -> PyTree:
     """The other collections of a model, or of each layer."""
     if isinstance(variables, Mapping):
-        return {name: own for name, own in variables.items() if name != "params"}
+        return {name: entry for name, entry in variables.items() if name != "params"}
     return tuple(map(model_state, variables))
 
 
 def merge(params: PyTree, model_state: PyTree) -> PyTree:
-    """The inverse of `params` and `model_state`."""
+    """Merges parameters and other collections: the inverse of the two above."""
     if isinstance(model_state, Mapping):
         return {"params": params, **model_state}
-    return tuple(
-        {**state, "params": own} if jax.tree.leaves(own) else dict(state)
-        for own, state in zip(params, model_state, strict=True)
-    )
+    variables: list[Any] = []
+    for layer_params, layer_state in zip(params, model_state, strict=True):
+        entry = dict(layer_state)
+        if jax.tree.leaves(layer_params):
+            entry["params"] = layer_params
+        variables.append(entry)
+    return tuple(variables)

@@ -19,15 +19,15 @@ PyTree = Any
 
 @dataclass(eq=False, repr=False)
 class Gradients:
-    """What `value_and_grad` or `train_step` built, to be called many times.
+    """The gradients of `value_and_grad` or `train_step`, to be called many times.
 
     Attributes:
       objective: the loss.
-      trainable: what is trained by it.
-      programs: of evaluation and of training.
-      outputs: specs of what the loss was given, of each trace.
-      axis: where the examples are in an output of one array.
-      unchecked: why the loss was not checked, for print; empty if it was.
+      trainable: the parameters that have gradients.
+      programs: ``train`` -> the programs of training, or of evaluation.
+      outputs: specs of the outputs that the loss was traced on, one entry per trace.
+      axis: the axis of the examples in an output of one array.
+      unchecked: the reason why the loss was not checked, for print; empty if it was.
     """
 
     objective: Objective
@@ -36,41 +36,47 @@ class Gradients:
     outputs: list[PyTree]
     axis: Any
     unchecked: str = ""
-    # By what was built what its loss is given, until the loss was run.
+    # specialization -> specs of the outputs that its loss reads, until the loss was run
     _unrun: dict[Built, PyTree] = field(default_factory=dict, init=False)
 
     @property
     def last(self) -> Built | None:
-        """What was built last."""
+        """The specialization that was built last."""
         return self.programs[True].last or self.programs[False].last
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:
-        """Whether these are the gradients of an objective by all parameters."""
+        """True if these are the gradients of an objective by all parameters."""
         selects_all = trainable is None and self.trainable.selects_all
         return selects_all and objective == self.objective
 
     def __call__(
-        self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
+        self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, *, train: bool
     ) -> Built:
-        """What such arguments are for; of a new kind the loss is checked."""
-        self.outputs.clear()  # of a trace that could not be built
+        """The specialization for these arguments; checks the loss of a new one."""
+        self.outputs.clear()  # after a trace that could not be built
         built = self.programs[train](variables, x, targets, rngs)
         if self.outputs:
             self._unrun[built] = self.outputs[0]
         if built in self._unrun:
             if built.batch.num_parts > 1:
                 self._check_loss(self._unrun[built], built.batch, targets)
-            if not any(map(_is_spec, jax.tree.leaves(targets))):  # as to compile
+            # `compile` may pass specs, with which no loss can be run.
+            if not any(map(_is_spec, jax.tree.leaves(targets))):
                 del self._unrun[built]
         return built
 
     def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_loss`."""
-        first = len(jax.tree.leaves(batch.args[0]))
-        axes = batch.axes[first : first + len(jax.tree.leaves(targets))]
-        axis = self.axis if isinstance(self.axis, int) else 0
-        given = outputs, targets, axes, batch, axis
-        self.unchecked = _loss.probe(self.objective, *given)
+        num_inputs = len(jax.tree.leaves(batch.args[0]))
+        num_targets = len(jax.tree.leaves(targets))
+        self.unchecked = _loss.probe(
+            self.objective,
+            outputs,
+            targets,
+            target_axes=batch.axes[num_inputs : num_inputs + num_targets],
+            batch=batch,
+            axis=self.axis if isinstance(self.axis, int) else 0,
+        )
 
 
 def _is_spec(leaf: Any) -> bool:

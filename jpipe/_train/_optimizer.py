@@ -12,7 +12,7 @@ from .._instructions._bytes import nbytes
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._layers._stage import shapes
-from .._placed._by_path import ByPath, located
+from .._placed._by_path import ByPath, leaves_at
 from .._placed._function import PlacedFunction
 from .._run import _signature, _variables
 from .._run._facts import of_layers
@@ -20,16 +20,16 @@ from .._run._pipe import Pipe
 from ._transformation import Transformation, of_init, of_update
 
 PyTree = Any
-# Stages, and shardings there.
+# The stage of each leaf, and its sharding there.
 Locations = Sequence[tuple[int, Sharding]]
 
-_BY_HAND = (
+_ADVICE_TO_LOOP = (
     "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
     "loop of your own"
 )
 _ADVICE = (
     f"a train step gives tx.update the gradients, the state and the parameters; for an "
-    f"optimizer that needs more, {_BY_HAND}"
+    f"optimizer that needs more, {_ADVICE_TO_LOOP}"
 )
 
 
@@ -37,19 +37,20 @@ class Optimizer:
     """An optimizer whose state and updates are where the parameters are.
 
     The state is that of ``tx.init`` on all parameters at once, keyed by layer: it does
-    not depend on the number of stages. What is not trained, as no leaf of integers is,
-    the optimizer does not see, ``None`` in its place, and the update does not change.
+    not depend on the number of stages. The optimizer sees ``None`` in place of each
+    leaf that is not trained, as no leaf of integers is, and the update leaves it as it
+    is.
 
     Args:
       tx: the optax transformation.
       params: specs of the parameters.
-      trained: whether each of their leaves is trained.
+      trained: one bool per leaf of the parameters; True if it is trained.
       pipe: the stages, and where they run.
       locations: the stage of each leaf, and its sharding there.
 
     Attributes:
-      state: the leaves of the state, as specs, where they belong.
-      update: ``(params, state, grads) -> (params, state)``, of what is trained.
+      state: specs of the leaves of the state, with their places.
+      update: ``(params, state, grads) -> (params, state)`` of the trained leaves.
     """
 
     def __init__(
@@ -60,44 +61,58 @@ class Optimizer:
         pipe: Pipe,
         locations: Locations,
     ) -> None:
-        self._own = own = Transformation(tx, _ADVICE)
+        self._transformation = Transformation(tx, _ADVICE)
 
         def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
-            # Parameters come first: of what may be overwritten, they are.
-            updates, new = own.update(grads, state, params)
-            if _form(new) != _form(state):
+            # Parameters are the first argument, so that results overwrite them first.
+            updates, new_state = self._transformation.update(grads, state, params)
+            if _signature_of(new_state) != _signature_of(state):
                 raise ValueError(
-                    f"tx.update returns a state {shapes(new)}, tx.init made one "
+                    f"tx.update returns a state {shapes(new_state)}, tx.init made one "
                     f"{shapes(state)}: a train step needs one structure and fixed "
-                    f"shapes; {_BY_HAND}"
+                    f"shapes; {_ADVICE_TO_LOOP}"
                 )
-            return optax.apply_updates(params, updates), new
+            return optax.apply_updates(params, updates), new_state
 
-        self._trained, self._pipe = trained, pipe
-        self._free = free = _hide_frozen(params, trained)
-        own_locations = _selected(locations, trained)
-        where = [(pipe.place(stage), sharding) for stage, sharding in own_locations]
-        leaves = located(0, free, where)
-        state = jax.eval_shape(own.init, free)
-        self.state = ByPath(leaves).located(1, state)
-        self._params, self._form = leaves, _form(state)
-        grads = [leaf._replace(of=2) for leaf in leaves]
-        placement = of_update([*leaves, *self.state, *grads])
-        specs = [free, state, free]
-        self.update = PlacedFunction(update, specs, placement, "optimizer_update")
+        self._trained = trained
+        self._pipe = pipe
+        # ``None`` in place of leaves that are not trained.
+        self._trained_params = _hide_frozen(params, trained)
+        state = jax.eval_shape(self._transformation.init, self._trained_params)
+        self._state_signature = _signature_of(state)
+        self._state_structure = jax.tree.structure(state)
+
+        trained_locations = [
+            (pipe.place(stage), sharding)
+            for stage, sharding in _selected(locations, trained)
+        ]
+        self._param_leaves = leaves_at(0, self._trained_params, trained_locations)
+        self.state = ByPath(self._param_leaves).leaves_of(1, state)
+        grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
+        self.update = PlacedFunction(
+            update,
+            [self._trained_params, state, self._trained_params],
+            of_update([*self._param_leaves, *self.state, *grad_leaves]),
+            "optimizer_update",
+        )
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
         graph = self._pipe.graph()
-        known = {"parameters": shapes(self._free)}
-        graph.facts |= of_layers(self._pipe, self._free) if self._pipe.layers else known
+        if self._pipe.layers:
+            graph.facts |= of_layers(self._pipe, self._trained_params)
+        else:
+            graph.facts["parameters"] = shapes(self._trained_params)
         function = PlacedFunction(
-            self._own.init, [self._free], of_init(self._params), "optimizer_init"
+            self._transformation.init,
+            [self._trained_params],
+            of_init(self._param_leaves),
+            "optimizer_init",
         )
-        outputs = function.into(graph, [leaf.argument(graph) for leaf in self._params])
-        program = Program(graph, outputs)
-        own = _selected(jax.tree.leaves(params), self._trained)
-        return jax.tree.unflatten(self._form[0], program(own))
+        inputs = [leaf.add_to(graph) for leaf in self._param_leaves]
+        program = Program(graph, function.into(graph, inputs))
+        trained_leaves = _selected(jax.tree.leaves(params), self._trained)
+        return self._state_structure.unflatten(program(trained_leaves))
 
     def check_places(self, state: PyTree) -> None:
         """Checks that a state of this optimizer is in place.
@@ -105,38 +120,41 @@ class Optimizer:
         Raises:
           ValueError: if it is not.
         """
-        places = self._pipe.places
-        pairs = zip(jax.tree.leaves(state), self.state, strict=True)
-        if not all(_transfer.is_at(x, places[y.place], y.sharding) for x, y in pairs):
-            raise ValueError(
-                "state.opt_state is not in place; type state = pipe.place(state)"
-            )
+        devices = self._pipe.places
+        for array, leaf in zip(jax.tree.leaves(state), self.state, strict=True):
+            if not _transfer.is_at(array, devices[leaf.place], leaf.sharding):
+                raise ValueError(
+                    "state.opt_state is not in place; type state = pipe.place(state)"
+                )
 
     def check(self, state: PyTree) -> None:
         """Checks that a state is one of this optimizer.
 
         Raises:
-          ValueError: with what is different, if it is that of another one.
+          ValueError: with the differences, if it is that of another one.
         """
-        if _form(state) == self._form:
+        if _signature_of(state) == self._state_signature:
             return
-        other = "{path}: given {found}, needs {wanted}"
-        own = jax.tree.unflatten(self._form[0], [leaf.value for leaf in self.state])
-        faults = _variables.differences(_kinds(own), _kinds(state), other)
-        if jax.tree.structure(state) == self._form[0]:
+        leaves = [leaf.value for leaf in self.state]
+        expected = self._state_structure.unflatten(leaves)
+        faults = _variables.differences(
+            _descriptions(expected),
+            _descriptions(state),
+            "{path}: given {actual}, needs {expected}",
+        )
+        if jax.tree.structure(state) == self._state_structure:
             title = (
                 "state.opt_state does not fit the optimizer of this step; write "
                 "hyperparameters as jnp.asarray(value, dtype)"
             )
         else:
-            is_selected = _with_gaps(state) == _with_gaps(own)
             title = (
                 "state.opt_state is not that of the optimizer of this step; give the "
                 "same tx and the same trainable= to Pipeline.init_train_state and "
                 "Pipeline.train_step"
-                + "; the state was made to train other parameters"
-                * is_selected
             )
+            if _structure_with_gaps(state) == _structure_with_gaps(expected):
+                title += "; the state was made to train other parameters"
         refuse(title, faults or ["its leaves are in other containers"])
 
 
@@ -147,23 +165,24 @@ def state_bytes(
     layers: Sequence[int],
     count: int,
 ) -> list[int]:
-    """The bytes of an optimizer's state that belong to each of some layers.
+    """The bytes of an optimizer's state that belong to each layer.
 
     Args:
       tx: the optax transformation.
       params: specs of the parameters.
-      trained: whether each of their leaves is trained.
-      layers: the layer of each.
-      count: how many layers there are.
+      trained: one bool per leaf of the parameters; True if it is trained.
+      layers: the layer of each leaf.
+      count: the number of layers.
     """
-    free = _hide_frozen(params, trained)
-    state = jax.eval_shape(Transformation(tx, _ADVICE).init, free)
-    own = [(layer, WHOLE) for layer in _selected(layers, trained)]
-    like = ByPath(located(0, free, own))
-    found = [0] * count
-    for leaf in like.located(1, state):
-        found[leaf.place] += nbytes(leaf.value)
-    return found
+    trained_params = _hide_frozen(params, trained)
+    state = jax.eval_shape(Transformation(tx, _ADVICE).init, trained_params)
+    # Layers in place of devices.
+    locations = [(layer, WHOLE) for layer in _selected(layers, trained)]
+    mirrored = ByPath(leaves_at(0, trained_params, locations))
+    layer_bytes = [0] * count
+    for leaf in mirrored.leaves_of(1, state):
+        layer_bytes[leaf.place] += nbytes(leaf.value)
+    return layer_bytes
 
 
 def place_state(
@@ -178,44 +197,48 @@ def place_state(
       locations: the stage of each leaf of the parameters, and its sharding there.
 
     Returns:
-      The same values; what belongs to no parameter is on the first device.
+      The same values; a leaf that belongs to no parameter is on the first device.
     """
-    where = [(pipe.place(stage), sharding) for stage, sharding in locations]
-    like = ByPath(located(0, params, where))
-    placed = [
+    param_locations = [(pipe.place(stage), sharding) for stage, sharding in locations]
+    mirrored = ByPath(leaves_at(0, params, param_locations))
+    arrays = [
         _transfer.put_one(leaf.value, pipe.places[leaf.place], leaf.sharding)
-        for leaf in like.located(1, state)
+        for leaf in mirrored.leaves_of(1, state)
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), placed)
+    return jax.tree.unflatten(jax.tree.structure(state), arrays)
 
 
 def _selected(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:
     """The leaves that are trained."""
-    return [leaf for leaf, yes in zip(leaves, trained, strict=True) if yes]
+    pairs = zip(leaves, trained, strict=True)
+    return [leaf for leaf, is_trained in pairs if is_trained]
 
 
 def _hide_frozen(params: PyTree, trained: Sequence[bool]) -> PyTree:
-    """The parameters, ``None`` in place of those that are not trained."""
-    leaves, tree = jax.tree.flatten(params)
+    """The parameters, ``None`` in place of leaves that are not trained."""
+    leaves, structure = jax.tree.flatten(params)
     pairs = zip(leaves, trained, strict=True)
-    return jax.tree.unflatten(tree, [leaf if yes else None for leaf, yes in pairs])
+    return structure.unflatten(
+        [leaf if is_trained else None for leaf, is_trained in pairs]
+    )
 
 
-def _form(state: PyTree) -> Any:
-    leaves, tree = jax.tree.flatten(state)
-    return tree, _signature.shapes(leaves)
+def _signature_of(state: PyTree) -> Any:
+    """The structure of a state, and the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(state)
+    return structure, _signature.shapes(leaves)
 
 
-def _with_gaps(tree: PyTree) -> Any:
+def _structure_with_gaps(tree: PyTree) -> Any:
     """The structure of a tree in which ``None`` is a leaf."""
     return jax.tree.structure(tree, is_leaf=lambda x: x is None)
 
 
-def _kinds(state: PyTree) -> dict[str, str]:
+def _descriptions(state: PyTree) -> dict[str, str]:
     """The shape and dtype of each leaf of a state, by its path."""
-    return {
-        f"opt_state{jax.tree_util.keystr(path)}": shapes(leaf)
-        if hasattr(leaf, "shape")
-        else f"a Python {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
+    descriptions: dict[str, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        is_array = hasattr(leaf, "shape")
+        description = shapes(leaf) if is_array else f"a Python {type(leaf).__name__}"
+        descriptions[f"opt_state{jax.tree_util.keystr(path)}"] = description
+    return descriptions

@@ -18,20 +18,20 @@ PyTree = Any
 
 
 class StateOrigin(NamedTuple):
-    """Which step returned a state, with which leaves: what it need not check again.
+    """The step that returned a state, which need not check its leaves again.
 
     Attributes:
       train_step: the step, whose programs the state does not keep alive.
-      form: what its leaves are like.
-      leaves: the leaves.
+      signature_index: the index of the state's signature in the step.
+      leaves: the leaves of the state as the step returned it.
     """
 
     train_step: weakref.ref[Any]
-    form: int
+    signature_index: int
     leaves: Sequence[Any]
 
     def matches(self, train_step: Any, leaves: Sequence[Any]) -> bool:
-        """Whether this step returned the state, and nobody changed its leaves since."""
+        """True if this step returned the state, and nobody changed its leaves since."""
         if self.train_step() is not train_step or len(leaves) != len(self.leaves):
             return False
         return all(map(operator.is_, leaves, self.leaves))
@@ -42,7 +42,7 @@ class StateOrigin(NamedTuple):
 class TrainState:
     """Everything that a training step changes; a pytree, keyed by layer.
 
-    Of a model as it is there are no entries: each tree is the model's own.
+    For one model, which has no layers, each tree is the model's own.
 
     Nothing in it depends on the number of stages, the devices or the schedule. Orbax
     and `flax.serialization` save and restore it; `Pipeline.place` puts what they
@@ -64,11 +64,11 @@ class TrainState:
     origin: ClassVar[StateOrigin | None] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: no more than the fields."""
+        """The fields, which is all that a copy or a pickle has."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def replace(self, **changes: Any) -> "TrainState":
-        """The same state with other values of some attributes; a list is a tuple."""
+        """A copy with other values of some attributes; a list becomes a tuple."""
         for name in ("params", "model_state"):
             if isinstance(changes.get(name), list):
                 changes[name] = tuple(changes[name])
@@ -86,25 +86,25 @@ def set_origin(state: TrainState, origin: StateOrigin) -> None:
 
 
 def become(state: TrainState, other: TrainState) -> None:
-    """Makes one state what another is, as if its variable had been assigned."""
+    """Overwrites a state with another one, as if its variable had been assigned."""
     vars(state).update(vars(other))
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
-    """What `flax.serialization` saves: keys as the numbers that they are made of."""
-    plain = jax.tree.map(as_numbers, state)
-    return serialization.to_state_dict(plain.__getstate__())
+    """The dict that `flax.serialization` saves, with keys as their raw numbers."""
+    with_raw_keys = jax.tree.map(as_numbers, state)
+    return serialization.to_state_dict(with_raw_keys.__getstate__())
 
 
-def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    own = like.__getstate__()
-    if set(saved) != set(own):
+def _from_state_dict(template: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    attributes = template.__getstate__()
+    if set(saved) != set(attributes):
         raise ValueError(
-            f"no TrainState was saved here: its fields are {', '.join(own)}; these "
-            f"are {', '.join(saved) or 'none'}"
+            f"no TrainState was saved here: its fields are {', '.join(attributes)}; "
+            f"these are {', '.join(saved) or 'none'}"
         )
-    restored: dict[str, Any] = serialization.from_state_dict(own, dict(saved))
-    return jax.tree.map(as_key, TrainState(**restored), like)
+    restored: dict[str, Any] = serialization.from_state_dict(attributes, dict(saved))
+    return jax.tree.map(as_key, TrainState(**restored), template)
 
 
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
@@ -115,47 +115,54 @@ def check_apart(state: TrainState, program: Program) -> None:
 
     Args:
       state: the state.
-      program: what the step runs, whose first arguments are its leaves.
+      program: the program of the step; its first arguments are the leaves of the state.
 
     Raises:
-      ValueError: with where it stands, if one does.
+      ValueError: with the paths of the array, if one does.
     """
     leaves = jax.tree.leaves(state)
     if len(set(map(id, leaves))) == len(leaves):
         return
-    paths = jax.tree_util.tree_leaves_with_path(state)
-    flat = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
-    donated = {slot for each in program.instructions for slot in each.donates}
+    named_leaves = [
+        (f"state{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    donated_slots: set[int] = set()
+    for instruction in program.instructions:
+        donated_slots |= set(instruction.donates)
+    is_donated = [slot in donated_slots for slot in range(len(leaves))]
     refuse(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
         "jax.tree.map(jnp.copy, tree), or build the step with "
         "pipe.train_step(..., donate=False)",
-        _variables.twice(flat, [i in donated for i in range(len(flat))]),
+        _variables.overwritten_twice(named_leaves, is_donated),
     )
 
 
-def check_state(state: Any, by_layer: bool = True) -> None:
-    """Checks that something is a state that a step can change.
+def check_state(state: Any, *, by_layer: bool = True) -> None:
+    """Checks that a value is a state that a step can change.
 
     Args:
-      state: what was given.
-      by_layer: whether it has an entry for each layer.
+      state: the value.
+      by_layer: True if it must have an entry for each layer.
 
     Raises:
-      TypeError: if it is none, or belongs to a trace.
-      ValueError: if it has not one entry per layer, or a step has overwritten it.
+      TypeError: if it is no `TrainState`.
+      ValueError: if it has not one entry per layer.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state is a {type(state).__name__}; needs the TrainState that "
             f"Pipeline.init_train_state or an earlier step returned"
         )
-    faults = [
-        f"state.{name} is a {type(entries).__name__}, not a tuple"
-        for name in ("params", "model_state")
-        if by_layer and not isinstance(entries := getattr(state, name), tuple)
-    ]
-    if by_layer and not faults and len(state.params) != len(state.model_state):
+    if not by_layer:
+        return
+    faults: list[str] = []
+    for name in ("params", "model_state"):
+        entries = getattr(state, name)
+        if not isinstance(entries, tuple):
+            faults.append(f"state.{name} is a {type(entries).__name__}, not a tuple")
+    if not faults and len(state.params) != len(state.model_state):
         faults.append(
             f"state.params has {len(state.params)} entries, state.model_state "
             f"{len(state.model_state)}"

@@ -1,4 +1,11 @@
-"""The training step: gradients of a mini-batch, then one update."""
+"""The training step: gradients of a mini-batch, then one update.
+
+    (*state, *x, *targets) -> (*state, loss, *aux)
+
+All of it is one program: the schedule, the update of each parameter where it is, and
+the keys of the step. It is compiled once per signature of state and batch. A state that
+the step returned itself is not checked again: see `StateOrigin`.
+"""
 
 import itertools
 import weakref
@@ -11,7 +18,7 @@ import optax
 
 from .._functions import _microbatch
 from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE
+from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
 from .._jaxprs import _jaxpr
@@ -41,13 +48,13 @@ class TrainStep:
     """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
 
     Attributes:
-      gradients: of its loss: what is built for variables, an input, targets, a key, and
-        whether to train.
+      gradients: ``(variables, x, targets, rng, *, train) -> specialization`` of the
+        loss.
       tx: the optimizer.
-      has_aux: whether the loss function returns something besides the loss.
-      feed: gives what this process has to know of an input and targets.
-      donate: whether the given state is overwritten.
-      by_layer: whether states have an entry for each layer.
+      has_aux: True if the loss function returns something besides the loss.
+      feed: ``(x, targets) -> (x, targets)``, with specs for what this process lacks.
+      donate: True if the state is overwritten.
+      by_layer: True if states have an entry for each layer.
     """
 
     gradients: Callable[..., Built]
@@ -58,11 +65,13 @@ class TrainStep:
     by_layer: bool
 
     def __post_init__(self) -> None:
+        # (settings, signature index of the state) -> optimizer
         self._optimizers = Recent[Any, Optimizer]()
+        # (settings, signature index of the state, signature of the batch) -> step
         self._compiled = Recent[Any, _Compiled]()
-        # (structure, kinds of leaves) of the states that were checked -> a number
-        self._forms = Recent[Any, int]()
-        self._form_numbers = itertools.count()
+        # (structure, kinds of leaves) of a state -> signature index
+        self._signature_indices = Recent[Any, int]()
+        self._next_signature_index = itertools.count()
 
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
@@ -84,100 +93,114 @@ class TrainStep:
           ValueError: if the state or the batch does not fit; nothing is changed.
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
-        taken: list[TrainState] = []
+        new_states: list[TrainState] = []
         try:
-            return self._take(taken, state, x, targets)
+            return self._take(new_states, state, x, targets)
         except BaseException:
-            # What was given is overwritten, and what is returned arrives nowhere.
-            if taken and self._may_donate():
-                become(state, taken[0])
+            # The state is overwritten, and the new one has not reached the caller.
+            if new_states and self._may_donate():
+                become(state, new_states[0])
             raise
 
     @outside_of_meshes
     def _take(
-        self, taken: list[TrainState], state: TrainState, x: PyTree, targets: PyTree
+        self,
+        new_states: list[TrainState],
+        state: TrainState,
+        x: PyTree,
+        targets: PyTree,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Takes one step; ``taken`` receives the new state before it is returned."""
-        check_state(state, self.by_layer)
+        """Takes one step; the new state is put into a list before it is returned."""
+        check_state(state, by_layer=self.by_layer)
         x, targets = self.feed(x, targets)
-        leaves, tree = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten(state)
         origin = state.origin
-        if origin and origin.matches(self, leaves):
-            form = origin.form
+        if origin is not None and not origin.matches(self, leaves):
+            origin = None
+        if origin is None:
+            signature_index = self.signature_index(structure, leaves)
         else:
-            origin, form = None, self.form(tree, leaves)
+            signature_index = origin.signature_index
         _variables.check_alive(leaves)
-        compiled = self._compile(form, state, x, targets)
-        if not origin:
+
+        compiled = self._compile(signature_index, state, x, targets)
+        if origin is None:
             _variables.check_concrete(leaves)
-            own = [leaves[i] for i in compiled.order]
-            compiled.gradient.layout.check(own, "state")
+            variables = [leaves[i] for i in compiled.variable_indices]
+            compiled.gradient.layout.check(variables, "state")
             compiled.optimizer.check_places(state.opt_state)
             check_apart(state, compiled.program)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
+
         with Interrupts() as interrupts:
             outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-            new, metrics = compiled.result(outputs, self)
-            taken.append(new)
-        return new, metrics
+            new_state, metrics = compiled.result(outputs, self)
+            new_states.append(new_state)
+        return new_state, metrics
 
     @outside_of_meshes
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
-        """What a call with such arguments runs."""
-        check_state(state, self.by_layer)
-        leaves, tree = jax.tree.flatten(state)
-        return self._compile(self.form(tree, leaves), state, x, targets).program
+        """The program that a call with these arguments runs."""
+        check_state(state, by_layer=self.by_layer)
+        leaves, structure = jax.tree.flatten(state)
+        signature_index = self.signature_index(structure, leaves)
+        return self._compile(signature_index, state, x, targets).program
 
-    def form(self, tree: Any, leaves: Sequence[Any]) -> int:
-        """The number of a structure and of the kinds of its leaves."""
-        signature = tree, _signature.kinds(leaves)
-        if signature not in self._forms:
-            self._forms[signature] = next(self._form_numbers)
-        return self._forms[signature]
+    def signature_index(self, structure: Any, leaves: Sequence[Any]) -> int:
+        """A number for the structure and the kinds of leaves of a state."""
+        signature = structure, _signature.kinds(leaves)
+        if signature not in self._signature_indices:
+            self._signature_indices[signature] = next(self._next_signature_index)
+        return self._signature_indices[signature]
 
     def _may_donate(self) -> bool:
-        """Whether a state is overwritten: not where a program may be expected to fail.
+        """True if a state is overwritten: not if a program is expected to fail.
 
-        What was overwritten when it failed could not be given back.
+        A state that was overwritten when the program failed could not be restored.
         """
         return self.donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
 
     def _compile(
-        self, form: int, state: TrainState, x: PyTree, targets: PyTree
+        self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
     ) -> "_Compiled":
-        """The programs for such a state and batch; all checks of shapes are here.
+        """The step for such a state and batch; all checks of shapes are here.
 
         Args:
-          form: what the leaves of the state are like: see `form`.
+          signature_index: see `signature_index`.
           state: the state.
           x: the input of the mini-batch.
           targets: its targets.
         """
-        kind = _signature.settings(), form
-        signature = kind, _signature.of(x, targets)
-        known = self._compiled
-        if signature not in known:
-            gradient = self.gradients(state.variables, x, targets, state.rng, True)
-            # A batch of another size needs another gradient, not another optimizer.
-            if kind not in self._optimizers:
-                self._optimizers[kind] = _optimizer(self.tx, state, gradient)
-            optimizer = self._optimizers[kind]
-            optimizer.check(state.opt_state)
-            known[signature] = _Compiled(
-                gradient, optimizer, state, self.has_aux, self._may_donate()
+        state_key = _signature.settings(), signature_index
+        key = state_key, _signature.of(x, targets)
+        if key not in self._compiled:
+            gradient = self.gradients(
+                state.variables, x, targets, state.rng, train=True
             )
-        return known[signature]
+            # A batch of another size needs another gradient, not another optimizer.
+            if state_key not in self._optimizers:
+                self._optimizers[state_key] = _optimizer(self.tx, state, gradient)
+            optimizer = self._optimizers[state_key]
+            optimizer.check(state.opt_state)
+            self._compiled[key] = _Compiled(
+                gradient,
+                optimizer,
+                state,
+                has_aux=self.has_aux,
+                donate=self._may_donate(),
+            )
+        return self._compiled[key]
 
 
 class _Compiled:
-    """A step for one kind of state and batch, as one program.
+    """A step for one signature of state and batch, as one program.
 
     Attributes:
-      gradient: of the mini-batch.
-      optimizer: what makes an update of it.
-      order: the numbers that the leaves of the variables have among those of a state.
-      program: ``(*state, *x, *targets)`` to ``(*state, loss, *aux)``.
+      gradient: the specialization of the loss and its gradients.
+      optimizer: the update.
+      variable_indices: the index of each leaf of the variables among those of a state.
+      program: ``(*state, *x, *targets) -> (*state, loss, *aux)``.
     """
 
     def __init__(
@@ -185,72 +208,131 @@ class _Compiled:
         gradient: Built,
         optimizer: Optimizer,
         state: TrainState,
+        *,
         has_aux: bool,
         donate: bool,
     ) -> None:
-        self.gradient, self.optimizer, self._has_aux = gradient, optimizer, has_aux
-        self._tree = jax.tree.structure(state)
-        numbers = jax.tree.unflatten(self._tree, range(self._tree.num_leaves))
-        self.order = jax.tree.leaves(numbers.variables)
-        self._form: int | None = None
-        self.program = self._lowered(donate, numbers, state.rng, state.step)
+        self.gradient = gradient
+        self.optimizer = optimizer
+        self._has_aux = has_aux
+        self._structure = jax.tree.structure(state)
+        # A state whose leaves are their indices.
+        indices = jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
+        self.variable_indices = jax.tree.leaves(indices.variables)
+        self._signature_index: int | None = None
+        self.program = self._lower(state, indices, donate=donate)
 
     @paused()
-    def _lowered(self, donate: bool, numbers: Any, rng: Any, step: Any) -> Program:
-        gradient, layout = self.gradient, self.gradient.layout
-        graph = gradient.pipe.graph()
-        params, opt_state = map(jax.tree.leaves, (numbers.params, numbers.opt_state))
-        key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
-        # The arguments of `Graph.argument`, by the number of a leaf of the state.
-        leaves: dict[int, Any] = {numbers.rng: (key, OUTSIDE)}
-        leaves[numbers.step] = number, OUTSIDE
-        for i, spec, at in zip(self.order, layout.specs, layout.shardings, strict=True):
-            leaves[i] = *spec, donate, at
-        for i, leaf in zip(opt_state, self.optimizer.state, strict=True):
-            leaves[i] = leaf.value, leaf.place, donate, leaf.sharding
-        state = [graph.argument(*leaves[i]) for i in sorted(leaves)]
-        x, targets, _ = gradient.batch.args
-        specs = jax.tree.leaves((x, targets))
-        batch = [graph.argument(spec, OUTSIDE) for spec in specs]
-        advance = Function("advance", _advance, [key, number])
-        given = [state[numbers.rng], state[numbers.step]]
-        rngs, after = graph.call_everywhere(advance, gradient.pipe.place(0), given)
-        variables = [state[i] for i in self.order]
-        loss, aux, grads, changed = gradient.into(graph, variables, [*batch, rngs])
-        free = [i for i, yes in zip(params, layout.trained, strict=True) if yes]
-        reads = [state[i] for i in (*free, *opt_state)]
-        reads += [grads[i] for i in layout.params if i in grads]
-        new: dict[int, Any] = dict(enumerate(state))
-        updated = self.optimizer.update.into(graph, reads)
-        new |= zip([*free, *opt_state], updated, strict=True)
+    def _lower(self, state: TrainState, indices: Any, *, donate: bool) -> Program:
+        """Writes the step into a graph.
+
+        Args:
+          state: a state.
+          indices: a state whose leaves are their indices.
+          donate: True if the step overwrites its state.
+        """
+        layout = self.gradient.layout
+        graph = self.gradient.pipe.graph()
+        inputs = self._add_state(graph, state, indices, donate=donate)
+        variables = [inputs[i] for i in self.variable_indices]
+        x, targets, _ = self.gradient.batch.args
+        batch_specs = jax.tree.leaves((x, targets))
+        batch = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
+
+        rng_and_step = [inputs[indices.rng], inputs[indices.step]]
+        advance = Function(
+            "advance", _advance, [graph.specs[value] for value in rng_and_step]
+        )
+        first_place = self.gradient.pipe.place(0)
+        rngs, next_step = graph.call_everywhere(advance, first_place, rng_and_step)
+
+        loss, aux, grads, changed = self.gradient.into(graph, variables, [*batch, rngs])
+
+        param_indices = jax.tree.leaves(indices.params)
+        pairs = zip(param_indices, layout.trained, strict=True)
+        trained_indices = [i for i, is_trained in pairs if is_trained]
+        updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
+        updated = self.optimizer.update.into(
+            graph,
+            [
+                *(inputs[i] for i in updated_indices),
+                *(grads[i] for i in layout.params if i in grads),
+            ],
+        )
+
+        # index of a leaf of the state -> its new value
+        new_state: dict[int, Any] = dict(enumerate(inputs))
+        new_state |= zip(updated_indices, updated, strict=True)
         for leaf, value in changed.items():
-            new[self.order[leaf]] = value
-        new[numbers.step] = graph.everywhere(after)
+            new_state[self.variable_indices[leaf]] = value
+        new_state[indices.step] = graph.everywhere(next_step)
         metrics = map(graph.everywhere, graph.own([*loss, *aux]))
-        return Program(graph, [*new.values(), *metrics])
+        return Program(graph, [*new_state.values(), *metrics])
+
+    def _add_state(
+        self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
+    ) -> list[Value]:
+        """Adds the leaves of a state, in order, to the arguments of a graph."""
+        # index of a leaf of the state -> the arguments of `Graph.argument`
+        arguments: dict[int, dict[str, Any]] = {}
+        for index, leaf in ((indices.rng, state.rng), (indices.step, state.step)):
+            spec = _jaxpr.spec(jax.typeof(leaf))
+            arguments[index] = {"spec": spec, "place": OUTSIDE}
+
+        layout = self.gradient.layout
+        for index, (spec, place), sharding in zip(
+            self.variable_indices, layout.specs, layout.shardings, strict=True
+        ):
+            arguments[index] = {
+                "spec": spec,
+                "place": place,
+                "donated": donate,
+                "sharding": sharding,
+            }
+        opt_state_indices = jax.tree.leaves(indices.opt_state)
+        for index, leaf in zip(opt_state_indices, self.optimizer.state, strict=True):
+            arguments[index] = {
+                "spec": leaf.value,
+                "place": leaf.place,
+                "donated": donate,
+                "sharding": leaf.sharding,
+            }
+        return [graph.argument(**arguments[index]) for index in sorted(arguments)]
 
     def result(
-        self, leaves: Sequence[Any], by: "TrainStep"
+        self, outputs: Sequence[Any], train_step: "TrainStep"
     ) -> tuple[TrainState, dict[str, Any]]:
-        """What a step returns, of the outputs of its program."""
-        count = self._tree.num_leaves
-        own = leaves[:count]
-        state = jax.tree.unflatten(self._tree, own)
-        if self._form is None:  # that of what was given, but for weak types
-            self._form = by.form(self._tree, own)
-        set_origin(state, StateOrigin(weakref.ref(by), self._form, own))
-        loss, aux, _ = self.gradient.returned(leaves[count:])
-        return state, {"loss": loss, "aux": aux} if self._has_aux else {"loss": loss}
+        """The state and the metrics that a step returns, from the program's outputs."""
+        num_leaves = self._structure.num_leaves
+        leaves = outputs[:num_leaves]
+        state = jax.tree.unflatten(self._structure, leaves)
+        if self._signature_index is None:  # weak types may differ from the input's
+            self._signature_index = train_step.signature_index(self._structure, leaves)
+        origin = StateOrigin(weakref.ref(train_step), self._signature_index, leaves)
+        set_origin(state, origin)
+
+        loss, aux, _ = self.gradient.returned(outputs[num_leaves:])
+        metrics = {"loss": loss}
+        if self._has_aux:
+            metrics["aux"] = aux
+        return state, metrics
 
 
 def _optimizer(
     tx: optax.GradientTransformation, state: TrainState, gradient: Built
 ) -> Optimizer:
     """The optimizer of the parameters of a state."""
-    specs, layout = _microbatch.specs(state.params, "params"), gradient.layout
-    where = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
-    return Optimizer(tx, specs, layout.trained, gradient.pipe, where)
+    layout = gradient.layout
+    locations = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
+    return Optimizer(
+        tx,
+        params=_microbatch.specs(state.params, "params"),
+        trained=layout.trained,
+        pipe=gradient.pipe,
+        locations=locations,
+    )
 
 
 def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys of a step, and the number of the next one."""
     return _rng.step_key(rng, step), step + 1

@@ -45,11 +45,12 @@ class Transformation:
     """``init`` and ``update`` of an optimizer, with errors that name what to type.
 
     Leaves of integers are not parameters: the optimizer does not see them, and their
-    updates are zeros. What is not trained is ``None``, as for optax.
+    updates are zeros. Leaves that are not trained are ``None``, as for optax.
 
     Args:
       tx: the optax transformation.
-      advice: what to type if it needs more than gradients, state and parameters.
+      advice: the note for an optimizer that needs more than gradients, state and
+        parameters.
 
     Raises:
       TypeError: if ``tx`` is not an optax transformation.
@@ -59,7 +60,8 @@ class Transformation:
         tx = check_optimizer(tx)
         if isinstance(tx, optax.MultiSteps):
             tx = tx.gradient_transformation()
-        self._tx, self._advice = optax.with_extra_args_support(tx), advice
+        self._tx = optax.with_extra_args_support(tx)
+        self._advice = advice
 
     def init(self, params: PyTree) -> PyTree:
         """The state for parameters."""
@@ -70,10 +72,11 @@ class Transformation:
         self, grads: PyTree, state: PyTree, params: PyTree, /, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         """The updates of the parameters, and the new state."""
-        free = _floating(grads), state, _floating(params)
         with _explained(self._advice, grads):
-            updates, state = self._tx.update(*free, **extra)
-        return _with_integers(updates, grads, params), state
+            updates, new_state = self._tx.update(
+                _floating(grads), state, _floating(params), **extra
+            )
+        return _with_integers(updates, grads, params), new_state
 
 
 def optimizer(
@@ -85,26 +88,34 @@ def optimizer(
         "what an optimizer needs besides gradients, state and parameters is given by "
         "name: tx.update(grads, state, params, value=loss)",
     )
-
-    names = "optimizer_init", "raised by tx.init"
-    init = Jitted(transformation.init, devices, *names, rule=of_init)
-    names = "optimizer_update", "raised by tx.update"
-    update_all = Jitted(transformation.update, devices, *names, rule=of_update)
+    init = Jitted(
+        transformation.init,
+        devices,
+        name="optimizer_init",
+        blame="raised by tx.init",
+        rule=of_init,
+    )
+    jitted_update = Jitted(
+        transformation.update,
+        devices,
+        name="optimizer_update",
+        blame="raised by tx.update",
+        rule=of_update,
+    )
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        given = {
-            name: Static(type(value), value) if _is_function(value) else value
-            for name, value in extra.items()
-        }
-        return update_all(updates, state, params, **given)
+        for name, value in extra.items():
+            if _is_function(value):
+                extra[name] = Static(type(value), value)
+        return jitted_update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_function(value: Any) -> bool:
-    """Whether something is a function, not a pytree that can be called."""
+    """True if a value is a function, not a pytree that can be called."""
     return callable(value) and jax.tree.leaves(value) == [value]
 
 
@@ -119,21 +130,22 @@ def of_update(leaves: Sequence[Leaf]) -> Placement:
     These are the first and the third argument, the second is the state. A leaf of the
     state that belongs to none of them, such as a count, is computed in each place.
     """
-    like = ByPath([leaf for leaf in leaves if leaf.of in (0, 2)])
-    places = [
-        NOWHERE if leaf.of == 1 and like.place(leaf.path) < 0 else leaf.place
-        for leaf in leaves
-    ]
-    return Placement(places, lambda result: like.of(*result))
+    mirrored = ByPath([leaf for leaf in leaves if leaf.argument_key in (0, 2)])
+    places: list[int] = []
+    for leaf in leaves:
+        is_state = leaf.argument_key == 1
+        is_count = is_state and mirrored.place(leaf.path) < 0
+        places.append(NOWHERE if is_count else leaf.place)
+    return Placement(places, lambda result: mirrored.of(*result))
 
 
 def _floating(tree: PyTree) -> PyTree:
-    """The tree with nothing in place of integers; that of nothing is nothing."""
+    """The tree with ``None`` in place of integers."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
 def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-    """Updates with zeros in place of what `_floating` left out."""
+    """Updates with zeros in place of the leaves that `_floating` left out."""
     if all(map(is_inexact, jax.tree.leaves((grads, params)))):
         return updates
     if params is None:
@@ -142,8 +154,8 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
             "the parameters too: tx.update(grads, state, params)"
         )
     return jax.tree.map(
-        lambda own, leaf: (
-            own if leaf is None or is_inexact(leaf) else jnp.zeros_like(leaf)
+        lambda update, param: (
+            update if param is None or is_inexact(param) else jnp.zeros_like(param)
         ),
         updates,
         params,
@@ -152,12 +164,12 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
 
 
 @contextmanager
-def _explained(missing: str, grads: PyTree = ()) -> Iterator[None]:
-    """Adds to an error of an optimizer what to type.
+def _explained(advice: str, grads: PyTree = ()) -> Iterator[None]:
+    """Adds advice to an error of an optimizer.
 
     Args:
-      missing: the same, where it needs more arguments.
-      grads: the gradients that it is given, some of which may be ``None``.
+      advice: the note for an optimizer that needs more arguments.
+      grads: the gradients, some of which may be ``None``.
     """
     try:
         yield
@@ -175,8 +187,9 @@ def _explained(missing: str, grads: PyTree = ()) -> Iterator[None]:
             ) from error
         is_missing = isinstance(error, TypeError) and "missing" in text
         if is_missing or "must be provided" in text:  # as optax words it
-            error.add_note(missing)
-        if "tuple" in text and any(w in text for w in ("dict", "indices", "'items'")):
+            error.add_note(advice)
+        is_about_dicts = any(word in text for word in ("dict", "indices", "'items'"))
+        if "tuple" in text and is_about_dicts:
             error.add_note(
                 "parameters and gradients are a tuple with one entry per layer; what "
                 "needs a dict, such as flatten_dict in a mask, takes each entry: "

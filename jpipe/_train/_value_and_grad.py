@@ -22,11 +22,12 @@ class ValueAndGrad:
     """``f(variables, x, targets)``: see `Pipeline.value_and_grad`, which makes it.
 
     Attributes:
-      gradients: of its loss.
-      has_aux: whether the loss function returns something besides the loss.
-      has_state: whether what training changes besides parameters is returned too.
-      feed: gives what this process has to know of an input, targets and keys.
-      has_warned: whether it has warned of what it does not return.
+      gradients: the gradients of its loss.
+      has_aux: True if the loss function returns something besides the loss.
+      has_state: True if the collections that training changes are returned too.
+      feed: ``(x, targets, rngs) -> (x, targets)``, with specs for what this process
+        lacks.
+      has_warned: True after the warning of collections that it does not return.
     """
 
     gradients: Gradients
@@ -53,7 +54,7 @@ class ValueAndGrad:
             processes those that do not run the first stage may give ``None``.
           targets: its targets, likewise, for the last stage.
           rngs: a key, or keys by stream name.
-          train: given to layers that ask whether they are trained.
+          train: the value for layers that ask whether they are trained.
 
         Returns:
           ``(loss, grads)``; ``((loss, aux), grads)``, ``((loss, state), grads)`` or
@@ -61,31 +62,33 @@ class ValueAndGrad:
 
         Raises:
           ValueError: if batch, targets or variables do not fit.
-          TypeError: if the loss function does not return what was agreed.
+          TypeError: if the loss function does not return a loss, or loss and aux.
         """
         x, targets = self.feed(x, targets, rngs)
-        built = self.gradients(variables, x, targets, rngs, train)
+        built = self.gradients(variables, x, targets, rngs, train=train)
         program = built.program_with_state if self.has_state else built.program
         outputs = program(built.given(variables, (x, targets, rngs)))
-        loss, aux, found = built.returned(outputs)
-        leaves, tree = jax.tree.flatten(variables)
+        # An iterator over the gradients, then the new state.
+        loss, aux, results = built.returned(outputs)
+
+        leaves, structure = jax.tree.flatten(variables)
         layout = built.layout
-        grads = [
-            next(found) if trained else self._without(leaves[at])
-            for at, trained in zip(layout.params, layout.trained, strict=True)
-        ]
+        grads: list[Any] = []
+        for index, is_trained in zip(layout.params, layout.trained, strict=True):
+            grads.append(next(results) if is_trained else self._no_grad(leaves[index]))
+
         extra = [aux] if self.has_aux else []
         if self.has_state:
-            for at in built.state:
-                leaves[at] = next(found)
-            extra.append(_variables.model_state(tree.unflatten(leaves)))
+            for index in built.state:
+                leaves[index] = next(results)
+            extra.append(_variables.model_state(structure.unflatten(leaves)))
         elif built.written and not self.has_warned:
             self.has_warned = True
-            at = [at for at, _ in built.written]
-            _warn_of_state(_variables.collections(variables, at))
+            written = [index for index, _ in built.written]
+            _warn_of_state(_variables.collections(variables, written))
         value = (loss, *extra) if extra else loss
-        params = jax.tree.structure(_variables.params(variables))
-        return value, params.unflatten(grads)
+        params_structure = jax.tree.structure(_variables.params(variables))
+        return value, params_structure.unflatten(grads)
 
     @outside_of_meshes
     def program(
@@ -97,14 +100,15 @@ class ValueAndGrad:
         rngs: Rngs = None,
         train: bool = True,
     ) -> Program:
-        """What a call with such arguments runs."""
-        built = self.gradients(variables, x, targets, rngs, train)
+        """The program that a call with these arguments runs."""
+        built = self.gradients(variables, x, targets, rngs, train=train)
         return built.program_with_state if self.has_state else built.program
 
-    def _without(self, leaf: Any) -> Any:
-        """What stands for the gradient of a leaf that has none.
+    def _no_grad(self, leaf: Any) -> Any:
+        """The placeholder for the gradient of a leaf that has none.
 
-        Where ``trainable`` was left out, that of `jax.grad` for integers.
+        It is ``None``, or, if ``trainable`` was left out, that of `jax.grad` for
+        integers.
         """
         if not self.gradients.trainable.selects_all:
             return None

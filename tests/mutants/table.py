@@ -82,7 +82,7 @@ JAXPRS = [
 ]
 INSTRUCTIONS = [
     ("_bytes", "+= sign *", "+= abs(sign) *"),
-    ("_donated", "last[v] == number", "True"),
+    ("_donated", "last[value] == index", "True"),
     ("_graph", "            taken.add(value)\n", ""),
     ("_graph", "key = value, place, sharding.cut", "key = value, place, None"),
     ("_program", "slot < self._num_arguments for", "slot < 0 for"),
@@ -133,7 +133,7 @@ PLANNING = [
 ]
 PLACED = [
     ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),
-    ("_segments", "(weight[p], p in", "(-weight[p], p in"),
+    ("_segments", "(num_bytes[p], p in", "(-num_bytes[p], p in"),
 ]
 RUN = [
     ("_divisors", "parts), total)]", "parts), 0 * total)]"),
@@ -215,15 +215,15 @@ SLICES = [
 TRAIN = [
     (
         "_optimizer",
-        "(pipe.place(stage), sharding) for stage, sharding in own",
-        "(pipe.place(0), sharding) for stage, sharding in own",
+        "            (pipe.place(stage), sharding)\n",
+        "            (pipe.place(0), sharding)\n",
     ),
-    ("_transformation", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
+    ("_transformation", "else jnp.zeros_like(param)", "else jnp.ones_like(param)"),
     ("_step", "_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),
     (
         "_step",
-        "new[self.order[leaf]] = value",
-        "new[self.order[leaf]] = new[self.order[leaf]]",
+        "new_state[self.variable_indices[leaf]] = value",
+        "pass",
     ),
 ]
 

@@ -164,7 +164,7 @@ def test_a_state_keeps_neither_the_step_nor_its_programs():
 
 
 def test_a_step_of_many_sizes_keeps_the_programs_of_the_newest(small, monkeypatch):
-    monkeypatch.setattr(_recent, "MOST", 2)
+    monkeypatch.setattr(_recent, "MAX_ENTRIES", 2)
     tx = optax.sgd(0.1)
     state, step = small.init_train_state(KEY, X, tx), small.train_step(ref.mse, tx)
     sizes = range(2, 7)
