@@ -1,7 +1,7 @@
-"""Pictures of schedules: SVG, and traces for Perfetto.
+"""Draws schedules: as SVG, and as traces for Perfetto.
 
-Everything here takes timelines, predicted by `Schedule.simulate` or measured, and
-shows several on one axis: what was predicted above what was measured.
+All functions take timelines, predicted by `Schedule.simulate` or measured, and show
+several on one axis: the prediction above the measurement.
 """
 
 from ._svg import svg as svg

@@ -1,22 +1,36 @@
-"""Columns of bars, each made of parts, with a name for each row."""
+"""Lays out columns of bars, each made of parts, with a name for each row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import _palette as palette
 from ._frame import LABEL
-from ._legend import legend
-from ._shapes import Picture, Rect, Shape, Text, centred, shortened, text_width
+from ._legend import lay_out_legend
+from ._shapes import (
+    BOLD,
+    Picture,
+    Rect,
+    Shape,
+    Text,
+    center_baseline,
+    measure_text,
+    shorten,
+)
 
-_TOP, _BAR, _PITCH = 46.0, 22.0, 30.0
-_MARGIN, _BETWEEN = 14.0, 28.0
-_BEFORE = 8.0  # between a name and its bars
-# So much of the page the names take at most; longer ones are cut.
-_NAMES = 0.45
+_TITLE = 13.0
+_TOP = 46.0
+_BAR_HEIGHT = 22.0
+_ROW_HEIGHT = 30.0
+_MARGIN = 14.0
+_COLUMN_SPACE = 28.0
+# Between a name and its bars, and between bars and their text.
+_TEXT_SPACE = 8.0
+# The most that names take of the width; longer ones are shortened.
+_MAX_NAMES = 0.45
 
 
 class Part(NamedTuple):
-    """A part of a bar; its colour, and what a mouse that rests on it shows."""
+    """A part of a bar; a mouse that rests on it shows ``tooltip``."""
 
     size: float
     fill: str
@@ -24,7 +38,7 @@ class Part(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """Parts one after the other, and what is written behind them."""
+    """Parts one after the other, and a text at the right."""
 
     parts: Sequence[Part]
     text: str
@@ -34,9 +48,10 @@ class Column(NamedTuple):
     """Bars below each other, on one scale.
 
     Attributes:
-      head: above them.
-      bars: from top to bottom.
-      whole: of what bars are parts, the rest hatched; ``None``: of nothing.
+      head: the text above them.
+      bars: the bars from top to bottom.
+      whole: the size of a full bar, of which what is missing is hatched; ``None``: the
+        largest bar is full.
     """
 
     head: str
@@ -44,56 +59,82 @@ class Column(NamedTuple):
     whole: float | None
 
 
-def picture(
+def lay_out_bars(
     title: str,
     names: Sequence[str],
     columns: Sequence[Column],
     colours: Mapping[str, str],
     width: float,
 ) -> Picture:
-    """Lays columns of bars out on a page.
+    """Lays out columns of bars on a page.
 
     Args:
-      title: above all.
-      names: of the rows.
-      columns: from left to right.
-      colours: by what they mean.
-      width: of the page.
+      title: the text above all.
+      names: the name of each row.
+      columns: the columns from left to right.
+      colours: meaning -> colour, for the legend.
+      width: the width of the page.
     """
-    bottom = _TOP + len(names) * _PITCH
-    longest = max(text_width(name, LABEL) for name in names)
-    left = min(_MARGIN + longest + _BEFORE, _NAMES * width)
-    entries, height = legend(colours, left, bottom, width)
-    shown = shortened(title, 13.0 * 1.1, width - 2 * _MARGIN)  # bold is wider
-    shapes: list[Shape] = [Text(_MARGIN, 18.0, shown, 13.0, palette.INK, bold=True)]
-    for i, name in enumerate(names):
-        text = shortened(name, LABEL, left - _BEFORE - _MARGIN)
-        x, y = left - _BEFORE, _middle(i)
-        shapes.append(Text(x, y, text, LABEL, palette.INK, "end"))
-    after = [8 + max(text_width(bar.text, LABEL) for bar in x.bars) for x in columns]
-    gaps = _BETWEEN * (len(columns) - 1)
-    wide = (width - left - sum(after) - gaps - _MARGIN) / len(columns)
-    for column, behind in zip(columns, after, strict=True):
-        shapes += _column(column, left, wide)
-        left += wide + behind + _BETWEEN
-    return Picture(width, height + 8, (*shapes, *entries), title)
+    longest = max(measure_text(name, LABEL) for name in names)
+    left = min(_MARGIN + longest + _TEXT_SPACE, _MAX_NAMES * width)
+
+    shown = shorten(title, _TITLE * BOLD, width - 2 * _MARGIN)
+    shapes: list[Shape] = [
+        Text(_MARGIN, 18.0, shown, size=_TITLE, fill=palette.INK, bold=True)
+    ]
+    for row, name in enumerate(names):
+        text = Text(
+            left - _TEXT_SPACE,
+            _row_baseline(row),
+            shorten(name, LABEL, left - _TEXT_SPACE - _MARGIN),
+            size=LABEL,
+            fill=palette.INK,
+            anchor="end",
+        )
+        shapes.append(text)
+
+    # The texts at the right of each column, then the bars in what is left.
+    text_widths = [
+        _TEXT_SPACE + max(measure_text(bar.text, LABEL) for bar in column.bars)
+        for column in columns
+    ]
+    spaces = _COLUMN_SPACE * (len(columns) - 1)
+    bar_width = (width - left - sum(text_widths) - spaces - _MARGIN) / len(columns)
+    x = left
+    for column, text_width in zip(columns, text_widths, strict=True):
+        shapes += _lay_out_column(column, x, bar_width)
+        x += bar_width + text_width + _COLUMN_SPACE
+
+    bottom = _TOP + len(names) * _ROW_HEIGHT
+    entries, height = lay_out_legend(colours, left=left, top=bottom, right=width)
+    return Picture(width, height + 8, (*shapes, *entries), description=title)
 
 
-def _column(column: Column, left: float, wide: float) -> Iterator[Shape]:
-    yield Text(left, _TOP - 10, column.head, LABEL - 1, palette.GREY)
+def _lay_out_column(column: Column, left: float, width: float) -> Iterator[Shape]:
+    """Yields the shapes of a column whose full bars have this width."""
+    yield Text(left, _TOP - 10, column.head, size=LABEL - 1, fill=palette.GREY)
     sizes = [sum(part.size for part in bar.parts) for bar in column.bars]
-    scale = wide / (column.whole or max(sizes) or 1.0)
-    for i, bar in enumerate(column.bars):
-        top, x = _TOP + i * _PITCH, left
+    scale = width / (column.whole or max(sizes) or 1.0)
+    for row, bar in enumerate(column.bars):
+        top = _TOP + row * _ROW_HEIGHT
         if column.whole:
-            yield Rect(left, top, wide, _BAR, palette.IDLE)
+            yield Rect(left, top, width, _BAR_HEIGHT, fill=palette.IDLE)
+        x = left
         for part in bar.parts:
             length = part.size * scale
-            yield Rect(x, top, length, _BAR, part.fill, part.tooltip)
+            yield Rect(
+                x, top, length, _BAR_HEIGHT, fill=part.fill, tooltip=part.tooltip
+            )
             x += length
-        yield Text(left + wide + 8, _middle(i), bar.text, LABEL, palette.INK)
+        yield Text(
+            left + width + _TEXT_SPACE,
+            _row_baseline(row),
+            bar.text,
+            size=LABEL,
+            fill=palette.INK,
+        )
 
 
-def _middle(row: int) -> float:
+def _row_baseline(row: int) -> float:
     """The baseline of the texts of a row."""
-    return centred(_TOP + row * _PITCH + _BAR / 2, LABEL)
+    return center_baseline(_TOP + row * _ROW_HEIGHT + _BAR_HEIGHT / 2, LABEL)

@@ -1,18 +1,23 @@
-"""What all the rows of a picture share: the axis, the scales, the margins."""
+"""The frame of a picture, which all rows share: axis, scales, margins."""
 
 import math
 from dataclasses import dataclass
 
 from ..schedules import Timeline
 from ..schedules._units import duration, size
-from ._shapes import text_width
+from ._shapes import measure_text
 
-LABEL = 11.0  # the size of most texts
-_SMALLEST = 6.5  # that of a number that can be read
+LABEL = 11.0  # the font size of most texts
+_MIN_NUMBER_SIZE = 6.5  # the smallest font size that can be read
 _MARGIN = 14.0
-_LEAST, _NARROWEST, _WIDEST = 400.0, 890.0, 2000.0
-# An ordinary action gets that many pixels as long as the picture does not get too wide.
-_ACTION = 19.0
+# The least width that a user may set, and the range of the default width.
+_LEAST_WIDTH = 400.0
+_MIN_DEFAULT_WIDTH = 890.0
+_MAX_DEFAULT_WIDTH = 2000.0
+# The default width of a typical action, if the picture does not get too wide.
+_ACTION_WIDTH = 19.0
+# The distance between ticks, about.
+_TICK_DISTANCE = 80
 
 
 @dataclass(frozen=True)
@@ -20,14 +25,14 @@ class Frame:
     """Scales and margins of a picture.
 
     Attributes:
-      width: of the picture.
-      left: where time 0 is.
-      right: where the last end of all timelines is.
+      width: the width of the picture.
+      left: the x of time 0.
+      right: the x of the last end of all timelines.
       span: the time between them.
-      in_seconds: whether times are seconds and sizes bytes.
-      most_bytes: the top of all memory curves.
-      number_size: the size of the numbers in the boxes.
-      number_width: how wide a box must be for its number to be written.
+      in_seconds: True if times are seconds and sizes bytes.
+      max_bytes: the top of all memory curves.
+      number_size: the font size of the numbers in the boxes.
+      number_width: the least width of a box in which its number is written.
     """
 
     width: float
@@ -35,82 +40,95 @@ class Frame:
     right: float
     span: float
     in_seconds: bool
-    most_bytes: float
+    max_bytes: float
     number_size: float
     number_width: float
 
     def x(self, time: float) -> float:
-        """Where a time after the first start is."""
-        part = time / self.span if self.span else 0.0
-        return self.left + part * (self.right - self.left)
+        """The x of a time since the first start."""
+        fraction = time / self.span if self.span else 0.0
+        return self.left + fraction * (self.right - self.left)
 
-    def text(self, time: float) -> str:
-        """A time as it is written."""
-        return duration(time) if self.in_seconds else _number(time)
+    def format_time(self, time: float) -> str:
+        """Formats a time, with a unit if it is in seconds."""
+        return duration(time) if self.in_seconds else _format_number(time)
 
     def ticks(self) -> list[float]:
         """Round times, some 80 pixels apart."""
-        rough = self.span / max((self.right - self.left) / 80, 1)
-        if rough <= 0:
+        num_ticks = max((self.right - self.left) / _TICK_DISTANCE, 1)
+        least_step = self.span / num_ticks
+        if least_step <= 0:
             return [0.0]
-        base = 10.0 ** math.floor(math.log10(rough))
-        step = next(k * base for k in (1, 2, 5, 10) if k * base >= rough * 0.999)
+        base = 10.0 ** math.floor(math.log10(least_step))
+        step = next(k * base for k in (1, 2, 5, 10) if k * base >= least_step * 0.999)
         return [i * step for i in range(math.floor(self.span / step + 1e-9) + 1)]
 
 
-def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
-    """The frame in which timelines are drawn one below the other.
+def fit_frame(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
+    """Fits the frame in which timelines are drawn one below the other.
 
     Args:
-      timelines: all of them.
-      width: in pixels; ``None``: what they need.
+      timelines: all timelines of the picture.
+      width: its width in pixels; ``None``: what the actions need.
+
+    Raises:
+      ValueError: if the width is too small.
     """
     span = max(timeline.makespan for timeline in timelines)
-    peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
-    ranks = max(len(timeline.rows) for timeline in timelines)
     in_seconds = any(timeline.in_seconds for timeline in timelines)
-    left = _MARGIN + text_width(f"rank {ranks - 1}", LABEL) + 8
-    labels = [peak_label(peak, in_seconds) for peak in peaks]
-    after = _MARGIN + 8 + max(text_width(label, LABEL - 1) for label in labels)
-    # Where no action takes any time, none needs room.
-    part = _ordinary(timelines) / span if span else 1.0
+    num_ranks = max(len(timeline.rows) for timeline in timelines)
+    peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
+
+    left = _MARGIN + measure_text(f"rank {num_ranks - 1}", LABEL) + 8
+    labels = [format_peak(peak, in_bytes=in_seconds) for peak in peaks]
+    after = _MARGIN + 8 + max(measure_text(label, LABEL - 1) for label in labels)
+
+    # A typical action as a fraction of the span. If no action takes any time, none
+    # needs room.
+    fraction = _typical_duration(timelines) / span if span else 1.0
     if width is None:
-        natural = left + after + _ACTION / max(part, _ACTION / _WIDEST)
-        width = min(max(natural, _NARROWEST), _WIDEST)
-    if width < _LEAST:
-        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
-    widest = max(
-        (str(action.microbatch) for t in timelines for action in t.start),
-        key=len,
-        default="0",
-    )
-    # An ordinary box has room for its number, if that can be read.
-    room = part * (width - left - after) - 1
-    number = min(max(room / text_width(widest, 1), _SMALLEST), LABEL)
+        least_fraction = _ACTION_WIDTH / _MAX_DEFAULT_WIDTH
+        natural = left + after + _ACTION_WIDTH / max(fraction, least_fraction)
+        width = min(max(natural, _MIN_DEFAULT_WIDTH), _MAX_DEFAULT_WIDTH)
+    if width < _LEAST_WIDTH:
+        raise ValueError(f"width={width:g}: must be at least {_LEAST_WIDTH:g} pixels")
+
+    # The box of a typical action has room for the longest number, if that can be read.
+    num_digits = 1
+    for timeline in timelines:
+        for action in timeline.start:
+            num_digits = max(num_digits, len(str(action.microbatch)))
+    longest = "0" * num_digits
+    room = fraction * (width - left - after) - 1
+    number_size = min(max(room / measure_text(longest, 1), _MIN_NUMBER_SIZE), LABEL)
     return Frame(
         width=width,
         left=left,
         right=width - after,
         span=span,
         in_seconds=in_seconds,
-        most_bytes=max(peaks, default=0.0),
-        number_size=number,
-        number_width=text_width(widest, number) + 1,
+        max_bytes=max(peaks, default=0.0),
+        number_size=number_size,
+        number_width=measure_text(longest, number_size) + 1,
     )
 
 
-def _ordinary(timelines: tuple[Timeline, ...]) -> float:
-    """The time of an ordinary action: three quarters of all take longer."""
-    pairs = ((t.start[a], t.end[a]) for t in timelines for a in t.start)
-    taken = sorted(end - start for start, end in pairs if end > start)
-    return taken[len(taken) // 4] if taken else 0.0
+def _typical_duration(timelines: tuple[Timeline, ...]) -> float:
+    """The duration of a typical action: three quarters of all take longer."""
+    durations: list[float] = []
+    for timeline in timelines:
+        for action, start in timeline.start.items():
+            if timeline.end[action] > start:
+                durations.append(timeline.end[action] - start)
+    durations.sort()
+    return durations[len(durations) // 4] if durations else 0.0
 
 
-def _number(value: float) -> str:
-    """Four digits, and never an exponent where it can be avoided."""
+def _format_number(value: float) -> str:
+    """Formats a number with four digits, without exponent where it can be avoided."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def peak_label(value: float, in_bytes: bool) -> str:
-    """A peak of memory as it is written."""
-    return f"peak {size(int(value)) if in_bytes else _number(value)}"
+def format_peak(value: float, *, in_bytes: bool) -> str:
+    """Formats a peak of memory, with a unit if it is in bytes."""
+    return f"peak {size(int(value)) if in_bytes else _format_number(value)}"

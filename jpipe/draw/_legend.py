@@ -1,37 +1,41 @@
-"""A legend: what the colours of a picture mean."""
+"""Lays out a legend: the meaning of the colours of a picture."""
 
 from collections.abc import Mapping
 
 from . import _palette as palette
 from ._frame import LABEL
-from ._shapes import Rect, Shape, Text, text_width
+from ._shapes import Rect, Shape, Text, measure_text
 
-_SWATCH, _LINE = 16.0, 18.0
+_SWATCH_WIDTH = 16.0
+_SWATCH_HEIGHT = 10.0
+_LINE = 18.0
 
 
-def legend(
-    entries: Mapping[str, str], left: float, top: float, right: float
+def lay_out_legend(
+    colours: Mapping[str, str], left: float, top: float, right: float
 ) -> tuple[list[Shape], float]:
-    """The entries, from left to right in as many lines as they need.
+    """Lays out entries from left to right, in as many lines as they need.
 
     Args:
-      entries: the colour of each text; empty of one without.
-      left: where lines begin.
-      top: where the first one is.
-      right: where lines end at most.
+      colours: text -> its colour; empty for a text without a swatch.
+      left: the x at which lines begin.
+      top: the y of the first line.
+      right: the x by which lines end.
 
     Returns:
-      The shapes, and where the last line ends.
+      The shapes, and the y at which the last line ends.
     """
     shapes: list[Shape] = []
-    x, y = left, top
-    for text, fill in entries.items():
-        swatch = _SWATCH + 6 if fill else 0.0
-        width = swatch + text_width(text, LABEL)
+    x = left
+    y = top
+    for text, fill in colours.items():
+        swatch = _SWATCH_WIDTH + 6 if fill else 0.0
+        width = swatch + measure_text(text, LABEL)
         if x > left and x + width > right:
-            x, y = left, y + _LINE
+            x = left
+            y += _LINE
         if fill:
-            shapes.append(Rect(x, y + 3, _SWATCH, 10.0, fill))
-        shapes.append(Text(x + swatch, y + 12, text, LABEL, palette.INK))
+            shapes.append(Rect(x, y + 3, _SWATCH_WIDTH, _SWATCH_HEIGHT, fill=fill))
+        shapes.append(Text(x + swatch, y + 12, text, size=LABEL, fill=palette.INK))
         x += width + 12
     return shapes, y + _LINE

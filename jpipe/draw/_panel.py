@@ -1,129 +1,192 @@
-"""One timeline in the picture: a row of boxes and a memory curve for each rank."""
+"""Lays out one timeline: for each rank a row of boxes, and a memory curve below it."""
 
 from collections.abc import Iterator, Sequence
 
 from ..schedules import MemoryEvent, Timeline
 from ..schedules._units import format_percent
 from . import _palette as palette
-from ._frame import LABEL, Frame, peak_label
-from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
+from ._frame import LABEL, Frame, format_peak
+from ._shapes import (
+    BOLD,
+    Path,
+    Rect,
+    Shape,
+    Text,
+    center_baseline,
+    measure_text,
+    shorten,
+)
 
 TITLE = 13.0
 _TITLE_HEIGHT = 26.0
-_BAR, _GAP, _MEMORY, _BETWEEN = 24.0, 2.0, 22.0, 9.0
+# From top to bottom of a row: boxes, a gap, the memory curve, space to the next row.
+_BOX_HEIGHT = 24.0
+_GAP = 2.0
+_MEMORY_HEIGHT = 22.0
+_ROW_SPACE = 9.0
 
 
-def height(timeline: Timeline, frame: Frame) -> float:
-    """What `panel` needs."""
-    return _TITLE_HEIGHT + len(timeline.rows) * _pitch(timeline, frame)
+def panel_height(timeline: Timeline, frame: Frame) -> float:
+    """The height of the panel of a timeline."""
+    return _TITLE_HEIGHT + len(timeline.rows) * _row_height(timeline, frame)
 
 
-def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[Shape]:
-    """The shapes of one timeline, from ``top`` on."""
-    yield from _heading(timeline, title, frame, top)
+def lay_out_panel(
+    timeline: Timeline, title: str, frame: Frame, top: float
+) -> Iterator[Shape]:
+    """Yields the shapes of one timeline, from ``top`` on."""
+    yield from _lay_out_heading(timeline, title, frame, top)
     events: list[list[MemoryEvent]] = [[] for _ in timeline.rows]
     for event in timeline.memory:
         events[event.rank].append(event)
+
     for rank in range(len(timeline.rows)):
-        y = top + _TITLE_HEIGHT + rank * _pitch(timeline, frame)
-        middle = centred(y + _BAR / 2, LABEL)
-        yield Text(frame.left - 8, middle, f"rank {rank}", LABEL, palette.INK, "end")
-        # What is hatched is idle: boxes hide the rest.
-        yield Rect(
-            frame.left, y, frame.x(timeline.makespan) - frame.left, _BAR, palette.IDLE
+        y = top + _TITLE_HEIGHT + rank * _row_height(timeline, frame)
+        yield Text(
+            frame.left - 8,
+            center_baseline(y + _BOX_HEIGHT / 2, LABEL),
+            f"rank {rank}",
+            size=LABEL,
+            fill=palette.INK,
+            anchor="end",
         )
-        yield from _boxes(timeline, rank, frame, y)
+        # All is hatched as idle; the boxes are drawn over it.
+        width = frame.x(timeline.makespan) - frame.left
+        yield Rect(frame.left, y, width, _BOX_HEIGHT, fill=palette.IDLE)
+        yield from _lay_out_boxes(timeline, rank, frame, y)
         if _has_memory(timeline, frame):
-            steps = _steps(timeline, events[rank])
-            peak = timeline.peak_bytes[rank]
-            yield from _memory(steps, peak, frame, y + _BAR + _GAP)
+            yield from _lay_out_memory(
+                _memory_corners(timeline, events[rank]),
+                peak=timeline.peak_bytes[rank],
+                frame=frame,
+                top=y + _BOX_HEIGHT + _GAP,
+            )
 
 
-def summary(timeline: Timeline, frame: Frame) -> str:
-    """The makespan and the bubble in words."""
+def format_summary(timeline: Timeline, frame: Frame) -> str:
+    """Formats the makespan and the bubble."""
     bubble = format_percent(timeline.bubble_fraction)
-    return f"makespan {frame.text(timeline.makespan)}, bubble {bubble}"
+    return f"makespan {frame.format_time(timeline.makespan)}, bubble {bubble}"
 
 
-def _pitch(timeline: Timeline, frame: Frame) -> float:
-    memory = _GAP + _MEMORY if _has_memory(timeline, frame) else 0.0
-    return _BAR + _BETWEEN + memory
+def _row_height(timeline: Timeline, frame: Frame) -> float:
+    """The distance from one rank to the next."""
+    memory = _GAP + _MEMORY_HEIGHT if _has_memory(timeline, frame) else 0.0
+    return _BOX_HEIGHT + _ROW_SPACE + memory
 
 
 def _has_memory(timeline: Timeline, frame: Frame) -> bool:
-    """Whether there is a curve to draw: nothing is live where all costs are time."""
-    return bool(timeline.memory) and frame.most_bytes > 0
+    """True if there are curves to draw: costs may be of times alone."""
+    return bool(timeline.memory) and frame.max_bytes > 0
 
 
-def _heading(
+def _lay_out_heading(
     timeline: Timeline, title: str, frame: Frame, top: float
 ) -> Iterator[Shape]:
-    text = summary(timeline, frame)
-    room = frame.right - frame.left - text_width(text, LABEL) - 20
-    shown = shortened(title, TITLE * 1.1, room)  # bold letters are wider
+    """Yields the title at the left, the summary at the right."""
+    summary = format_summary(timeline, frame)
+    room = frame.right - frame.left - measure_text(summary, LABEL) - 20
+    shown = shorten(title, TITLE * BOLD, room)
     y = top + _TITLE_HEIGHT - 9
-    yield Text(frame.left, y, shown, TITLE, palette.INK, bold=True)
-    yield Text(frame.right, y, text, LABEL, palette.GREY, "end")
+    yield Text(frame.left, y, shown, size=TITLE, fill=palette.INK, bold=True)
+    yield Text(frame.right, y, summary, size=LABEL, fill=palette.GREY, anchor="end")
 
 
-def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Shape]:
-    first, row = timeline.begin, timeline.rows[rank]
-    chunk_of, count = palette.chunks(timeline), palette.num_chunks(timeline)
+def _lay_out_boxes(
+    timeline: Timeline, rank: int, frame: Frame, y: float
+) -> Iterator[Shape]:
+    """Yields a box for each action and exchange of a rank, then their numbers."""
+    first = timeline.begin
+    chunk_of = palette.chunk_of_stages(timeline)
+    num_chunks = palette.max_chunks(timeline)
 
-    def box(name: str, start: float, end: float, fill: str) -> Rect:
-        x, right = frame.x(start - first), frame.x(end - first)
-        text = f"{name}: {frame.text(start - first)} to {frame.text(end - first)}"
-        # An outline as wide as the box would hide it.
-        edge = min(0.8, (right - x) / 8)
-        return Rect(x, y, right - x, _BAR, fill, text, edge)
+    def make_box(name: str, start: float, end: float, fill: str) -> Rect:
+        x = frame.x(start - first)
+        width = frame.x(end - first) - x
+        begins = frame.format_time(start - first)
+        ends = frame.format_time(end - first)
+        return Rect(
+            x,
+            y,
+            width,
+            _BOX_HEIGHT,
+            fill=fill,
+            tooltip=f"{name}: {begins} to {ends}",
+            # An outline as wide as the box would hide it.
+            edge=min(0.8, width / 8),
+        )
 
-    boxes = []
-    for action in row:
-        fill = palette.shade(action.op, chunk_of[action.stage], count)
-        times = timeline.start[action], timeline.end[action]
-        boxes.append(box(str(action), *times, fill))
-    size, middle = frame.number_size, centred(y + _BAR / 2, frame.number_size)
-    numbers = [
-        Text(x + width / 2, middle, str(action.microbatch), size, ink, "middle")
-        for (x, _, width, _, fill, *_), action in zip(boxes, row, strict=True)
-        for ink in [palette.ink_on(fill)]
-        # The room that the longest number takes decides for all: else those of the
-        # first ten micro-batches alone would be shown.
-        if width >= frame.number_width - 1e-9
-    ]
-    for stage, ranks, start, end in timeline.exchanges:
-        if rank in ranks:
-            name = f"exchange of gradients of stage {stage}"
-            boxes.append(box(name, start, end, palette.EXCHANGE))
-    # Equal colours one after the other make a shorter file.
+    boxes: list[Rect] = []
+    numbers: list[Text] = []
+    for action in timeline.rows[rank]:
+        box = make_box(
+            str(action),
+            start=timeline.start[action],
+            end=timeline.end[action],
+            fill=palette.shade(action.op, chunk_of[action.stage], num_chunks),
+        )
+        boxes.append(box)
+        # The longest number decides for all boxes: else only those of the first ten
+        # micro-batches would be shown.
+        if box.width >= frame.number_width - 1e-9:
+            number = Text(
+                box.x + box.width / 2,
+                center_baseline(y + _BOX_HEIGHT / 2, frame.number_size),
+                str(action.microbatch),
+                size=frame.number_size,
+                fill=palette.ink_on(box.fill),
+                anchor="middle",
+            )
+            numbers.append(number)
+    for exchange in timeline.exchanges:
+        if rank in exchange.ranks:
+            box = make_box(
+                f"exchange of gradients of stage {exchange.stage}",
+                start=exchange.start,
+                end=exchange.end,
+                fill=palette.EXCHANGE,
+            )
+            boxes.append(box)
+
+    # The file is shorter if equal colours are neighbours.
     yield from sorted(boxes, key=lambda box: (box.fill, box.x))
     yield from sorted(numbers, key=lambda text: (text.fill, text.x))
 
 
-def _memory(
-    steps: Sequence[tuple[float, float]], peak: float, frame: Frame, top: float
+def _lay_out_memory(
+    corners: Sequence[tuple[float, float]], *, peak: float, frame: Frame, top: float
 ) -> Iterator[Shape]:
-    bottom = top + _MEMORY
-    if not steps:
+    """Yields the area and the line of a memory curve, and its peak at the right."""
+    if not corners:
         return
-    scale = (_MEMORY - 1) / frame.most_bytes
-    curve = tuple((frame.x(time), bottom - live * scale) for time, live in steps)
-    yield Path((*curve, (curve[-1][0], bottom), (curve[0][0], bottom)), palette.MEMORY)
+    bottom = top + _MEMORY_HEIGHT
+    scale = (_MEMORY_HEIGHT - 1) / frame.max_bytes
+    curve = tuple((frame.x(time), bottom - live * scale) for time, live in corners)
+    below = ((curve[-1][0], bottom), (curve[0][0], bottom))
+    yield Path((*curve, *below), fill=palette.MEMORY)
     yield Path(curve, stroke=palette.MEMORY_LINE)
-    label, size = peak_label(peak, frame.in_seconds), LABEL - 1
-    middle = centred((top + bottom) / 2, size)
-    yield Text(frame.right + 8, middle, label, size, palette.MEMORY_LINE)
+    yield Text(
+        frame.right + 8,
+        center_baseline((top + bottom) / 2, LABEL - 1),
+        format_peak(peak, in_bytes=frame.in_seconds),
+        size=LABEL - 1,
+        fill=palette.MEMORY_LINE,
+    )
 
 
-def _steps(
+def _memory_corners(
     timeline: Timeline, events: Sequence[MemoryEvent]
 ) -> list[tuple[float, float]]:
     """The corners of the memory curve of a rank: time since the first start, bytes."""
-    first, last = timeline.begin, timeline.makespan
+    last = timeline.makespan
     corners: list[tuple[float, float]] = []
     for event in events:
-        time = min(max(event.time - first, 0.0), last)
-        if corners:
-            corners.append((time, corners[-1][1]))
-        corners.append((time if corners else 0.0, event.bytes))
-    return [*corners, (last, corners[-1][1])] if corners else []
+        if not corners:
+            corners.append((0.0, event.bytes))
+            continue
+        time = min(max(event.time - timeline.begin, 0.0), last)
+        corners.append((time, corners[-1][1]))
+        corners.append((time, event.bytes))
+    if corners:
+        corners.append((last, corners[-1][1]))
+    return corners

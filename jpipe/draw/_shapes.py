@@ -1,10 +1,14 @@
-"""What a picture is made of: rectangles, paths and texts, in pixels from the top."""
+"""The shapes of a picture: rectangles, paths and texts, in pixels from the top left."""
 
 from typing import NamedTuple
 
-# What a letter takes of a text, in parts of the font size, in the widest of the usual
-# fonts (DejaVu Sans, Verdana): what fits by this measure fits in any of them.
+# The width of a letter, as a fraction of the font size, in the widest of the usual
+# fonts (DejaVu Sans, Verdana): a text that fits by this measure fits in any of them.
 _LETTER = 0.65
+# The width of bold letters, as a multiple of that of others.
+BOLD = 1.1
+# How far the baseline of digits and capitals is below their middle, likewise.
+_BASELINE = 0.36
 
 
 class Rect(NamedTuple):
@@ -52,20 +56,20 @@ class Picture(NamedTuple):
     description: str
 
 
-def text_width(text: str, size: float) -> float:
-    """How wide a text is at most, in pixels."""
+def measure_text(text: str, size: float) -> float:
+    """The width of a text, at most, in pixels."""
     return _LETTER * size * len(text)
 
 
-def shortened(text: str, size: float, width: float) -> str:
-    """The text, or as much of it as fits with an ellipsis after it."""
+def shorten(text: str, size: float, width: float) -> str:
+    """The text, or as much of it as fits, with an ellipsis."""
     # A width that was computed from this text may be less by a rounding error.
-    num_fitting = int(width / text_width("0", size) + 1e-6)
+    num_fitting = int(width / measure_text("0", size) + 1e-6)
     if len(text) <= num_fitting:
         return text
     return text[: num_fitting - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def centred(y: float, size: float) -> float:
-    """The baseline of a text whose digits and capitals are centred on ``y``."""
-    return y + 0.36 * size
+def center_baseline(y: float, size: float) -> float:
+    """The baseline of a text whose digits and capitals are centered on ``y``."""
+    return y + _BASELINE * size

@@ -1,4 +1,4 @@
-"""A picture as SVG, written by hand: no dependency."""
+"""Writes a picture as SVG, by hand: no dependency."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from . import _palette as palette
-from ._layout import picture
+from ._layout import lay_out
 from ._shapes import Path, Rect, Shape, Text
 
 _HEAD = """\
@@ -27,17 +27,17 @@ def svg(
 ) -> str:
     """Draws timelines as SVG.
 
-    A row for each rank, a box for each action, and below it the memory that the rank
-    holds. Several timelines stand one below the other on one axis, each from its own
-    first start, so that what was predicted can stand above what was measured. A mouse
-    that rests on a box shows the action and its times.
+    The picture has a row for each rank, with a box for each action and, below, the
+    memory that the rank holds. Several timelines are drawn one below the other on one
+    axis, each from its own first start, such as the prediction above the measurement. A
+    mouse that rests on a box shows the action and its times.
 
     Args:
-      timelines: one or several, or schedules, with the default costs; or a plan of
-        `jpipe.plan`, drawn as bars of time and memory above its timeline.
-      titles: one for each; default: their names.
-      width: in pixels; default: what the actions need for their numbers, at most
-        2000. Where boxes are too narrow, numbers are left out.
+      timelines: one or several timelines, or schedules, with the default costs; or a
+        plan of `jpipe.plan`, drawn as bars of time and memory above its timeline.
+      titles: a title for each timeline; default: their names.
+      width: the width in pixels; default: what the actions need for their numbers, at
+        most 2000. If boxes are too narrow, numbers are left out.
 
     Returns:
       The text of an SVG file.
@@ -51,51 +51,58 @@ def svg(
       >>> text.count("<title>1F")
       8
     """
-    drawn = picture(timelines, titles, width)
+    picture = lay_out(timelines, titles, width)
     head = _HEAD.format(
-        width=_number(drawn.width),
-        height=_number(drawn.height),
-        description=escape(drawn.description),
+        width=_format_number(picture.width),
+        height=_format_number(picture.height),
+        description=escape(picture.description),
         hatch=palette.HATCH,
     )
-    return "\n".join([head, *_groups(drawn.shapes), "</svg>\n"])
+    return "\n".join([head, *_write_groups(picture.shapes), "</svg>\n"])
 
 
-def _groups(shapes: Iterable[Shape]) -> Iterator[str]:
-    """Neighbours that look the same share their attributes: half of the bytes."""
-    for style, group in groupby(shapes, _style):
+def _write_groups(shapes: Iterable[Shape]) -> Iterator[str]:
+    """Yields the lines of all shapes.
+
+    Neighbours of one style share their attributes, which saves half of the bytes.
+    """
+    for style, group in groupby(shapes, _format_style):
         yield f"<g {style}>"
-        yield from map(_element, group)
+        yield from map(_format_element, group)
         yield "</g>"
 
 
-def _style(shape: Shape) -> str:
+def _format_style(shape: Shape) -> str:
+    """The attributes that neighbours may share."""
     if isinstance(shape, Rect):
-        outline = f' stroke="#fff" stroke-width="{_number(shape.edge)}"'
+        outline = f' stroke="#fff" stroke-width="{_format_number(shape.edge)}"'
         return f'fill="{shape.fill}"' + (outline if shape.edge else "")
     if isinstance(shape, Path):
-        width = f' stroke-width="{_number(shape.width)}"'
+        width = f' stroke-width="{_format_number(shape.width)}"'
         return f'fill="{shape.fill}" stroke="{shape.stroke}"' + width
     weight = ' font-weight="bold"' if shape.bold else ""
     return (
-        f'fill="{shape.fill}" font-size="{_number(shape.size)}" '
+        f'fill="{shape.fill}" font-size="{_format_number(shape.size)}" '
         f'text-anchor="{shape.anchor}"{weight}'
     )
 
 
-def _element(shape: Shape) -> str:
-    if isinstance(shape, Text):
-        x, y = map(_number, (shape.x, shape.y))
-        return f'<text x="{x}" y="{y}">{escape(shape.text, quote=False)}</text>'
+def _format_element(shape: Shape) -> str:
+    """The element of a shape, without its style."""
     if isinstance(shape, Path):
-        points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
-        return f'<polyline points="{points}"/>'
-    x, y, width, height = map(_number, shape[:4])
-    box = f'<rect x="{x}" y="{y}" width="{width}" height="{height}"'
+        points = [f"{_format_number(x)},{_format_number(y)}" for x, y in shape.points]
+        return f'<polyline points="{" ".join(points)}"/>'
+    x = _format_number(shape.x)
+    y = _format_number(shape.y)
+    if isinstance(shape, Text):
+        return f'<text x="{x}" y="{y}">{escape(shape.text, quote=False)}</text>'
+    width = _format_number(shape.width)
+    height = _format_number(shape.height)
+    rect = f'<rect x="{x}" y="{y}" width="{width}" height="{height}"'
     tooltip = escape(shape.tooltip, quote=False)
-    return f"{box}><title>{tooltip}</title></rect>" if tooltip else f"{box}/>"
+    return f"{rect}><title>{tooltip}</title></rect>" if tooltip else f"{rect}/>"
 
 
-def _number(value: float) -> str:
-    """A hundredth of a pixel is more than anyone sees."""
+def _format_number(value: float) -> str:
+    """Formats pixels to a hundredth, which is more than anyone sees."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, which Perfetto and chrome://tracing open."""
+"""Writes timelines as a Chrome trace, which Perfetto and chrome://tracing open."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..schedules import Action, Timeline
-from ._layout import listed, named
+from ._layout import choose_titles, list_timelines
 
 Event = dict[str, Any]
 
@@ -19,15 +19,16 @@ def trace(
 ) -> str:
     """Writes timelines as a trace for ``ui.perfetto.dev``.
 
-    A process for each timeline, a thread for each rank, a slice for each action, an
-    arrow for each transfer between ranks, and a counter for what each rank holds.
+    The trace has a process for each timeline, a thread for each rank, a slice for each
+    action, an arrow for each transfer between ranks, and a counter for the memory of
+    each rank.
 
     Args:
-      timelines: one or several, or schedules, with the default costs, or plans of
-        `jpipe.plan`; each starts at 0.
-      titles: one for each; default: their names.
-      unit: microseconds per unit of time. The default fits what was measured, and
-        shows a unit of time as a second.
+      timelines: one or several timelines, or schedules, with the default costs, or
+        plans of `jpipe.plan`; each starts at 0.
+      titles: a title for each timeline; default: their names.
+      unit: microseconds per unit of time. The default is right for measured timelines,
+        and shows a unit of time as a second.
 
     Returns:
       The text of a JSON file.
@@ -41,90 +42,117 @@ def trace(
       >>> [e["name"] for e in json.loads(text)["traceEvents"] if e["ph"] == "X"]
       ['0F0', '0B0', '1F0', '1B0']
     """
-    shown = listed(timelines)
-    numbers = itertools.count(1)  # of arrows, in the whole file
+    shown = list_timelines(timelines)
+    names = choose_titles(shown, titles)
+    arrow_ids = itertools.count(1)  # unique in the whole file
     events: list[Event] = []
-    for pid, (timeline, name) in enumerate(
-        zip(shown, named(shown, titles), strict=True)
-    ):
-        found = [_event("M", "process_name", args={"name": name})]
-        for rank in range(len(timeline.rows)):
-            args = {"name": f"rank {rank}"}
-            found.append(_event("M", "thread_name", rank, args=args))
+    for pid, (timeline, name) in enumerate(zip(shown, names, strict=True)):
         clock = _Clock(timeline, unit)
-        found += [*_slices(clock), *_arrows(clock, numbers), *_counters(clock)]
-        events += [event | {"pid": pid} for event in found]
+        timeline_events = [
+            *_write_names(timeline, name),
+            *_write_slices(clock),
+            *_write_arrows(clock, arrow_ids),
+            *_write_counters(clock),
+        ]
+        events += [event | {"pid": pid} for event in timeline_events]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
 class _Clock(NamedTuple):
-    """The times of a timeline in microseconds since its first start.
+    """Converts the times of a timeline to microseconds since its first start.
 
     Attributes:
-      timeline: of which.
+      timeline: the timeline.
       unit: microseconds per unit of time.
     """
 
     timeline: Timeline
     unit: float
 
-    def __call__(self, time: float) -> float:
-        """In whole nanoseconds.
+    def microseconds(self, time: float) -> float:
+        """Converts a time, rounded to nanoseconds.
 
         Rounded ends meet the starts that follow them, so that no slice overlaps its
         neighbour by the error of a division.
         """
         return round((time - self.timeline.begin) * self.unit * 1000) / 1000
 
-    def inside(self, action: Action, part: float) -> float:
-        """When so much of an action has run."""
-        start, end = self.timeline.start[action], self.timeline.end[action]
-        return self(start + part * (end - start))
+    def microseconds_inside(self, action: Action, fraction: float) -> float:
+        """The time at which this fraction of an action has run."""
+        start = self.timeline.start[action]
+        end = self.timeline.end[action]
+        return self.microseconds(start + fraction * (end - start))
 
 
 def _event(phase: str, name: str, tid: int = 0, **fields: Any) -> Event:
     return {"ph": phase, "name": name, "tid": tid, **fields}
 
 
-def _slices(clock: _Clock) -> Iterator[Event]:
+def _write_names(timeline: Timeline, name: str) -> Iterator[Event]:
+    """Yields the names of the process and of its threads."""
+    yield _event("M", "process_name", args={"name": name})
+    for rank in range(len(timeline.rows)):
+        yield _event("M", "thread_name", rank, args={"name": f"rank {rank}"})
+
+
+def _write_slices(clock: _Clock) -> Iterator[Event]:
+    """Yields a slice for each action and each exchange of each rank."""
     timeline = clock.timeline
 
-    def piece(
-        rank: int, name: str, kind: str, start: float, end: float, **args: Any
+    def make_slice(
+        rank: int, name: str, *, category: str, start: float, end: float, **args: Any
     ) -> Event:
-        first, last = clock(start), clock(end)
-        fields = {"cat": kind, "ts": first, "dur": round(last - first, 3), "args": args}
-        return _event("X", name, rank, **fields)
+        begin = clock.microseconds(start)
+        length = round(clock.microseconds(end) - begin, 3)
+        return _event("X", name, rank, cat=category, ts=begin, dur=length, args=args)
 
     for rank, row in enumerate(timeline.rows):
         for action in row:
-            where = {"stage": action.stage, "micro-batch": action.microbatch}
-            times = timeline.start[action], timeline.end[action]
-            yield piece(rank, str(action), action.op, *times, **where)
-        for stage, ranks, start, end in timeline.exchanges:
-            if rank in ranks:
-                names = "exchange of gradients", "exchange"
-                yield piece(rank, *names, start, end, stage=stage)
+            args = {"stage": action.stage, "micro-batch": action.microbatch}
+            yield make_slice(
+                rank,
+                str(action),
+                category=action.op,
+                start=timeline.start[action],
+                end=timeline.end[action],
+                **args,
+            )
+        for exchange in timeline.exchanges:
+            if rank in exchange.ranks:
+                yield make_slice(
+                    rank,
+                    "exchange of gradients",
+                    category="exchange",
+                    start=exchange.start,
+                    end=exchange.end,
+                    stage=exchange.stage,
+                )
 
 
-def _arrows(clock: _Clock, numbers: Iterator[int]) -> Iterator[Event]:
-    """From each action to those of other ranks that read its result."""
+def _write_arrows(clock: _Clock, arrow_ids: Iterator[int]) -> Iterator[Event]:
+    """Yields an arrow from each action to those of other ranks that read its result."""
     timeline = clock.timeline
-    rank_of = {a: rank for rank, row in enumerate(timeline.rows) for a in row}
+    rank_of: dict[Action, int] = {}
     for rank, row in enumerate(timeline.rows):
-        for action in row:
-            for need in timeline.needs(action):
-                source = rank_of[need]
-                if source != rank:
-                    arrow = {"id": next(numbers), "cat": "transfer"}
-                    # An arrow belongs to the slice around its time, so both ends
-                    # stay inside: at an edge two slices meet.
-                    begin, end = clock.inside(need, 0.99), clock.inside(action, 0.01)
-                    yield _event("s", "transfer", source, ts=begin, **arrow)
-                    yield _event("f", "transfer", rank, ts=end, bp="e", **arrow)
+        rank_of.update(dict.fromkeys(row, rank))
+
+    for action, target in rank_of.items():
+        for need in timeline.needs(action):
+            source = rank_of[need]
+            if source == target:
+                continue
+            arrow = {"id": next(arrow_ids), "cat": "transfer"}
+            # An arrow belongs to the slice around its time, so both ends stay inside:
+            # at an edge two slices meet.
+            begin = clock.microseconds_inside(need, 0.99)
+            end = clock.microseconds_inside(action, 0.01)
+            yield _event("s", "transfer", source, ts=begin, **arrow)
+            yield _event("f", "transfer", target, ts=end, bp="e", **arrow)
 
 
-def _counters(clock: _Clock) -> Iterator[Event]:
-    for time, rank, size in clock.timeline.memory:
-        at = max(clock(time), 0.0)
-        yield _event("C", f"memory of rank {rank}", ts=at, args={"bytes": size})
+def _write_counters(clock: _Clock) -> Iterator[Event]:
+    """Yields the memory of each rank after each change."""
+    for event in clock.timeline.memory:
+        time = max(clock.microseconds(event.time), 0.0)
+        name = f"memory of rank {event.rank}"
+        yield _event("C", name, ts=time, args={"bytes": event.bytes})

@@ -1,6 +1,6 @@
 """Timelines to draw, and what is read off a picture.
 
-`text_width` is imported because a picture does not say how wide its fonts are.
+`measure_text` is imported because a picture does not say how wide its fonts are.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from jpipe import draw
-from jpipe.draw._shapes import text_width
+from jpipe.draw._shapes import measure_text
 from jpipe.schedules import BY_NAME, Costs, MemoryEvent, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -74,7 +74,7 @@ def texts(root: ET.Element) -> list[dict]:
             where = {key: float(text.get(key, "nan")) for key in ("x", "y")}
             size = float(group.get("font-size", "nan"))
             says = text.text or ""
-            anchor, width = group.get("text-anchor"), text_width(says, size)
+            anchor, width = group.get("text-anchor"), measure_text(says, size)
             left = {"start": 0.0, "middle": width / 2, "end": width}[anchor or ""]
             found.append(
                 {**where, "text": says, "size": size, "left": where["x"] - left,

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jpipe.draw import _palette as palette
-from jpipe.draw._frame import frame_of
+from jpipe.draw._frame import fit_frame
 
 from .pictures import CLOSE, NAMES, SVG, actions, parsed, predicted, texts
 
@@ -39,7 +39,7 @@ def test_boxes_are_where_actions_run_and_the_rest_is_hatched(name):
     root = parsed(timeline)
     busy, idle = actions(root), hatched(root)
     assert set(busy) == set(map(str, timeline.start))
-    frame = frame_of((timeline,), None)
+    frame = fit_frame((timeline,), None)
     per_unit = (frame.right - frame.left) / timeline.makespan
     for action, start in timeline.start.items():
         box = busy[str(action)]
@@ -98,7 +98,7 @@ def test_memory_curves_have_one_scale_and_follow_the_events():
         [peak * max(heights) / max(peaks) for peak in peaks], abs=0.1
     )
     # Of one curve, each step: the time and the bytes of an event.
-    frame, per_byte = frame_of((small, large), None), max(heights) / max(peaks)
+    frame, per_byte = fit_frame((small, large), None), max(heights) / max(peaks)
     for event in small.memory:
         if event.rank == 0:
             corner = frame.x(event.time), bottoms[0] - event.bytes * per_byte
