@@ -11,6 +11,7 @@ from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._loop import OwnLoop
+from ._messages import WarnOnce
 from ._placed._static import Static, without_statics
 from ._report import Report, compiled
 from ._run._context import outside_of_meshes
@@ -19,7 +20,6 @@ from ._slices import _arguments, _checked, _join
 from ._slices._division import Division
 from ._slices._results import Results
 from ._slices._sliced import Checks, Sliced, Work
-from ._warn import WarnOnce
 from .planning._describe import describe, of_function
 from .planning._plan import Plan
 

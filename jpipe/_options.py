@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from . import _setup
-from ._faults import refuse
 from ._instructions._sharding import SubMesh
 from ._layers._layer import LayerAdapter
+from ._messages import raise_all
 from ._processes._start import check_threads
 from ._run._param_sharding import Rule
 from ._slices._cuts import Cuts
@@ -167,4 +167,4 @@ def _check(
             for i, (has, name) in enumerate(pairs)
             if name != has
         ]
-    refuse("plan", faults)
+    raise_all("plan", faults)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ._instructions import _transfer
 from ._instructions._sharding import DATA, SubMesh
 from ._instructions._transfer import Device
-from ._warn import warn
+from ._messages import warn
 from .planning._plan import Plan
 from .schedules import Schedule
 

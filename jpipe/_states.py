@@ -11,6 +11,7 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _rng
+from ._messages import warn
 from ._processes._elsewhere import of_copies
 from ._processes._group import agree_on_key
 from ._run import _variables
@@ -18,7 +19,6 @@ from ._run._pipe import Pipe
 from ._subject import Subject
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState
-from ._warn import warn
 
 PyTree = Any
 Locations = list[tuple[int, Sharding]]

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._faults import refuse
 from ._layers._stage import shapes
+from ._messages import raise_all
 from ._processes._elsewhere import is_elsewhere
 from ._processes._gather import agree_on, at_first
 from ._processes._group import group
@@ -125,7 +125,7 @@ def _run_in_all_processes(
         for index, facts in enumerate(by_process)
         if facts["fault"]
     ]
-    refuse(f"this could not be {participle}", faults, RuntimeError)
+    raise_all(f"this could not be {participle}", faults, error=RuntimeError)
     return result
 
 
@@ -185,7 +185,7 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
                 f"path that save was given"
             ) from None
         difference = "{path} is {actual}, like= has {expected}"
-        refuse(
+        raise_all(
             f"{folder} holds another state than like=",
             _variables.differences(_leaf_texts(like), _leaf_texts(tree), difference),
         )
@@ -235,11 +235,11 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
     ]
     if not leaves:
         faults = [f"{name} is {tree!r:.60}, without any array"]
-    refuse(
+    raise_all(
         f"{name} must be a pytree of arrays and numbers, such as the state that "
         f"pipe.init_train_state or a step returned",
         faults,
-        TypeError,
+        error=TypeError,
     )
     return jax.tree.map(
         lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree

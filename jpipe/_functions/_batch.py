@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._warn import is_library
+from .._messages import is_library
 from . import _microbatch
 
 PyTree = Any

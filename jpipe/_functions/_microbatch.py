@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._faults import refuse
 from .._jaxprs import _jaxpr
 from .._layers._inputs import Inputs, called
+from .._messages import raise_all
 
 PyTree = Any
 Axes = Any
@@ -67,7 +67,7 @@ def specs(tree: PyTree, what: str) -> PyTree:
             "model, eqx.is_inexact_array), and eqx.combine(params, static) in the "
             "function that takes params"
         )
-    refuse(f"every leaf must be an array; {advice}", faults, TypeError)
+    raise_all(f"every leaf must be an array; {advice}", faults, error=TypeError)
     return result
 
 
@@ -161,7 +161,7 @@ def batch_size(
                 lines[label] = f"{label}: {leaf.shape[axis]}, along axis {axis}"
                 if is_like_raw_key(leaf):
                     hints.append(f"\nis {label} a raw key? {RAW_KEY}")
-    refuse("cannot split the batch", faults, advice=f"\n{advice}")
+    raise_all("cannot split the batch", faults, advice=f"\n{advice}")
     if not found:
         raise ValueError(
             f"cannot split the batch: no leaf has a batch axis (in_axes is None, or "
@@ -170,7 +170,7 @@ def batch_size(
     if len(set(found.values())) > 1:
         hints = hints or _several_rows(parts, min(found.values()))
         advice = "".join([*hints, f"\n{advice}"])
-        refuse("leaves differ in batch size", lines.values(), advice=advice)
+        raise_all("leaves differ in batch size", lines.values(), advice=advice)
     size = next(iter(found.values()))
     if size < num_microbatches:
         raise ValueError(

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._faults import refuse
 from .._layers import _nnx_values
 from .._layers._layer import LayerAdapter
+from .._messages import raise_all
 from ._weights import is_inexact, is_params
 
 PyTree = Any
@@ -107,7 +107,7 @@ class Trainable:
             chosen |= found
             if not found:
                 idle.append(f"{_text(given)}: {_instead(given, list(leaves.values()))}")
-        refuse(
+        raise_all(
             "trainable= selects none of the floating parameters by",
             idle,
             advice=("" if self._first else "\nA path starts with the layer's number;")
@@ -122,7 +122,7 @@ def _check_types(
 ) -> None:
     """Refuses filters of nnx that mean a Variable which a pipeline does not train."""
     filters = [(given, rule) for given, rule in rules if _is_filter(given)]
-    refuse(
+    raise_all(
         "a pipeline trains what is an nnx.Param; derive the type from it, or name what "
         "is trained, such as trainable=nnx.Param",
         (

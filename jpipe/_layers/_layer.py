@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._faults import refuse
 from .._jaxprs._jaxpr import zeros
+from .._messages import raise_all
 from . import _inputs, _linen, _modes, _nnx, _skip, _switches
 from ._method import Method
 
@@ -109,11 +109,11 @@ def adapt_layers(listed: Sequence[Any]) -> tuple[LayerAdapter, ...]:
         for i, source in enumerate(objects)
         if (fault := _why_not(source))
     ]
-    refuse(
+    raise_all(
         "a layer is a flax.linen module, a flax.nnx module, a jpipe.Layer or a "
         "function x -> y",
         faults,
-        TypeError,
+        error=TypeError,
     )
     return tuple(adapt_layer(source) for source in objects)
 
@@ -253,12 +253,12 @@ def _from_layer(layer: Layer) -> LayerAdapter:
             for path, leaf in jax.tree_util.tree_leaves_with_path(made)
             if callable(leaf)
         ]
-        refuse(
+        raise_all(
             f"the init of a jpipe.Layer returns arrays; of a model of Equinox take "
             f"{_PARTITION}, give params, and call eqx.combine(variables['params'], "
             f"static) in apply",
             faults,
-            TypeError,
+            error=TypeError,
         )
         return dict(made)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from flax import linen, nnx
 
-from .._warn import warn
+from .._messages import warn
 from . import _switches
 from ._patched import patched
 from ._slots import inner

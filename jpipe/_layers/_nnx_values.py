@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._faults import refuse
+from .._messages import raise_all
 from ._slots import inner
 from ._tree import nested
 
@@ -128,7 +128,7 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             except (KeyError, TypeError, IndexError):
                 missing.append(f"{name}/{dotted(inner(path))}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-    refuse(f"the variables are not those of {_called(module)}: missing", missing)
+    raise_all(f"the variables are not those of {_called(module)}: missing", missing)
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
     nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import chex
 import jax
 
-from .._faults import refuse
 from .._jaxprs import _jaxpr
+from .._messages import raise_all
 from . import _rng, _skip
 from ._advice import advice
 from ._layer import LayerAdapter
@@ -213,10 +213,10 @@ def _check_output(number: int, layer: LayerAdapter, y: PyTree) -> None:
         except TypeError:
             kind = f"{reprlib.repr(leaf)}, a {type(leaf).__name__}"
             faults.append(f"output{jax.tree_util.keystr(path)} is {kind}")
-    refuse(
+    raise_all(
         f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
         f"function after it that returns arrays in tuples, lists or dicts, or register "
         f"the class of what it returns with jax.tree_util.register_dataclass",
         faults,
-        TypeError,
+        error=TypeError,
     )

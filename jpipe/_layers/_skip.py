@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import get_opaque_trace_state
 
-from .._faults import refuse
+from .._messages import raise_all
 
 PyTree = Any
 # The namespace of the layer, then the name: what a value is known by.
@@ -71,7 +71,7 @@ class Skips:
         Raises:
           ValueError: with those that no layer popped.
         """
-        refuse(
+        raise_all(
             "the skip connections do not fit",
             [
                 f"{label(key)} is stashed by {use} and never popped"

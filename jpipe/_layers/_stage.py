@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .._faults import refuse
+from .._messages import raise_all
 from ._layer import LayerAdapter
 
 PyTree = Any
@@ -71,7 +71,7 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
         faults.append("every stage needs at least one layer")
     if sum(sizes) != num_layers:
         faults.append(f"its sum is {sum(sizes)}, the model has {num_layers} layers")
-    refuse(f"balance={sizes}", faults)
+    raise_all(f"balance={sizes}", faults)
     return tuple(sizes)
 
 

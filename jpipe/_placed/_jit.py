@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from .._faults import refuse
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._instructions._transfer import Device, devices_of, sharding_of
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
+from .._messages import raise_all
 from .._processes._elsewhere import is_copied
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
@@ -157,13 +157,13 @@ class Jitted:
                 misplaced.append(f"{leaf.name} is on {num_devices} devices")
             else:
                 leaves.append(leaf._replace(value=spec, place=place, sharding=sharding))
-        refuse(
+        raise_all(
             f"{self.name} takes pytrees of arrays and numbers; name what is none in "
             f"static_argnums",
             not_arrays,
-            TypeError,
+            error=TypeError,
         )
-        refuse(
+        raise_all(
             f"{self.name} takes arrays that are each on one device, or on those of "
             f"one stage, in its mesh; type pipe.place(variables) or "
             f"jax.device_put(array, device)",

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._faults import refuse
+from .._messages import raise_all
 from ._digest import fingerprint
 from ._environment import TIMEOUT, TRANSPORT, known_transport, seconds
 
@@ -172,7 +172,7 @@ def refuse_differences(
     Raises:
       ValueError: with all of them.
     """
-    refuse(
+    raise_all(
         f"the processes do not run the same program: {purpose} differs, and {so}",
         faults,
     )

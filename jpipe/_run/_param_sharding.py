@@ -14,11 +14,11 @@ from flax import linen
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
-from .._faults import refuse
 from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_values
 from .._layers._linen import is_box
+from .._messages import raise_all
 from ._pipe import Pipe
 
 PyTree = Any
@@ -81,7 +81,7 @@ def of_tree(
         faults += _faults(path, leaf, spec, device)
         leaf_shardings.append(Sharding(spec=spec))
     of_layer = f" of layer {layer[0]}" if layer else ""
-    refuse(f"parameters{of_layer} cannot be cut as they are to be", faults)
+    raise_all(f"parameters{of_layer} cannot be cut as they are to be", faults)
     return leaf_shardings
 
 

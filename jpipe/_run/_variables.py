@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax import core
 
-from .._faults import refuse
 from .._functions._weights import is_inexact
 from .._layers._linen import is_box
 from .._layers._parent import Parent
 from .._layers._tree import Names, dotted, flat, nested
+from .._messages import raise_all
 
 PyTree = Any
 _OF_NNX = "; of a module of nnx give its values: variables = pipe.init(None, x)"
@@ -46,7 +46,7 @@ def check_layers(
     title = "variables must have a mapping such as {'params': ...} for each layer"
     if any(isinstance(entry, nnx.Module) for entry in variables):
         title += _OF_NNX
-    refuse(title, not_mappings)
+    raise_all(title, not_mappings)
 
     specs, duplicates = _align_shared(parent, expected, variables)
     entry_names = [f"variables[{i}]" for i in range(len(expected))]
@@ -126,7 +126,7 @@ def check(
         for name, leaf in _named_leaves(variables)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
     ]
-    refuse(
+    raise_all(
         "every leaf must be an array; type variables = pipe.place(variables)",
         not_arrays,
     )
@@ -148,7 +148,7 @@ def check(
     faults = [*lacking[:1], *faults]
     if any(map(_is_of_nnx, jax.tree.leaves(variables, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
-    refuse(message, faults)
+    raise_all(message, faults)
 
 
 def differences(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from .._faults import refuse
 from .._functions._batch import Batch
 from .._instructions import _transfer
 from .._instructions._collector import paused
@@ -16,6 +15,7 @@ from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
+from .._messages import raise_all
 from .._run import _facts, _variables
 from .._run._pipe import Pipe
 from ..schedules import Action
@@ -118,7 +118,7 @@ class Layout:
                 f"{_place(leaf, device, sharding)}"
             )
         place = "state = pipe.place(state)" if tree == "state" else self._advice
-        refuse(f"{tree}: not in place; type {place}", [*faults.values()])
+        raise_all(f"{tree}: not in place; type {place}", [*faults.values()])
 
 
 def _place(leaf: Any, device: Device, sharding: Sharding) -> str:

@@ -20,7 +20,7 @@ from .._functions._batch import Batch
 from .._instructions._transfer import one_of, put_each
 from .._jaxprs import _flow
 from .._layers._half import half_key
-from .._warn import WarnOnce
+from .._messages import WarnOnce
 from ._built import Built
 from ._cuts import Cuts
 from ._division import Division

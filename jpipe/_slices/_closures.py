@@ -5,10 +5,9 @@ from typing import Any, Protocol
 
 import jax
 
-from .._faults import refuse
 from .._layers import _nnx_values
 from .._layers._layer import LayerAdapter
-from .._warn import WarnOnce
+from .._messages import WarnOnce, raise_all
 from ._built import Built
 
 PyTree = Any
@@ -57,14 +56,14 @@ def check(
     for index, layer in enumerate(modules.layers):
         layer_name = modules.called.format(index)
         captured += _captured_variables(layer, constant_ids, layer_name)
-    refuse(
+    raise_all(
         "the loss or a layer takes variables from outside, which would be "
         "constants without a gradient and stay as they are now; compute it in the "
         "model, or in a layer that lists the module again; or add the gradient to that "
         "of the loss: pipe.jit(jax.value_and_grad(penalty))(params), where penalty is "
         "a function of them; for constants give copies",
         captured,
-        TypeError,
+        error=TypeError,
     )
 
 

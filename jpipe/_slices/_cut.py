@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _cheapest, _jaxpr, _source, _work
-from .._warn import WarnOnce
+from .._messages import WarnOnce
 from . import _marks
 from ._program import EqnKind, Traced
 

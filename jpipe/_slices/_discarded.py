@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._messages import warn
 from .._run import _variables
-from .._warn import warn
 from . import _state
 from ._program import Traced
 from ._state import Written

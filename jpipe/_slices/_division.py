@@ -9,9 +9,9 @@ import jax
 from .._functions import _remat
 from .._instructions._transfer import OnPaper
 from .._layers._stage import StageLayers
+from .._messages import WarnOnce
 from .._run._param_sharding import Rule
 from .._run._pipe import Pipe, idle
-from .._warn import WarnOnce
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
 from . import _cut, _marks

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._faults import refuse
 from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._functions._weights import accumulate, extend_mean, is_inexact, sum_spec
 from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
 from .._layers._stage import shapes
+from .._messages import raise_all
 from .._run._sums import apart
 from ._results import Results
 
@@ -104,7 +104,7 @@ def of_outputs(axes: Any, results: Results) -> list[Join]:
       ValueError: if outputs of micro-batches cannot be joined.
     """
     flat = _flat_axes(axes, results, "outputs", "out_axes")
-    refuse(
+    raise_all(
         "out_axes=None is for what follows from no example, as in jax.vmap; of these "
         "outputs each micro-batch makes another. Type jpipe.MEAN for a mean over the "
         "examples, jpipe.SUM for a sum or a count, or the axis of the examples, as in "
@@ -118,7 +118,7 @@ def of_outputs(axes: Any, results: Results) -> list[Join]:
             if axis is None and follows and len(results.sizes) > 1
         ],
     )
-    refuse(
+    raise_all(
         "out_axes=jpipe.MEAN is for floating dtypes; of a count type jpipe.SUM, else "
         "x.astype(float)",
         [
@@ -154,7 +154,7 @@ def _flat_axes(axes: Any, results: Results, what: str, name: str) -> list[Any]:
         )
     flat = _microbatch.flat_axes(axes, results.first, what, name, (MEAN, SUM))
     pairs = zip(results.leaves, flat, strict=True)
-    refuse(
+    raise_all(
         "jpipe.SUM is for numbers; type x.astype(int)",
         [
             f"{what}{jax.tree_util.keystr(path)} is {leaf.dtype}"
@@ -170,7 +170,7 @@ def _joins(
 ) -> list[Join]:
     """Joins of all leaves; refuses those that cannot be joined."""
     pairs = zip(results.leaves, runs, strict=True)
-    refuse(title, [_label(what, *leaf) for leaf, run in pairs if run is None])
+    raise_all(title, [_label(what, *leaf) for leaf, run in pairs if run is None])
     return [Join(i, run) for i, run in enumerate(runs) if run is not None]
 
 

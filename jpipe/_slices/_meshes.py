@@ -12,11 +12,10 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .._faults import refuse
 from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, devices_of
 from .._jaxprs import _constraints, _jaxpr
-from .._warn import WarnOnce
+from .._messages import WarnOnce, raise_all
 
 
 def on_places(
@@ -37,7 +36,7 @@ def on_places(
       ValueError: with each other operation that names devices.
     """
     device_sets = {devices_of(place) for place in places}
-    refuse(
+    raise_all(
         "the program contains a mesh of devices, and each of its stages runs on "
         "devices of its own; leave the operation out, and give mesh= and sharding= of "
         "the pipeline to shard parameters over the devices of a stage",

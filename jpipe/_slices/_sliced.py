@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from .._faults import refuse
 from .._functions import _microbatch
 from .._functions._batch import Batch, explained
 from .._instructions import _transfer
 from .._instructions._collector import paused
 from .._instructions._sharding import Sharding
 from .._layers import _batchnorm, _rng
+from .._messages import raise_all
 from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from .._run._recent import Recent
@@ -308,7 +308,7 @@ class Sliced:
                     f"{tree}{jax.tree_util.keystr(path)} has shape {shape}, in "
                     f"the plan {planned_shape}"
                 )
-        refuse(
+        raise_all(
             "plan: it is of a model or function of other parameters",
             faults,
             advice=f"\n{advice}",

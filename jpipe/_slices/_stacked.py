@@ -11,7 +11,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._cheapest import nbytes
-from .._warn import WarnOnce
+from .._messages import WarnOnce
 from ..schedules._units import size
 from ._stages import Stages
 

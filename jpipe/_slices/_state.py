@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._faults import refuse
 from .._functions._weights import extend_mean, is_inexact, sum_spec
 from .._jaxprs import _flow, _jaxpr
 from .._layers import _batchnorm
+from .._messages import raise_all
 from ._program import Traced
 
 Path = tuple[Any, ...]
@@ -221,21 +221,21 @@ def _check_lasting(written: Sequence[Written], specs: Sequence[Any]) -> None:
     def where(chosen: Callable[[Written, Any], bool]) -> list[str]:
         return [x.text for x, s in zip(written, specs, strict=True) if chosen(x, s)]
 
-    refuse(
+    raise_all(
         "parameters are changed by the optimizer alone; what a call writes to them "
         "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or in a "
         "subclass of nnx.Variable of your own; where a weight is normalized, compute "
         "it in the call and do not write it back",
         where(lambda leaf, spec: leaf.collection == "params"),
     )
-    refuse(
+    raise_all(
         "a call changes a random key that is no random stream, from which all "
         "micro-batches would draw the same; draw from streams: rngs() of an "
         "nnx.Rngs(0) that the module holds in its place; self.make_rng in flax.linen",
         where(lambda leaf, spec: jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)),
     )
     if _batchnorm.are_merged():
-        refuse(
+        raise_all(
             "a call updates a metric, of which a pipeline would keep the mean over "
             "micro-batches; return what it counts with has_aux=True, and update the "
             "metric after the step",

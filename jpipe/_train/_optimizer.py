@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import optax
 
-from .._faults import refuse
 from .._instructions import _transfer
 from .._instructions._bytes import nbytes
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._layers._stage import shapes
+from .._messages import raise_all
 from .._placed._by_path import ByPath, leaves_at
 from .._placed._function import PlacedFunction
 from .._run import _signature, _variables
@@ -155,7 +155,7 @@ class Optimizer:
             )
             if _structure_with_gaps(state) == _structure_with_gaps(expected):
                 title += "; the state was made to train other parameters"
-        refuse(title, faults or ["its leaves are in other containers"])
+        raise_all(title, faults or ["its leaves are in other containers"])
 
 
 def state_bytes(

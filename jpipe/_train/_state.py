@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from flax import serialization
 
-from .._faults import refuse
 from .._instructions._program import Program
+from .._messages import raise_all
 from .._processes._keys import as_key, as_numbers
 from .._run import _variables
 
@@ -131,7 +131,7 @@ def check_apart(state: TrainState, program: Program) -> None:
     for instruction in program.instructions:
         donated_slots |= set(instruction.donates)
     is_donated = [slot in donated_slots for slot in range(len(leaves))]
-    refuse(
+    raise_all(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
         "jax.tree.map(jnp.copy, tree), or build the step with "
         "pipe.train_step(..., donate=False)",
@@ -167,7 +167,7 @@ def check_state(state: Any, *, by_layer: bool = True) -> None:
             f"state.params has {len(state.params)} entries, state.model_state "
             f"{len(state.model_state)}"
         )
-    refuse(
+    raise_all(
         "state.params and state.model_state are tuples with one entry per layer, {} "
         "where a layer has none; type state.replace(params=tuple(params))",
         faults,

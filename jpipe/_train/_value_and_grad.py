@@ -9,9 +9,9 @@ import numpy as np
 
 from .._instructions._program import Program
 from .._layers._rng import Rngs
+from .._messages import warn
 from .._run import _variables
 from .._run._context import outside_of_meshes
-from .._warn import warn
 from ._gradients import Gradients
 
 PyTree = Any

@@ -16,7 +16,7 @@ PURE = ("schedules", "draw")
 # that of the folder is its `__init__`.
 FOLDERS = (
     *PURE,
-    *("_compat", "_warn", "_faults", "_processes", "_jaxprs", "_layers", "_functions"),
+    *("_compat", "_messages", "_processes", "_jaxprs", "_layers", "_functions"),
     *("_instructions", "_run", "_placed", "_check", "_slices", "_train", "planning"),
     *("_command", ""),
 )
