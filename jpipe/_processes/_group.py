@@ -33,13 +33,11 @@ class Group:
     Attributes:
       timeout: for how many seconds one process waits for another.
       transport: how arrays pass between them: see `_transport`.
-      hard_exit: whether a failed process ends at once: see `distributed`.
       runs: how many shared programs this process has run: as many as the others.
     """
 
     timeout: float
     transport: str
-    hard_exit: bool = True
     runs: int = 0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 

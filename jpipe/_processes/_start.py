@@ -39,7 +39,6 @@ def distributed(
     *,
     timeout: float | None = None,
     transport: str | None = None,
-    hard_exit: bool = True,
     **options: Any,
 ) -> None:
     """Makes this program one of several processes that run the same pipeline.
@@ -49,6 +48,10 @@ def distributed(
     them. It is `jax.distributed.initialize`, which finds Slurm, Open MPI, Kubernetes
     and TPU pods by itself, with waits that end. Under ``python -m jpipe launch`` it
     needs no arguments.
+
+    A process that has failed, or awaits what does not come, ends at once (`os._exit`),
+    so that the others know it and none waits for ever. What other libraries do at the
+    end of a program is then not done.
 
     Args:
       coordinator_address: host and port of the first process, such as
@@ -61,12 +64,6 @@ def distributed(
       transport: how arrays pass between processes: ``"transfer"``, through sockets, or
         ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
-      hard_exit: whether a process that has failed, or awaits what does not come, ends
-        at once (`os._exit`), so that the others know it and nothing waits for ever;
-        what other libraries do at the end of a program is then not done. With ``False``
-        it prints why and ends as Python does: what awaits something is sent a
-        `KeyboardInterrupt`, which JAX notices when it returns, and JAX waits at the end
-        for the others until it gives up.
       **options: for `jax.distributed.initialize`.
 
     Raises:
@@ -82,7 +79,6 @@ def distributed(
         peers.timeout = seconds("timeout", timeout)
     if transport is not None:
         peers.transport = known_transport("transport", transport)
-    peers.hard_exit = hard_exit
     if not jax.distributed.is_initialized():
         _initialize(coordinator_address, num_processes, process_id, options)
     _leave_together()
@@ -199,8 +195,6 @@ def _leave() -> None:
     except (RuntimeError, TimeoutError, ValueError) as fault:
         if error is None:
             sys.stderr.write(f"jpipe: {fault}\n")
-    if not peers.hard_exit:
-        return
     sys.stdout.flush()
     sys.stderr.flush()
     if peers.me == 0:

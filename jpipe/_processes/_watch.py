@@ -5,7 +5,6 @@ wait for it for ever or fail without a reason. A thread waits for all that is on
 way, in order, and for no longer than the timeout.
 """
 
-import _thread
 import contextlib
 import functools
 import os
@@ -75,16 +74,10 @@ class Watch:
 
 
 def _end(why: str) -> None:
-    """Prints why, and ends the process, which may be waiting for ever.
-
-    Without `hard_exit` its program is interrupted instead.
-    """
+    """Prints why, and ends the process, which may be waiting for ever."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"\njpipe: {why}\n")  # after the half of a traceback
         sys.stderr.flush()
-    if not group().hard_exit:
-        _thread.interrupt_main()
-        return
     time.sleep(_GRACE)
     os._exit(FAILED)
 

@@ -14,16 +14,14 @@ def main(how: str, _job: str) -> None:
     Args:
       how: ``"model"``, ``"shuffle"``: it runs another, or on other examples;
         ``"epoch"``: only later; ``"whole"``: on others, of one model.
-        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle. With ``"-soft"`` it
-        ends as Python does.
+        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle.
       _job: by which its processes are known.
     """
     import jpipe
 
     jax.config.update("jax_num_cpu_devices", 1)
-    how, soft, _ = how.partition("-soft")
     atexit.register(print, "what others do at the end")
-    jpipe.distributed(hard_exit=not soft)
+    jpipe.distributed()
     import jax.numpy as jnp
     import numpy as np
     import optax
