@@ -8,8 +8,8 @@ import jax
 
 from ._check._report import CheckReport
 from ._functions._trainable import Trainable
-from ._functions._weights import is_inexact
 from ._instructions._program import Program
+from ._jaxprs._jaxpr import is_inexact
 from ._loop import OwnLoop
 from ._messages import WarnOnce
 from ._placed._static import Static, without_statics

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._functions._weights import is_inexact
+from .._jaxprs._jaxpr import is_inexact
 from .._layers._stage import shapes
 from .._layers._tree import flat
 

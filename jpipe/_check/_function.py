@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._functions._weights import is_inexact
 from .._jaxprs import _alike, _constraints, _flow, _jaxpr
+from .._jaxprs._jaxpr import is_inexact
 from . import _compare
 
 PyTree = Any

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._functions._objective import Objective
-from .._functions._weights import is_inexact
+from .._jaxprs._jaxpr import is_inexact
 from .._layers import _batchnorm, _half, _rng, _skip
 from .._layers._parent import Entries
 from .._layers._sequence import Sequential

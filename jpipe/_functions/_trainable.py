@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from .._jaxprs._jaxpr import is_inexact
 from .._layers import _nnx_values
 from .._layers._layer import LayerAdapter
 from .._messages import raise_all
-from ._weights import is_inexact, is_params
+from ._weights import is_params
 
 PyTree = Any
 Path = tuple[Any, ...]

@@ -5,17 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs._jaxpr import is_inexact
 from ._vjp import Leaves
 
 
 def is_params(path: Any) -> bool:
     """Whether the path of a leaf, from the layer's number on, is one of params."""
     return getattr(path[1], "key", None) == "params"
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf has a gradient: floating or complex dtype."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def sum_spec(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -11,11 +11,6 @@ from ..schedules._action import FORWARD, Action
 from ._program import Program
 
 
-def nbytes(spec: Any) -> int:
-    """The bytes of an array."""
-    return spec.size * spec.dtype.itemsize
-
-
 def live(program: Program) -> Iterator[list[int]]:
     """Yields the bytes of each place before the first instruction, then after each."""
     place_bytes = [0 for _ in program.devices]

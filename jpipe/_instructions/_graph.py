@@ -5,10 +5,10 @@ gets a copy, which leaves as soon as the value is made; so transfers are written
 nobody.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,6 +18,7 @@ from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
 from ._transfer import Device
 
 Value = int
+Key = TypeVar("Key", bound=Hashable)
 # What is wanted in each process: its copy there.
 Copies = tuple[Value, ...]
 
@@ -227,11 +228,8 @@ class Graph:
 
     def _with_copies_of(self, outputs: Sequence[Any], at: Sequence[int]) -> list[Any]:
         """Outputs, with a copy in place of those at some positions."""
-        by_place: dict[Place, list[int]] = {}
-        for i in at:
-            by_place.setdefault(self.places[outputs[i]], []).append(i)
         found = list(outputs)
-        for place, own in by_place.items():
+        for place, own in self.by_place({i: outputs[i] for i in at}).items():
             reads = [outputs[i] for i in own]
             copy = Function("copy", lambda *x: x, [self.specs[v] for v in reads])
             shardings = [self.shardings[v] for v in reads]
@@ -239,6 +237,13 @@ class Graph:
             for i, value in zip(own, copies, strict=True):
                 found[i] = value
         return found
+
+    def by_place(self, values: Mapping[Key, Value]) -> dict[Place, list[Key]]:
+        """The keys of some values, grouped by the places of these."""
+        keys: dict[Place, list[Key]] = {}
+        for key, value in values.items():
+            keys.setdefault(self.places[value], []).append(key)
+        return keys
 
     def fuse(self) -> None:
         """Makes one call of the last two, which run in one place."""

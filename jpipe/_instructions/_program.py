@@ -23,7 +23,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from .. import _compat
-from .._jaxprs import _invalid
+from .._jaxprs import _invalid, _jaxpr
 from .._processes._elsewhere import copies, is_here, of_copies
 from .._processes._group import group
 from .._processes._keys import is_key
@@ -356,7 +356,7 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
 
 def _nbytes(device: Device | None, spec: Any, sharding: Sharding) -> int:
     """The bytes that each device of a place holds of a value."""
-    count = spec.size * spec.dtype.itemsize
+    count = _jaxpr.nbytes(spec)
     if isinstance(device, SubMesh):
         return device.local_bytes(count, sharding)
     return count

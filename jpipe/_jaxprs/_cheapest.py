@@ -270,7 +270,7 @@ def _made(jaxpr: core.Jaxpr) -> list[core.Var]:
 
 def nbytes(var: Any) -> int:
     """The bytes of a variable, of nothing one."""
-    return max(math.prod(var.aval.shape) * var.aval.dtype.itemsize, 1)
+    return max(_jaxpr.nbytes(var.aval), 1)
 
 
 def total_bytes(variables: Iterable[Any]) -> int:

@@ -115,8 +115,7 @@ def evaluate(
 
 
 def _replaced(closed: core.ClosedJaxpr, constrain: Constrain) -> core.ClosedJaxpr:
-    specs = map(_jaxpr.spec, closed.in_avals)
-    return jax.make_jaxpr(lambda *args: evaluate(closed, args, constrain))(*specs)
+    return _jaxpr.retrace(closed, lambda *args: evaluate(closed, args, constrain))
 
 
 def _is_either(eqn: core.JaxprEqn) -> bool:

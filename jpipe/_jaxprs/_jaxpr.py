@@ -1,4 +1,6 @@
-"""Analyses of a jaxpr: what depends on what, and who needs it.
+"""What one does with a jaxpr: trace, rewrite, ask what follows from what.
+
+Analyses are over variables: see `descendants`, `ancestors` and `dce_jaxpr`.
 
 `jax.extend.core` is JAX's public door to jaxprs.
 """
@@ -116,7 +118,21 @@ def _retrace(
         results = evaluate(closed, args, rule)
         return ending(args, results) if ending else results
 
-    return jax.make_jaxpr(inlined)(*map(spec, closed.in_avals))
+    return retrace(closed, inlined)
+
+
+def retrace(
+    closed: core.ClosedJaxpr, run: Callable[..., Sequence[Any]], *more: Any
+) -> core.ClosedJaxpr:
+    """Traces a function of the inputs of a jaxpr, and of more arrays or specs."""
+    return jax.make_jaxpr(run)(*specs(closed.jaxpr.invars), *more)
+
+
+def rewrite(
+    closed: core.ClosedJaxpr, rule: Callable[[core.JaxprEqn], Rule | None]
+) -> core.ClosedJaxpr:
+    """The jaxpr with some equations replaced by rules: see `evaluate`."""
+    return retrace(closed, lambda *args: evaluate(closed, args, rule))
 
 
 def evaluate(
@@ -232,14 +248,63 @@ def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return _retrace(closed, (*_CALLS, *CHECKPOINTS, *RULES))
 
 
-def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:
-    """All variables that some of the given inputs reach."""
-    jaxpr = closed.jaxpr
-    reached = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
+def descendants(
+    jaxpr: core.Jaxpr,
+    sources: Iterable[core.Var],
+    passes_on: Callable[[core.JaxprEqn, core.Var], bool] = lambda eqn, var: True,
+) -> set[core.Var]:
+    """Some variables, and all that follow from any of them.
+
+    Args:
+      jaxpr: the jaxpr.
+      sources: variables of it.
+      passes_on: whether a result of an equation follows from its operands; default:
+        always.
+    """
+    reached = set(sources)
     for eqn in jaxpr.eqns:
-        if eqn.effects or not reached.isdisjoint(variables(eqn.invars)):
-            reached.update(eqn.outvars)
+        if not reached.isdisjoint(variables(eqn.invars)):
+            reached.update(var for var in eqn.outvars if passes_on(eqn, var))
     return reached
+
+
+def computable_from(
+    jaxpr: core.Jaxpr,
+    sources: Iterable[core.Var],
+    may_run: Callable[[core.JaxprEqn], bool],
+) -> set[core.Var]:
+    """Some variables, and all that follow from no others.
+
+    Args:
+      jaxpr: the jaxpr.
+      sources: variables of it.
+      may_run: whether an equation may be used for this.
+    """
+    computed = set(sources)
+    for eqn in jaxpr.eqns:
+        if may_run(eqn) and variables(eqn.invars) <= computed:
+            computed.update(eqn.outvars)
+    return computed
+
+
+def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:
+    """All variables that follow from some of the inputs, or from an effect."""
+    jaxpr = closed.jaxpr
+    sources = [var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen]
+    with_effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
+    sources += [var for eqn in with_effects for var in eqn.outvars]
+    return descendants(jaxpr, sources)
+
+
+def ancestors(jaxpr: core.Jaxpr, atoms: Iterable[Any]) -> set[core.Var]:
+    """The variables among some atoms, and all that they follow from."""
+    _, needed = _needed(jaxpr, list(atoms), has_effects=False)
+    return needed
+
+
+def producers(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
+    """The index of the equation that makes each variable."""
+    return {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
 
 def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
@@ -380,7 +445,17 @@ def spec(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
-def zeros(specs: PyTree) -> PyTree:
+def specs(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The spec of each variable or literal."""
+    return [spec(atom.aval) for atom in atoms]
+
+
+def nbytes(value: Any) -> int:
+    """The bytes of an array, from it, its spec or its aval."""
+    return value.size * value.dtype.itemsize
+
+
+def zeros(like: PyTree) -> PyTree:
     """An array of zeros for each spec, weakly typed where the spec is."""
 
     def zero(leaf: Any) -> jax.Array:
@@ -392,7 +467,7 @@ def zeros(specs: PyTree) -> PyTree:
         (weak,) = core.jaxpr_as_fun(closed)(strong)
         return weak
 
-    return jax.tree.map(zero, specs)
+    return jax.tree.map(zero, like)
 
 
 def variables(atoms: Iterable[Any]) -> set[core.Var]:

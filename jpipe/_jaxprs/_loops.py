@@ -32,8 +32,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
     if not _jaxpr.contains(closed, "scan"):
         return closed
-    specs = map(_jaxpr.spec, closed.in_avals)
-    return jax.make_jaxpr(lambda *args: _jaxpr.evaluate(closed, args, rule))(*specs)
+    return _jaxpr.rewrite(closed, rule)
 
 
 def _scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from .._instructions._bytes import nbytes
 from .._instructions._graph import NOWHERE, Place
 from .._jaxprs import _jaxpr
+from .._jaxprs._jaxpr import nbytes
 
 
 class PlacedJaxpr:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax import core
 
-from .._functions._weights import is_inexact
+from .._jaxprs._jaxpr import is_inexact
 from .._layers._linen import is_box
 from .._layers._parent import Parent
 from .._layers._tree import Names, dotted, flat, nested

@@ -15,15 +15,16 @@ def lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]
     Flax folds a number into a key for each variable and each dropout. Equal blocks
     differ in nothing else.
     """
-    reached, folds = set(closed.jaxpr.invars), list[core.JaxprEqn]()
-    for eqn in closed.jaxpr.eqns:
-        if not reached.isdisjoint(_jaxpr.variables(eqn.invars)):
-            reached.update(eqn.outvars)
-            is_fold = eqn.primitive.name == "random_fold_in"
-            kind: Any = eqn.invars[0].aval
-            # `jax.random.fold_in` takes one key, not those of a `nn.vmap`.
-            if is_fold and not kind.shape and isinstance(eqn.invars[1], core.Literal):
-                folds.append(eqn)
+    reached = _jaxpr.descendants(closed.jaxpr, closed.jaxpr.invars)
+
+    def is_fold(eqn: core.JaxprEqn) -> bool:
+        if eqn.primitive.name != "random_fold_in":
+            return False
+        key, number = list[Any](eqn.invars)
+        # `jax.random.fold_in` takes one key, not those of a `nn.vmap`.
+        return key in reached and not key.aval.shape and _is_literal(number)
+
+    folds = [eqn for eqn in closed.jaxpr.eqns if is_fold(eqn)]
     if not folds:
         return closed, []
     literals: list[Any] = [eqn.invars[1] for eqn in folds]
@@ -40,5 +41,8 @@ def lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]
 
         return _jaxpr.evaluate(closed, args[:count], rule)
 
-    specs = map(_jaxpr.spec, closed.in_avals)
-    return jax.make_jaxpr(run)(*specs, *numbers), numbers
+    return _jaxpr.retrace(closed, run, *numbers), numbers
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)

@@ -8,8 +8,9 @@ from typing import Any
 from .._functions import _remat, _split, _vjp
 from .._jaxprs import _loops
 from .._jaxprs._function import Function
+from .._jaxprs._jaxpr import specs
 from . import _residuals
-from ._slice import Slice, specs
+from ._slice import Slice
 
 
 class StageFunctions:

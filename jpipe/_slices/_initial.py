@@ -100,12 +100,8 @@ class Initial:
 
     @cached_property
     def _producer(self) -> dict[core.Var, int]:
-        """The index of the equation that makes each variable."""
-        return {
-            var: index
-            for index, eqn in enumerate(self._closed.jaxpr.eqns)
-            for var in eqn.outvars
-        }
+        """The number of the equation that makes each variable."""
+        return _jaxpr.producers(self._closed.jaxpr)
 
     def leaves(
         self, key: chex.PRNGKey, device: Any, wanted: Sequence[bool]

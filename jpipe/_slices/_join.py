@@ -21,9 +21,10 @@ from jax.extend import core
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
-from .._functions._weights import accumulate, extend_mean, is_inexact, sum_spec
+from .._functions._weights import accumulate, extend_mean, sum_spec
 from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
+from .._jaxprs._jaxpr import is_inexact
 from .._layers._stage import shapes
 from .._messages import raise_all
 from .._run._sums import apart

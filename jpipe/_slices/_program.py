@@ -18,8 +18,8 @@ import numpy as np
 from jax.extend import core
 
 from .._functions._objective import as_weight
-from .._functions._weights import is_inexact
 from .._jaxprs import _cheapest, _jaxpr
+from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers import _rng
 from .._layers._stage import shapes
@@ -143,29 +143,24 @@ class Traced:
 
     def reached(self, inputs: Sequence[core.Var]) -> set[core.Var]:
         """All that follows from some inputs, and these."""
-        found = set(inputs)
-        for eqn in self.closed.jaxpr.eqns:
-            if not found.isdisjoint(_jaxpr.variables(eqn.invars)):
-                found.update(eqn.outvars)
-        return found
+        return _jaxpr.descendants(self.closed.jaxpr, inputs)
 
     def constant(self, atom: Any) -> core.ClosedJaxpr | None:
         """``() -> value`` of what follows from no input; ``None`` if it follows."""
-        jaxpr, eqns, computed = self.closed.jaxpr, [], set(self.closed.jaxpr.constvars)
-        for eqn in jaxpr.eqns:
-            if not eqn.effects and _jaxpr.variables(eqn.invars) <= computed:
-                eqns.append(eqn)
-                computed.update(eqn.outvars)
-        if not isinstance(atom, core.Literal) and atom not in computed:
+        jaxpr = self.closed.jaxpr
+        computed = _jaxpr.computable_from(
+            jaxpr, jaxpr.constvars, lambda eqn: not eqn.effects
+        )
+        if not _jaxpr.variables([atom]) <= computed:
             return None
+        eqns = [eqn for eqn in jaxpr.eqns if not eqn.effects]
         jaxpr = jaxpr.replace(invars=[], eqns=eqns, outvars=[atom], effects=set())
         return _jaxpr.prune(core.ClosedJaxpr(jaxpr, self.closed.consts), [atom])
 
     @cached_property
     def producer(self) -> dict[core.Var, int]:
         """The number of the equation that makes each variable."""
-        eqns = enumerate(self.closed.jaxpr.eqns)
-        return {var: i for i, eqn in eqns for var in eqn.outvars}
+        return _jaxpr.producers(self.closed.jaxpr)
 
     @cached_property
     def kinds(self) -> Sequence[EqnKind]:
@@ -195,14 +190,17 @@ class Traced:
     @cached_property
     def _copied(self) -> set[core.Var]:
         """What follows from the batch by cheap equations, without parameters."""
-        found = set(self.closed.jaxpr.constvars) | set(self.given[self.num_local :])
-        found.update([] if self.is_split else self.closed_over)
-        for eqn in self.closed.jaxpr.eqns:
-            read = _jaxpr.variables(eqn.invars)
-            is_constant = read.isdisjoint(self.of_batch | self.of_params)
-            if not eqn.effects and (is_constant or (is_cheap(eqn) and read <= found)):
-                found.update(eqn.outvars)
-        return found
+        jaxpr = self.closed.jaxpr
+        sources = [*jaxpr.constvars, *self.given[self.num_local :]]
+        if not self.is_split:
+            sources += self.closed_over
+        of_inputs = self.of_batch | self.of_params
+
+        def may_copy(eqn: core.JaxprEqn) -> bool:
+            is_constant = of_inputs.isdisjoint(_jaxpr.variables(eqn.invars))
+            return not eqn.effects and (is_constant or is_cheap(eqn))
+
+        return _jaxpr.computable_from(jaxpr, sources, may_copy)
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
@@ -332,10 +330,10 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
       closed: the jaxpr.
       first: the number of the first such input.
     """
-    inputs = set(closed.jaxpr.invars[first:])
-    for eqn in filter(_marks.is_mark, closed.jaxpr.eqns):  # for the next stage
-        if not inputs.isdisjoint(_jaxpr.variables(eqn.invars)):
-            inputs.update(eqn.outvars)
+    # Inputs, and what hands them on to the next stage.
+    inputs = _jaxpr.descendants(
+        closed.jaxpr, closed.jaxpr.invars[first:], lambda eqn, _: _marks.is_mark(eqn)
+    )
     raw = {
         id(eqn)
         for eqn in closed.jaxpr.eqns
@@ -356,7 +354,7 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
 
         return _jaxpr.evaluate(closed, args, rule)
 
-    return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
+    return _jaxpr.retrace(closed, run)
 
 
 def pair(result: Any, needed: str) -> Any:

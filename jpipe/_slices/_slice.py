@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
+from .._jaxprs._jaxpr import is_inexact
 from ._marks import is_mark
 from ._program import Traced
 
@@ -168,12 +167,12 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
     Without a loss what reaches a result.
     """
     jaxpr = program.closed.jaxpr
-    tangent = {v for v, yes in zip(program.params, trained, strict=True) if yes}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "stop_gradient":
-            continue
-        if not tangent.isdisjoint(_jaxpr.variables(eqn.invars)):
-            tangent.update(v for v in eqn.outvars if _is_inexact(v))
+    pairs = zip(program.params, trained, strict=True)
+    tangent = _jaxpr.descendants(
+        jaxpr,
+        [param for param, is_trained in pairs if is_trained],
+        lambda eqn, v: eqn.primitive.name != "stop_gradient" and is_inexact(v.aval),
+    )
     if not tangent.isdisjoint(_jaxpr.variables(program.weight)):
         raise TypeError(
             "reduction='weighted': the weight follows from parameters, so that it has "
@@ -182,15 +181,7 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
     ends = [*program.loss, *program.rest] if program.has_loss else program.aux_vars
-    to_loss = _jaxpr.variables(ends)
-    for eqn in reversed(jaxpr.eqns):
-        if not to_loss.isdisjoint(eqn.outvars):
-            to_loss |= _jaxpr.variables(eqn.invars)
-    return tangent & to_loss
-
-
-def _is_inexact(var: core.Var) -> bool:
-    return jnp.issubdtype(getattr(var.aval, "dtype", jnp.int32), jnp.inexact)
+    return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
 def once(program: Traced, parts: Sequence[Slice]) -> core.ClosedJaxpr:
@@ -201,8 +192,3 @@ def once(program: Traced, parts: Sequence[Slice]) -> core.ClosedJaxpr:
     eqns = [eqn for eqn in pruned.jaxpr.eqns if not eqn.effects]
     jaxpr = pruned.jaxpr.replace(invars=program.params, eqns=eqns, effects=set())
     return core.ClosedJaxpr(jaxpr, program.closed.consts)
-
-
-def specs(variables: Sequence[core.Var]) -> list[jax.ShapeDtypeStruct]:
-    """What variables are like."""
-    return [_jaxpr.spec(var.aval) for var in variables]

@@ -9,10 +9,11 @@ from jax.extend import core
 from .._functions import _remat
 from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
+from .._jaxprs._jaxpr import specs
 from ._functions import StageFunctions
 from ._program import OTHER_READS, Traced
 from ._residuals import Residuals
-from ._slice import Slice, once, slices, specs, with_gradient
+from ._slice import Slice, once, slices, with_gradient
 from ._state import State
 
 # A parameter by its number, or what follows from parameters once in a step, after them.

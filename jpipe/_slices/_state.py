@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._functions._weights import extend_mean, is_inexact, sum_spec
+from .._functions._weights import extend_mean, sum_spec
 from .._jaxprs import _flow, _jaxpr
+from .._jaxprs._jaxpr import is_inexact
 from .._layers import _batchnorm
 from .._messages import raise_all
 from ._program import Traced

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -56,8 +55,7 @@ def scaled(program: Traced, scale: float) -> Traced:
         loss, *aux = _jaxpr.as_traced(closed)(*args)
         return [loss * jnp.asarray(scale, loss.dtype), *aux]
 
-    scaled_closed = jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
-    return replace(program, closed=scaled_closed)
+    return replace(program, closed=_jaxpr.retrace(closed, run))
 
 
 def apart(program: Traced, split: Sequence[bool], scale: float, share: float) -> Traced:
@@ -94,8 +92,7 @@ def apart(program: Traced, split: Sequence[bool], scale: float, share: float) ->
             return [data, *aux, penalty]
         return [data + penalty * jnp.asarray(share, data.dtype), *aux]
 
-    separated = jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
-    return replace(program, closed=separated)
+    return replace(program, closed=_jaxpr.retrace(closed, run))
 
 
 class _LossSum:

@@ -7,9 +7,9 @@ import jax
 import optax
 
 from .._instructions import _transfer
-from .._instructions._bytes import nbytes
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
+from .._jaxprs._jaxpr import nbytes
 from .._layers._stage import shapes
 from .._messages import raise_all
 from .._placed._by_path import ByPath, leaves_at

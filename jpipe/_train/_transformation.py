@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from .._functions._weights import is_inexact
 from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
+from .._jaxprs._jaxpr import is_inexact
 from .._placed._by_path import ByPath, Leaf
 from .._placed._function import Placement, where_computed
 from .._placed._jit import Jitted

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from .._functions import _remat
 from .._instructions import _bytes
-from .._instructions._bytes import most_residuals, nbytes
+from .._instructions._bytes import most_residuals
 from .._instructions._sharding import SubMesh
 from .._jaxprs import _work
+from .._jaxprs._jaxpr import nbytes, specs
 from .._run._pipe import Pipe
 from .._slices._built import Built, Layout
 from .._slices._names import modules
-from .._slices._slice import specs
 from .._slices._stages import Stages
 from ..schedules import Action
 from ._plan import Forecast, Plan, StagePlan

@@ -12,8 +12,8 @@ from jax.extend import core
 
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
+from .._jaxprs._jaxpr import specs
 from .._layers._stage import shapes
-from .._slices._slice import specs
 from ._estimate import Rates
 from ._traced import Traced
 

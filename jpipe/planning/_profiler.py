@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .._functions._weights import is_inexact
-from .._instructions._bytes import nbytes
 from .._instructions._progress import Progress, counted
 from .._instructions._transfer import Device
 from .._jaxprs._cheapest import total_bytes
 from .._jaxprs._flops import flops
+from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._layers import _rng
 from .._run._context import outside_of_meshes
 from .._slices._functions import StageFunctions

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from .._functions import _microbatch
 from .._functions._batch import Axes, Batch
 from .._functions._objective import Objective
-from .._functions._weights import is_inexact
 from .._instructions._transfer import Device
+from .._jaxprs._jaxpr import is_inexact
 from .._layers import _rng
 from .._run import _variables
 from .._slices import _arguments
