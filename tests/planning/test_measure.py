@@ -52,7 +52,7 @@ def test_the_first_layer_is_given_the_sample_and_others_valid_numbers():
 
 
 def test_an_error_names_the_layer_that_was_measured():
-    def raise_all(x):
+    def refuse(x):
         raise ValueError("broken on purpose")
 
     def breaking(x):
