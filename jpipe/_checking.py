@@ -18,10 +18,10 @@ from ._layers._sequence import Sequential
 from ._layers._stage import fuse
 from ._run import _variables
 from ._run._pipe import Pipe
-from ._slices import _arguments
+from ._slices import _arguments, _model_functions
 from ._slices._division import ByLayer
 from ._slices._join import MEAN, SUM
-from ._slices._listed import Listed
+from ._slices._model import Model
 from ._slices._sliced import Sliced
 from .schedules import gpipe
 
@@ -127,7 +127,8 @@ def _apart(
     ranks = tuple(OnPaper(rank) for rank in range(number))
     one_each = fuse(layers, [1] * number)
     own = Pipe(one_each, ranks, schedule, _remat.per_stage("none", number))
-    work = Listed(own, fitting.listed.axes).forward(train)
+    model = Model(layers, fitting.listed.axes, own.stage_of_layer)
+    work = _model_functions.forward(model, train=train)
     stages = Sliced(work, ByLayer(own)).divided(tuple(variables), (x, rngs)).stages
     entry_of = [i for i, own in enumerate(variables) for _ in jax.tree.leaves(own)]
     found = []

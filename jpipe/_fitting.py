@@ -15,7 +15,7 @@ from ._run._recent import Recent
 from ._slices._built import Layout
 from ._slices._division import ByLayer
 from ._slices._initial import Initial
-from ._slices._listed import Listed
+from ._slices._model import Model
 from ._slices._sliced import Checks
 
 PyTree = Any
@@ -53,7 +53,7 @@ class Fitting(Checks):
       layout: where the variables seen last are, for print; ``None`` before the first.
     """
 
-    def __init__(self, pipe: Pipe, listed: Listed, division: ByLayer) -> None:
+    def __init__(self, pipe: Pipe, listed: Model, division: ByLayer) -> None:
         self._pipe, self.listed, self._division = pipe, listed, division
         self.layout: Layout | None = None
         # By the shapes of variables, an input that they fit, in words.

@@ -12,7 +12,7 @@ from ._layers._skip import label
 from ._run._pipe import Pipe
 from ._slices._built import Built
 from ._slices._division import ByLayer, Shapes
-from ._slices._listed import Listed
+from ._slices._model import Model
 from ._subject import Subject
 from .planning._describe import Known, of_function
 
@@ -34,12 +34,13 @@ class LayerList(Subject):
         self, pipe: Pipe, axes: Axes, planned_shapes: Shapes | None = None
     ) -> None:
         self._pipe = pipe
-        self._listed, division = Listed(pipe, axes), ByLayer(pipe, planned_shapes)
+        self._listed = Model(pipe.layers, axes, pipe.stage_of_layer)
+        division = ByLayer(pipe, planned_shapes)
         self._fits = Fitting(pipe, self._listed, division)
         super().__init__(self._listed, division, self._fits)
 
     def __str__(self) -> str:
-        return f"{len(self._listed.layers)} layers"
+        return str(self._listed)
 
     def known(self, last: Built | None) -> Known:
         """What is known of the pipeline.

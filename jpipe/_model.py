@@ -44,7 +44,7 @@ class OneModel(Subject):
         unpipelined: Callable[[], Any],
     ) -> None:
         self._layer, self._unpipelined = layer, unpipelined
-        super().__init__(Model(layer, axes), division)
+        super().__init__(Model([layer], axes), division)
 
     def __str__(self) -> str:
         return self._layer.name

@@ -20,10 +20,11 @@ from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._feed import Feed
 from ._run._pipe import Pipe
+from ._slices import _model_functions
 from ._slices._built import Built
 from ._slices._division import ByLayer, Division
 from ._slices._initial import strong
-from ._slices._modules import Modules
+from ._slices._model import Model
 from ._slices._sliced import Checks, Sliced, Work
 from ._train._gradients import Gradients
 from .planning._describe import Known
@@ -54,14 +55,15 @@ class Subject(ABC):
 
     def __init__(
         self,
-        function: Modules,
+        function: Model,
         division: Division | ByLayer,
         checks: Checks | None = None,
     ) -> None:
         self.function, self.division, self._checks = function, division, checks
         self.places = division.places
         self._forwards = {
-            train: self._sliced(function.forward(train)) for train in (False, True)
+            train: self._sliced(_model_functions.forward(function, train=train))
+            for train in (False, True)
         }
 
     @property
@@ -90,7 +92,7 @@ class Subject(ABC):
 
     def feed(self) -> Feed:
         """Gives what this process has to know of mini-batches."""
-        return Feed(self._known_pipe, self.function.is_local)
+        return Feed(self._known_pipe, self.function.is_list)
 
     @abstractmethod
     def known(self, last: Built | None) -> Known | None:
@@ -140,7 +142,7 @@ class Subject(ABC):
             return jax.tree.leaves(self.function.marks(variables, trainable))
 
         works = {
-            train: self.function.loss(objective, train, outputs)
+            train: _model_functions.loss(self.function, objective, outputs, train=train)
             for train in (False, True)
         }
         programs = {train: self._sliced(work, marks) for train, work in works.items()}
@@ -174,7 +176,7 @@ class Subject(ABC):
             if initial.draws:
                 _rng.check_key(key)
             key = jax.random.key(0)  # which nobody reads
-        specs = self.function.of_entries(initial.specs)
+        specs = self.function.from_entries(initial.specs)
         locations, pipe = self.locations(specs, x), self.pipe
         if pipe.copies is not None:
             agree_on_key(key)
@@ -196,7 +198,7 @@ class Subject(ABC):
         )
         pairs = zip(taken, self.function.entries(variables), strict=True)
         entries = [new if own is None else own for own, new in pairs]
-        return self.place(self.function.of_entries(entries)) if given else variables
+        return self.place(self.function.from_entries(entries)) if given else variables
 
     @abstractmethod
     def _fitting(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
@@ -221,7 +223,7 @@ class Subject(ABC):
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Variables in place."""
         function = self.function
-        variables = function.of_entries(function.entries(variables))
+        variables = function.from_entries(function.entries(variables))
         locations = self.locations(variables, x)
         return _transfer.put_each(variables, self.pipe.devices, locations)
 
@@ -235,7 +237,7 @@ class Subject(ABC):
 
     def modules(self, variables: PyTree) -> Any:
         """The layers with values: see `Pipeline.modules`."""
-        check_unchanged(self.function.layers, self.function.called)
+        check_unchanged(self.function.layers, self.function.label)
         entries = self.function.entries(variables)
         _variables.check_alive(jax.tree.leaves(variables))
         found = self.function.parent.modules(entries)

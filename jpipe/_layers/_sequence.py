@@ -1,17 +1,23 @@
-"""A list of layers, one after the other, as one function of their variables."""
+"""Layers, one after the other, as one function of their variables.
+
+One model is a sequence of one layer, which is called as it would be without a pipeline:
+its keys are not folded with the number of the layer, its operations have no name in
+front, and it may return what no layer could give to a next one.
+"""
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from .._jaxprs import _jaxpr
 from .._messages import raise_all
 from . import _rng, _skip
-from ._advice import advice
+from ._advice import advice, missing_inputs
 from ._layer import LayerAdapter
 from ._parent import Entries, Parent
 from ._stage import shapes
@@ -42,8 +48,9 @@ class Sequential:
 
     Args:
       layers: the layers.
-      stages: of each the number of its stage, for errors and skip connections.
+      stages: the number of the stage of each, for errors and skip connections.
       numbers: what errors call them, if they are not all.
+      is_list: whether they are a list; else they are one model.
     """
 
     def __init__(
@@ -51,8 +58,13 @@ class Sequential:
         layers: Sequence[LayerAdapter],
         stages: Sequence[int],
         numbers: Sequence[int] | None = None,
+        *,
+        is_list: bool = True,
     ) -> None:
-        self.layers, self._stages, self.parent = layers, stages, Parent(layers)
+        self.layers = layers
+        self.is_list = is_list
+        self.parent = Parent(layers, is_list=is_list)
+        self._stages = stages
         self._numbers = range(len(layers)) if numbers is None else numbers
 
     def init(
@@ -67,18 +79,21 @@ class Sequential:
         """
         entries = [*given]
 
-        def run(handles: Sequence[Any], made: Callable[[int], None]) -> Any:
+        def run(handles: Sequence[Any], after_layer: Callable[[int], None]) -> Any:
             def call(i: int, x: PyTree) -> PyTree:
-                own = _rng.layer_key(key, i)
-                y, entries[i] = called(self.layers[i], handles[i], entries[i], own, x)
-                made(i)
+                layer_key = _rng.layer_key(key, i) if self.is_list else key
+                y, entries[i] = _call_for_init(
+                    self.layers[i], handles[i], entries[i], key=layer_key, x=x
+                )
+                after_layer(i)
                 return y
 
             return self._through(x, call)
 
-        (y, routes), of_linen = self.parent.init(key, given, run)
-        pairs = zip(of_linen, entries, strict=True)
-        return Made(y, [made or own for made, own in pairs], routes)
+        with self._naming_model(x):
+            (y, routes), linen_entries = self.parent.init(key, given, run)
+        pairs = zip(linen_entries, entries, strict=True)
+        return Made(y, [of_linen or entry for of_linen, entry in pairs], routes)
 
     def __call__(
         self,
@@ -95,17 +110,18 @@ class Sequential:
           x: the input.
           rngs: the keys of the micro-batch, or ``None``.
           train: whether this is training.
-          after: is called after each layer.
+          after: is called after each layer of a list.
         """
 
         def run(handles: Sequence[Any]) -> Any:
             def call(i: int, x: PyTree) -> PyTree:
-                keys = _rng.layer_rngs(rngs, i)
+                keys = _rng.layer_rngs(rngs, i) if self.is_list else _rng.streams(rngs)
                 return self.layers[i].call(handles[i], x, keys, train)
 
             return self._through(x, call, after)
 
-        (y, routes), changed = self.parent(entries, rngs, train, run)
+        with self._naming_model(x):
+            (y, routes), changed = self.parent(entries, rngs, train, run)
         return Made(y, changed, routes)
 
     def last(
@@ -150,6 +166,8 @@ class Sequential:
         Raises:
           ValueError: if the skip connections do not fit.
         """
+        if not self.is_list:
+            return call(0, x), ()
         skips = _skip.Skips()
         for i, layer in enumerate(self.layers):
             use = _skip.Use(i, layer.name, self._stages[i])
@@ -159,7 +177,11 @@ class Sequential:
                 _check_output(i, layer, x)
             if after is not None:
                 x = after(i, x, skips.values)
-        return x, skips.routes()
+        return jax.tree.map(jnp.asarray, x), skips.routes()
+
+    def _naming_model(self, x: PyTree) -> AbstractContextManager[None]:
+        """Names one model in any exception that is raised; layers name themselves."""
+        return nullcontext() if self.is_list else _naming_model(self.layers[0], x)
 
     @contextmanager
     def _naming(self, number: int, x: PyTree) -> Iterator[None]:
@@ -185,13 +207,38 @@ class Sequential:
             raise
 
 
-def called(
-    layer: LayerAdapter, handle: Any, entry: PyTree, key: chex.PRNGKey, x: PyTree
+@contextmanager
+def _naming_model(layer: LayerAdapter, x: PyTree) -> Iterator[None]:
+    """Adds to any exception that a model raised its name, and what to type."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"raised by the model ({layer.name}), whose input was {shapes(x)}; x comes "
+            f"before the targets"
+        )
+        if names := missing_inputs(error, layer):
+            inputs = ", ".join(f"{name}={name}" for name in names)
+            error.add_note(
+                f"a model that takes several inputs is given all of them as one: "
+                f"x = jpipe.inputs(x, {inputs})"
+            )
+        raise
+
+
+def _call_for_init(
+    layer: LayerAdapter,
+    handle: Any,
+    entry: PyTree,
+    *,
+    key: chex.PRNGKey,
+    x: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """What a layer returns as its variables are made, and its entry."""
+    """Calls a layer as its variables are made; returns its output and its entry."""
     if layer.init is not None and not entry:
         specs = jax.tree.map(lambda a: _jaxpr.spec(jax.typeof(a)), x)
-        handle = entry = layer.init(key, specs)
+        entry = layer.init(key, specs)
+        handle = entry
     return layer.call(handle, x, _rng.streams(key), False), entry
 
 

@@ -27,27 +27,6 @@ PyTree = Any
 Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
 
-def shardings(pipe: Pipe, variables: Sequence[PyTree]) -> list[Sharding]:
-    """The sharding of each leaf of the variables of a list of layers.
-
-    Args:
-      pipe: the stages, and where they run.
-      variables: arrays or specs, one entry per layer.
-
-    Raises:
-      ValueError: with every parameter that its axes do not divide.
-      TypeError: if the rule does not return a `PartitionSpec`.
-    """
-    leaf_shardings: list[Sharding] = []
-    for i, layer in enumerate(pipe.layers):
-        device = pipe.devices[pipe.stage_of_layer[i]]
-        num_leaves = len(jax.tree.leaves(variables[i]))
-        leaf_shardings += of_tree(
-            pipe, variables[i], [device] * num_leaves, owner=layer.owner, layer=(i,)
-        )
-    return leaf_shardings
-
-
 def of_tree(
     pipe: Pipe,
     tree: PyTree,

@@ -1,7 +1,6 @@
 """Finds parameters that a loss closes over: as constants they have no gradient."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -9,26 +8,20 @@ from .._layers import _nnx_values
 from .._layers._layer import LayerAdapter
 from .._messages import WarnOnce, raise_all
 from ._built import Built
+from ._model import Model
 
 PyTree = Any
 
 
-class Modules(Protocol):
-    """The modules of a pipeline: see `_modules.Modules`."""
-
-    layers: Sequence[LayerAdapter]
-    called: str
-
-
 def check(
-    params: PyTree, built: Built, modules: Modules | None, warnings: WarnOnce
+    params: PyTree, built: Built, *, model: Model | None, warnings: WarnOnce
 ) -> None:
     """Checks that a loss closes over no array by which it is differentiated.
 
     Args:
       params: the parameters of the call.
       built: the function, traced for them.
-      modules: the modules that have these parameters. ``None``: they are those of a
+      model: the model that has these variables. ``None``: they are the parameters of a
         loss function, where this is a warning: `jax.value_and_grad` takes them as
         constants too, and a penalty on the distance from the start closes over the
         parameters that it starts from.
@@ -41,9 +34,9 @@ def check(
     if not program.has_loss or not program.constants:
         return
     constant_ids = set(map(id, program.constants))
-    tree_name = "variables" if modules else "params"
+    tree_name = "variables" if model else "params"
     captured = _captured_leaves(params, built, constant_ids, tree_name)
-    if modules is None:
+    if model is None:
         if captured:
             warnings(
                 "closures",
@@ -53,8 +46,8 @@ def check(
                 f"copies, jax.tree.map(jnp.copy, params), where constants are meant",
             )
         return
-    for index, layer in enumerate(modules.layers):
-        layer_name = modules.called.format(index)
+    for index, layer in enumerate(model.layers):
+        layer_name = model.label.format(index)
         captured += _captured_variables(layer, constant_ids, layer_name)
     raise_all(
         "the loss or a layer takes variables from outside, which would be "

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import chex
 import jax
@@ -16,19 +16,10 @@ from .._instructions._sharding import WHOLE
 from .._jaxprs import _alike, _constraints, _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
 from .._layers._linen import OF_DATA
-from .._layers._parent import Parent
-from .._layers._sequence import Made
+from .._layers._sequence import Sequential
 from ._folds import lifted
 
 PyTree = Any
-
-
-class Makes(Protocol):
-    """Layers that make variables: see `_modules.Modules`."""
-
-    parent: Parent
-
-    def init(self, key: chex.PRNGKey, x: PyTree, given: Sequence[PyTree]) -> Made: ...
 
 
 class Initial:
@@ -55,7 +46,7 @@ class Initial:
 
     def __init__(
         self,
-        layers: Makes,
+        layers: Sequential,
         key: chex.PRNGKey,
         spec: PyTree,
         given: Sequence[PyTree] | None = None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,25 +29,13 @@ from ._built import Built, Layout
 from ._cuts import Cuts
 from ._division import ByLayer, Division
 from ._join import Join
+from ._model import Model
 from ._program import Traced
 from ._results import Results
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
 PyTree = Any
-
-
-class Holder(_closures.Modules, Protocol):
-    """What has variables: see `Modules`."""
-
-    advice: str
-    is_local: bool
-
-    def entries(self, variables: PyTree) -> Sequence[PyTree]: ...
-
-    def shardings(
-        self, pipe: Pipe, variables: PyTree, stages: Sequence[int]
-    ) -> list[Sharding]: ...
 
 
 @dataclass(frozen=True)
@@ -62,9 +50,9 @@ class Work:
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something besides the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
-      modules: those of which it is a function: then its first argument after
-        ``params`` is their input, and its aux a pair, of aux and what they write.
-      names: how errors call the arguments, of modules.
+      model: the model of which it is a function: then its first argument after
+        ``params`` is the input, and its aux a pair, of aux and what the model writes.
+      names: how errors call the arguments, of a model.
       argnums: which arguments of a loss function are its parameters.
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
@@ -77,7 +65,7 @@ class Work:
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
-    modules: Holder | None = None
+    model: Model | None = None
     names: Sequence[str] = ()
     argnums: Sequence[int] = (0,)
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
@@ -87,20 +75,20 @@ class Work:
     def advice(self) -> str:
         """What to type where parameters are not in place."""
         of_function = "params = grad_fn.place(params, *args)"
-        return self.modules.advice if self.modules else of_function
+        return self.model.advice if self.model else of_function
 
     def shardings(
         self, pipe: Pipe, params: PyTree, stages: Sequence[int]
     ) -> list[Sharding]:
         """Of each parameter, in its stage."""
-        if self.modules:
-            return self.modules.shardings(pipe, params, stages)
+        if self.model:
+            return self.model.shardings(pipe, params, stages)
         devices = [pipe.devices[stage] for stage in stages]
         return _param_sharding.of_tree(pipe, params, devices, inside=("params",))
 
     def aux_of(self, traced: Traced) -> PyTree:
         """Specs of what a trace returns besides the loss and what is written."""
-        return traced.aux[0] if self.modules else traced.aux
+        return traced.aux[0] if self.model else traced.aux
 
 
 class Checks:
@@ -218,7 +206,7 @@ class Sliced:
         """
         work, division = self._work, self._division
         names, in_axes = work.names, work.in_axes
-        if work.modules is None:
+        if work.model is None:
             *by_position, keywords = args
             names = _arguments.argument_names(len(by_position), work.argnums)
             in_axes = _arguments.axes_of_call(in_axes, by_position, keywords)
@@ -274,9 +262,9 @@ class Sliced:
         owner_stages, work = stages.owner_stages[:count], self._work
         division.note(owner_stages)
         shardings = work.shardings(pipe, call.specs, owner_stages)
-        known = call.trained, work.modules is not None, work.advice
+        known = call.trained, work.model is not None, work.advice
         layout = Layout(pipe, call.specs, owner_stages, shardings, *known)
-        tree = "variables" if work.modules else "params"
+        tree = "variables" if work.model else "params"
         names = [f"{tree}{jax.tree_util.keystr(path)}" for path in layout.paths]
         _stacked.check(stages, names, division.warnings)
         return pipe, stages, layout, cuts
@@ -290,9 +278,9 @@ class Sliced:
         planned_shapes = self._division.planned_shapes
         if planned_shapes is None:
             return
-        params = _variables.numbers_of_params(specs, self._work.modules is not None)
+        params = _variables.numbers_of_params(specs, self._work.model is not None)
         leaves = jax.tree_util.tree_leaves_with_path(specs)
-        tree = "params" if self._work.modules is None else "variables"
+        tree = "params" if self._work.model is None else "variables"
         advice = "make a plan of this one, by jpipe.plan"
         if len(params) != len(planned_shapes):
             raise ValueError(
@@ -334,7 +322,7 @@ class Sliced:
         _closures.check(
             params,
             built,
-            modules=self._work.modules,
+            model=self._work.model,
             warnings=self._division.warnings,
         )
         return built
@@ -343,7 +331,7 @@ class Sliced:
         self, error: Exception, params: PyTree, args: Sequence[PyTree]
     ) -> None:
         """Notes where the parameters of a loss function may not be the first."""
-        if self._work.modules is None:
+        if self._work.model is None:
             _arguments.note_order(error, params, args)
 
     def _trace(self, call: _Call, size: int, num_stages: int) -> Traced:
@@ -358,7 +346,7 @@ class Sliced:
             has_loss=work.has_loss,
             is_weighted=work.reduction == "weighted",
             # Variables are the same for all micro-batches, a key among them too.
-            folds_params=work.modules is None,
+            folds_params=work.model is None,
         )
 
     def _trace_whole(self, call: _Call) -> tuple[Traced, PyTree]:
@@ -378,8 +366,8 @@ class Sliced:
 
     def _check_tree(self, params: PyTree) -> None:
         """Notices what is no tree of parameters, as arguments in another order."""
-        if self._work.modules:
-            self._work.modules.entries(params)
+        if self._work.model:
+            self._work.model.entries(params)
         else:
             _variables.check_params(params)
 
@@ -396,17 +384,17 @@ class Sliced:
                 traced.closed, division.places, division.warnings
             )
             traced = replace(traced, closed=closed)
-            if work.modules:
+            if work.model:
                 part = batch.part(n)
                 leaves = len(jax.tree.leaves(part[0]))
-                local = part[: 1 + work.has_loss] if work.modules.is_local else ()
+                local = part[: 1 + work.has_loss] if work.model.is_list else ()
                 count = len(jax.tree.leaves(local))
                 traced = replace(traced, num_inputs=leaves, num_local=count)
             traced = replace(traced, is_split=any(split))
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
-                if work.modules:
+                if work.model:
                     traced = _summands.scaled(traced, by)
                 else:
                     traced = _summands.apart(traced, split, by, share)

@@ -15,13 +15,11 @@ from .._layers._layer import adapt_layers, is_model
 from .._layers._skip import label
 from .._layers._stage import abbreviate, fuse
 from .._run._pipe import Pipe
-from .._slices import _cut
+from .._slices import _cut, _model_functions
 from .._slices._built import Built
 from .._slices._cuts import Cuts
 from .._slices._division import ByLayer, Division
-from .._slices._listed import Listed
 from .._slices._model import Model
-from .._slices._modules import Modules
 from .._slices._names import modules
 from .._slices._sliced import Sliced
 from ..schedules import Schedule, gpipe
@@ -78,7 +76,7 @@ class Subject:
         if self._is_model:
             pieces = enumerate(modules(divided.stages, divided.layout.keys))
             self._names = [abbreviate(own) or f"piece {i}" for i, own in pieces]
-        skips = function.skips(divided.stages) if isinstance(function, Listed) else {}
+        skips = function.name_skips(divided.stages) if function.is_list else {}
         return Traced(tuple(self._names), divided, variables, skips)
 
     def planned(
@@ -98,7 +96,7 @@ class Subject:
             self._names[end - size : end]
             for size, end in zip(balance, ends, strict=True)
         ]
-        if not isinstance(function, Listed):
+        if not function.is_list:
             return describe(known._replace(names=names, modules=known.names))
         skips = [(label(r.key), r.source, r.target) for r in function.routes]
         return describe(known._replace(names=names, skips=skips))
@@ -117,12 +115,12 @@ class Subject:
         remat: str | Sequence[str],
         schedule: Schedule,
         data: int = 1,
-    ) -> tuple[Modules, Built, PyTree]:
+    ) -> tuple[Model, Built, PyTree]:
         """The layers as functions; these, divided; specs of their variables."""
         ranks = tuple(OnPaper(rank, data) for rank in range(schedule.num_ranks))
         division: Division | ByLayer
         if self._is_model:
-            self._model = self._model or Model(self._layers[0], request.axes)
+            self._model = self._model or Model(self._layers, request.axes)
             own, chosen = self._model, self._cuts(balance)
             division = Division(
                 num_microbatches=schedule.num_microbatches,
@@ -137,21 +135,25 @@ class Subject:
             stages = fuse(self._layers, balance)
             modes = _remat.per_stage(remat, len(stages))
             pipe = Pipe(stages, ranks, schedule, modes)
-            own, division = Listed(pipe, request.axes), ByLayer(pipe)
+            own = Model(self._layers, request.axes, pipe.stage_of_layer)
+            division = ByLayer(pipe)
         args: tuple[PyTree, ...] = request.sample, request.rngs
         # Nobody is given what is written, and nobody waits for it.
-        work = replace(own.forward(request.train), discards=lambda *_: None)
+        work = _model_functions.forward(own, train=request.train)
+        work = replace(work, discards=lambda *_: None)
         if request.objective is not None:
             args = request.sample, request.targets, request.rngs
-            work = own.loss(request.objective, request.train, [])
-        trainable = Trainable(request.trainable, by_layer=own.parent.is_list)
+            work = _model_functions.loss(
+                own, request.objective, [], train=request.train
+            )
+        trainable = Trainable(request.trainable, by_layer=own.is_list)
 
         def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(own.marks(variables, trainable))
 
         try:
             initial = own.initial(own.sample(request.sample, division))
-            variables = own.of_entries(initial.specs)
+            variables = own.from_entries(initial.specs)
             built = Sliced(work, division, trained)(variables, *args)
         except Exception as error:
             has_loss = request.loss not in (None, any_loss)
