@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from ._check._layers import Checking
 from ._check._report import CheckReport, check_microbatch_sizes
-from ._fitting import Fitting
 from ._functions import _microbatch, _remat
 from ._functions._objective import Objective
 from ._instructions import _transfer
@@ -16,6 +16,7 @@ from ._instructions._transfer import OnPaper
 from ._layers import _rng
 from ._layers._sequence import Sequential
 from ._layers._stage import fuse
+from ._pipelined_model import PipelinedModel
 from ._run import _variables
 from ._run._pipe import Pipe
 from ._slices import _arguments, _model_functions
@@ -29,23 +30,22 @@ PyTree = Any
 
 
 def checked(
-    pipe: Pipe,
-    fitting: Fitting,
-    variables: Sequence[PyTree],
+    pipelined: PipelinedModel,
+    variables: PyTree,
     x: PyTree,
     targets: PyTree,
+    *,
     objective: Objective | None,
     rngs: _rng.Rngs,
     train: bool,
     tolerance: float | None = None,
     microbatch_sizes: Sequence[int] | None = None,
 ) -> CheckReport:
-    """Checks layers: see `Pipeline.check`.
+    """Checks layers, or a model as the only one: see `Pipeline.check`.
 
     Args:
-      pipe: their stages.
-      fitting: checks variables and inputs.
-      variables: one entry per layer.
+      pipelined: the layers or the model.
+      variables: its variables.
       x: an input.
       targets: its targets.
       objective: the loss; ``None``: layers only.
@@ -54,7 +54,9 @@ def checked(
       tolerance: how far numbers may be apart.
       microbatch_sizes: how many examples each micro-batch has.
     """
-    if pipe.copies is not None:
+    model, division = pipelined.model, pipelined.division
+    entries = model.entries(variables)
+    if len({device.process_index for device in division.places}) > 1:
         raise ValueError(
             "what several processes have cannot be checked in one of them; check "
             "jpipe.sequential of the same layers, in one process"
@@ -63,19 +65,21 @@ def checked(
         _rng.check_rngs(rngs)
     _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
     given = x, targets
-    names, axes = ("x", "targets"), fitting.listed.axes
+    names, axes = ("x", "targets"), model.axes
     specs = [*map(_microbatch.specs, given, names)]
     x_axes, target_axes = _arguments.axes_of(axes[:2], specs, names)
     count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
-    number = pipe.schedule.num_microbatches * pipe.num_shards
+    number = division.num_microbatches * division.num_shards
     microbatch = -(-count // number)
     if microbatch_sizes is None:
         microbatch_sizes = _sizes(count, microbatch)
     sizes = check_microbatch_sizes(microbatch_sizes, count)
-    fitting.by_owner(variables, x)
+    pipelined.checks.by_owner(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
-    own = _apart(pipe, fitting, variables, x, rngs, train)
-    with jax.default_device(_transfer.one_of(pipe.devices[0])):
+    own = _apart(pipelined, entries, x, rngs, train)
+    is_known = pipelined.num_stages is not None
+    first = pipelined.pipe.devices[0] if is_known else division.devices[0]
+    with jax.default_device(_transfer.one_of(first)):
         checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
         found = [checking.layer(i, *given) for i, given in enumerate(own[:-1])]
         reductions = functools.partial(_reductions, axes.out_axes, microbatch)
@@ -83,6 +87,8 @@ def checked(
         loss = None
         if objective is not None:
             loss = checking.loss(objective, targets, target_axes)
+    if not model.is_list:
+        found = [replace(found[0], name=f"the model ({model})")]
     return CheckReport(sizes, tuple(found), loss)
 
 
@@ -114,31 +120,31 @@ def _has_rows(leaf: Any, axis: int, count: int) -> bool:
 
 
 def _apart(
-    pipe: Pipe,
-    fitting: Fitting,
-    variables: Sequence[PyTree],
+    pipelined: PipelinedModel,
+    entries: Sequence[PyTree],
     x: PyTree,
     rngs: _rng.Rngs,
     train: bool,
 ) -> list[tuple[Sequential, list[PyTree]]]:
     """Each layer behind those whose variables it reads, and the variables of these."""
-    layers, number = pipe.layers, len(pipe.layers)
+    layers, number = pipelined.model.layers, len(entries)
+    stage_of_layer = pipelined.model.stage_of_layer
     schedule = gpipe(number, 1)
     ranks = tuple(OnPaper(rank) for rank in range(number))
     one_each = fuse(layers, [1] * number)
     own = Pipe(one_each, ranks, schedule, _remat.per_stage("none", number))
-    model = Model(layers, fitting.listed.axes, own.stage_of_layer)
+    model = Model(layers, pipelined.model.axes, own.stage_of_layer)
     work = _model_functions.forward(model, train=train)
-    stages = Sliced(work, ByLayer(own)).divided(tuple(variables), (x, rngs)).stages
-    entry_of = [i for i, own in enumerate(variables) for _ in jax.tree.leaves(own)]
+    stages = Sliced(work, ByLayer(own)).divided(tuple(entries), (x, rngs)).stages
+    entry_of = [i for i, own in enumerate(entries) for _ in jax.tree.leaves(own)]
     found = []
     for i in range(number):
         leaves = [leaf for leaf in stages.params_of(i) if leaf < len(entry_of)]
         read = {entry_of[leaf] for leaf in leaves}  # and no constants
         needed = [*sorted(read - {i}), i]
         some = [layers[k] for k in needed]
-        alone = Sequential(some, [pipe.stage_of_layer[k] for k in needed], needed)
-        found.append((alone, [variables[k] for k in needed]))
+        alone = Sequential(some, [stage_of_layer[k] for k in needed], needed)
+        found.append((alone, [entries[k] for k in needed]))
     return found
 
 

@@ -19,7 +19,7 @@ from ._run._feed import Feed
 from ._slices import _arguments, _checked, _join
 from ._slices._division import Division
 from ._slices._results import Results
-from ._slices._sliced import Checks, Sliced, Work
+from ._slices._sliced import Sliced, Work
 from .planning._describe import describe, of_function
 from .planning._plan import Plan
 
@@ -70,9 +70,9 @@ class FunctionGradient(OwnLoop):
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
+            check=_FixedNumbers(self._argnums),
         )
-        checks = _FixedNumbers(self._argnums)
-        self._sliced = Sliced(self._work, division, self._trained, checks=checks)
+        self._sliced = Sliced(self._work, division, self._trained)
         self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
 
     @outside_of_meshes
@@ -241,7 +241,7 @@ class FunctionGradient(OwnLoop):
         return jax.tree.leaves(marks)
 
 
-class _FixedNumbers(Checks):
+class _FixedNumbers:
     """Warns of a Python number that is another one at each call.
 
     Args:
@@ -254,7 +254,7 @@ class _FixedNumbers(Checks):
         self._numbers: dict[str, set[complex]] = {}
         self._warn_once = WarnOnce()
 
-    def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
+    def __call__(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Warns where a program was built for each of several numbers."""
         *by_position, keywords = args
         names = _arguments.argument_names(len(by_position), self._argnums)

@@ -11,10 +11,10 @@ from ._functions._objective import Objective
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._layers import _rng
+from ._pipelined_model import UNKNOWN, PipelinedModel
 from ._profile import profile, split_batch
 from ._report import Report, compiled
 from ._run._context import outside_of_meshes
-from ._subject import UNKNOWN, Subject
 from ._train._gradients import Gradients
 from ._train._state import TrainState, check_state
 from .planning._describe import Known, describe
@@ -27,7 +27,7 @@ PyTree = Any
 class Inspectable:
     """The methods of a pipeline that show what it is and does."""
 
-    _subject: Subject
+    _pipelined: PipelinedModel
     _forecast: Forecast | None
     # The gradients that were made last, and those before that had a mini-batch.
     _made: Gradients | None = None
@@ -47,7 +47,7 @@ class Inspectable:
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a mini-batch."""
-        return self._subject.num_microbatches
+        return self._pipelined.num_microbatches
 
     @property
     def schedule(self) -> Schedule:
@@ -56,14 +56,14 @@ class Inspectable:
         Raises:
           ValueError: before it is known in how many stages a model is divided.
         """
-        return self._subject.pipe.schedule
+        return self._pipelined.pipe.schedule
 
     @property
     def devices(self) -> tuple[_transfer.Device | Mesh, ...]:
         """The device of each stage, or its mesh."""
         return tuple(
             device.mesh if isinstance(device, SubMesh) else device
-            for device in self._subject.pipe.devices
+            for device in self._pipelined.pipe.devices
         )
 
     @property
@@ -86,14 +86,14 @@ class Inspectable:
 
     @property
     def _known(self) -> Known | None:
-        return self._subject.known(self._last.last if self._last else None)
+        return self._pipelined.describe(self._last.last if self._last else None)
 
     def __repr__(self) -> str:
-        known = self._subject.num_stages is not None
+        known = self._pipelined.num_stages is not None
         what = f"{self.num_stages} stages, " if known else ""
         schedule = f", {self.schedule.name}" if known else ""
         return (
-            f"<jpipe.Pipeline: {self._subject} in {what}{self.num_microbatches} "
+            f"<jpipe.Pipeline: {self._pipelined} in {what}{self.num_microbatches} "
             f"micro-batches{schedule}>"
         )
 
@@ -203,8 +203,19 @@ class Inspectable:
         objective = None
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)
-        how = objective, rngs, train, tolerance, microbatch_sizes
-        return self._subject.check(variables, x, targets, *how)
+        from ._checking import checked  # which a step does not need
+
+        return checked(
+            self._pipelined,
+            variables,
+            x,
+            targets,
+            objective=objective,
+            rngs=rngs,
+            train=train,
+            tolerance=tolerance,
+            microbatch_sizes=microbatch_sizes,
+        )
 
     @outside_of_meshes
     def profile_step(
@@ -248,7 +259,7 @@ class Inspectable:
           >>> pipe.schedule.simulate(measured.costs).makespan > 0
           True
         """
-        check_state(state, by_layer=self._subject.by_layer)
+        check_state(state, by_layer=self._pipelined.model.is_list)
         x, targets = split_batch(batch)
         gradients = self._made
         if loss_fn is not None:

@@ -14,9 +14,9 @@ from ._inspectable import Inspectable
 from ._instructions._program import Program
 from ._layers import _rng
 from ._loop import OwnLoop
+from ._pipelined_model import PipelinedModel
 from ._run import _variables
 from ._run._context import outside_of_meshes
-from ._subject import Subject
 from ._train._gradients import Gradients
 from ._train._state import TrainState
 from ._train._step import TrainStep
@@ -35,9 +35,11 @@ class Pipeline(Inspectable, OwnLoop):
     one model they are trees of the model's own.
     """
 
-    def __init__(self, subject: Subject, forecast: Forecast | None = None) -> None:
-        self._subject, self._forecast = subject, forecast
-        self._places, self._feed = subject.places, subject.feed()
+    def __init__(
+        self, pipelined: PipelinedModel, forecast: Forecast | None = None
+    ) -> None:
+        self._pipelined, self._forecast = pipelined, forecast
+        self._places, self._feed = pipelined.places, pipelined.feed()
 
     @outside_of_meshes
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
@@ -64,7 +66,7 @@ class Pipeline(Inspectable, OwnLoop):
           ValueError: if the dtype of an output hangs on whether a variable is weakly
             typed.
         """
-        return self._subject.init(key, x)
+        return self._pipelined.init(key, x)
 
     @outside_of_meshes
     def place(self, tree: Any, x: PyTree = None) -> Any:
@@ -84,8 +86,8 @@ class Pipeline(Inspectable, OwnLoop):
         """
         _variables.check_alive(jax.tree.leaves(tree))
         if isinstance(tree, TrainState):
-            return _states.place_train_state(self._subject, tree, x)
-        return self._subject.place(tree, x)
+            return _states.place_train_state(self._pipelined, tree, x)
+        return self._pipelined.place(tree, x)
 
     @outside_of_meshes
     def apply(
@@ -114,7 +116,7 @@ class Pipeline(Inspectable, OwnLoop):
           TypeError: if a leaf of ``x`` is not an array.
         """
         x, _ = self._feed(x, rngs=rngs)
-        built = self._subject.forward(variables, x, rngs, train)
+        built = self._pipelined.forward(variables, x, rngs, train=train)
         found = built.program(built.given(variables, (x, rngs)))
         return jax.tree.unflatten(built.aux_tree, found)
 
@@ -122,7 +124,7 @@ class Pipeline(Inspectable, OwnLoop):
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
     ) -> Program:
-        return self._subject.forward(variables, x, rngs, train).program
+        return self._pipelined.forward(variables, x, rngs, train=train).program
 
     def value_and_grad(
         self,
@@ -192,7 +194,7 @@ class Pipeline(Inspectable, OwnLoop):
             self._gradients(objective, trainable),
             has_aux=has_aux,
             has_state=has_state,
-            feed=self._subject.feed(),
+            feed=self._pipelined.feed(),
         )
 
     def _gradients(self, objective: Objective, trainable: Any) -> Gradients:
@@ -201,12 +203,12 @@ class Pipeline(Inspectable, OwnLoop):
         Raises:
           ValueError: if the schedule cannot train.
         """
-        if self._subject.num_stages:
-            self._subject.pipe.check_trains()
+        if self._pipelined.num_stages:
+            self._pipelined.pipe.check_trains()
         if self._made and self._made.last:
             self._used = self._made
-        chosen = Trainable(trainable, self._subject.by_layer)
-        self._made = made = self._subject.gradients(objective, chosen)
+        chosen = Trainable(trainable, self._pipelined.model.is_list)
+        self._made = made = self._pipelined.gradients(objective, chosen)
         return made
 
     @outside_of_meshes
@@ -238,12 +240,12 @@ class Pipeline(Inspectable, OwnLoop):
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
-        chosen = Trainable(trainable, self._subject.by_layer)
+        chosen = Trainable(trainable, self._pipelined.model.is_list)
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = self._subject.take(key, variables, x)
-        return _states.train_state(self._subject, key, variables, x, tx, chosen)
+            variables = self._pipelined.take(key, variables, x)
+        return _states.train_state(self._pipelined, key, variables, x, tx, chosen)
 
     def train_step(
         self,
@@ -282,9 +284,9 @@ class Pipeline(Inspectable, OwnLoop):
             self._gradients(objective, trainable),
             tx,
             has_aux=has_aux,
-            feed=self._subject.feed(),
+            feed=self._pipelined.feed(),
             donate=donate,
-            by_layer=self._subject.by_layer,
+            by_layer=self._pipelined.model.is_list,
         )
 
     @outside_of_meshes
@@ -304,4 +306,4 @@ class Pipeline(Inspectable, OwnLoop):
           ValueError: if the variables are not those of the layers, or a layer was
             changed.
         """
-        return self._subject.modules(variables)
+        return self._pipelined.modules(variables)

@@ -12,11 +12,11 @@ from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._messages import warn
+from ._pipelined_model import PipelinedModel
 from ._processes._elsewhere import of_copies
 from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._pipe import Pipe
-from ._subject import Subject
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState
 
@@ -24,7 +24,9 @@ PyTree = Any
 Locations = list[tuple[int, Sharding]]
 
 
-def place_train_state(owner: Subject, state: TrainState, x: PyTree) -> TrainState:
+def place_train_state(
+    owner: PipelinedModel, state: TrainState, x: PyTree
+) -> TrainState:
     """A train state in place: see `Pipeline.place`."""
     pipe, variables = owner.pipe, state.variables
     locations, (of_params, of_rest) = _parts(owner, variables, x)
@@ -40,7 +42,7 @@ def place_train_state(owner: Subject, state: TrainState, x: PyTree) -> TrainStat
 
 
 def train_state(
-    owner: Subject,
+    owner: PipelinedModel,
     key: chex.PRNGKey,
     variables: PyTree,
     x: PyTree,
@@ -51,7 +53,7 @@ def train_state(
     _rng.check_key(key)
     pipe, params = owner.pipe, _variables.params(variables)
     trained = jax.tree.leaves(
-        _variables.params(owner.function.marks(variables, trainable))
+        _variables.params(owner.model.marks(variables, trainable))
     )
     if not jax.tree.leaves(params):
         warn(
@@ -74,7 +76,7 @@ def train_state(
 
 
 def _parts(
-    owner: Subject, variables: PyTree, x: PyTree
+    owner: PipelinedModel, variables: PyTree, x: PyTree
 ) -> tuple[Locations, tuple[list[int], list[int]]]:
     """Where variables are; the numbers of the parameters, and of the other leaves."""
     locations, tree = owner.locations(variables, x), jax.tree.structure(variables)

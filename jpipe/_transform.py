@@ -8,22 +8,18 @@ from jax.sharding import Mesh
 
 from . import _setup
 from ._functions._batch import Axes
-from ._instructions import _transfer
 from ._instructions._transfer import Device
-from ._layers._layer import LayerAdapter, adapt_layers, is_model
+from ._layers._layer import adapt_layers, is_model
 from ._layers._stage import check_balance, fuse
-from ._list import LayerList
-from ._model import OneModel
 from ._options import Options
 from ._pipeline import Pipeline
-from ._processes._elsewhere import is_here
+from ._pipelined_model import PipelinedModel
 from ._processes._start import check_joined
 from ._run import _param_sharding
-from ._run._pipe import Pipe
-from ._slices._division import Division
+from ._slices._division import ByLayer
+from ._slices._model import Model
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
-from .schedules._choose import choose_schedule
 
 
 def pipeline(
@@ -162,25 +158,14 @@ def pipeline(
     forecast = getattr(plan, "forecast", None)
     if is_one:
         division = options.division(is_lasting=True)
-        return Pipeline(_of_model(layers[0], division, axes), forecast)
+        return Pipeline(PipelinedModel(Model(layers, axes), division), forecast)
     groups = fuse(layers, check_balance(options.balance, len(layers)))
     pipe = options.division(len(groups)).pipe(len(groups), groups)
     if replicas is None and not isinstance(options.schedule, Schedule):
         _setup.warn_of_idle(options.devices, pipe.schedule)
-    return Pipeline(LayerList(pipe, axes, options.planned_shapes), forecast)
-
-
-def _of_model(layer: LayerAdapter, division: Division, axes: Axes) -> OneModel:
-    """One model, which is divided."""
-    place = next(filter(is_here, division.devices), division.devices[0])
-    first, number = _transfer.one_of(place), division.num_microbatches
-
-    def unpipelined() -> LayerList:
-        schedule = choose_schedule("1f1b", 1, number)
-        pipe = Pipe(fuse([layer], (1,)), (first,), schedule, ("min_cut",))
-        return LayerList(pipe, axes)
-
-    return OneModel(layer, division, axes, unpipelined)
+    model = Model(layers, axes, pipe.stage_of_layer)
+    division = ByLayer(pipe, options.planned_shapes)
+    return Pipeline(PipelinedModel(model, division), forecast)
 
 
 def sequential(

@@ -189,7 +189,7 @@ def _plain(
 ) -> "Future[Compiled]":
     work, batch = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.sequential(work.layers, devices=devices)
-    subject, variables = pipe._subject, initial(work)
+    model, variables = pipe._pipelined.model, initial(work)
 
     def step(carry: Any, x: Any, targets: Any) -> Any:
         params, rest, opt_state, key = carry
@@ -197,7 +197,7 @@ def _plain(
 
         def loss(params: Any) -> Any:
             given = _variables.merge(params, rest)
-            y, changed = subject.function.applied(given, x, now, True)
+            y, changed = model.apply(given, x, now, train=True)
             return work.loss(y, targets), changed
 
         (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)

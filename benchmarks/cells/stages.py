@@ -19,9 +19,10 @@ from jpipe._functions._trainable import Trainable
 from jpipe._instructions._compile import Compiled
 from jpipe._instructions._stage_bytes import stage_costs
 from jpipe._jaxprs import _jaxpr
-from jpipe._list import LayerList
+from jpipe._pipelined_model import PipelinedModel
 from jpipe._run._pipe import Pipe
 from jpipe._slices._built import Built
+from jpipe._slices._division import ByLayer
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key
@@ -54,11 +55,11 @@ def gradient_of(
     Returns:
       The mini-batch, with the rngs of a train step.
     """
-    known = pipe._subject.pipe
+    known = pipe._pipelined.pipe
     apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
-    layers = LayerList(apart, pipe._subject.function.axes)
-    sample = layers.function.sample(x, layers.division)
-    variables = layers.function.initial(sample).specs
+    layers = PipelinedModel(pipe._pipelined.model, ByLayer(apart))
+    sample = layers.model.sample(x, layers.division)
+    variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
     return layers.gradients(Objective(loss), Trainable())(
         variables, x, targets, key, True

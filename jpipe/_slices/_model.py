@@ -49,6 +49,7 @@ class Model:
       layers: likewise.
       axes: likewise.
       is_list: whether it is a list.
+      stage_of_layer: the stage of each layer; of a model 0, whatever it is cut into.
       parent: the modules in it.
       routes: the skip connections between stages, of the last trace.
     """
@@ -63,8 +64,8 @@ class Model:
         self.axes = axes
         self.is_list = stage_of_layer is not None
         self.routes: Sequence[_skip.Route] = ()
-        self._stage_of_layer = [0] if stage_of_layer is None else stage_of_layer
-        self._sequence = Sequential(layers, self._stage_of_layer, is_list=self.is_list)
+        self.stage_of_layer = [0] if stage_of_layer is None else stage_of_layer
+        self._sequence = Sequential(layers, self.stage_of_layer, is_list=self.is_list)
         self.parent = self._sequence.parent
         # (settings, signature of key, input and given variables) -> initial variables
         self._initial = Recent[Any, Initial]()
@@ -210,7 +211,7 @@ class Model:
         # A raw key is folded where it is wrapped, which is here and not in a loop.
         rngs = jax.tree.map(_rng.wrapped_once, rngs)
         with _batchnorm.recording():
-            y, changed = self._apply(variables, x, rngs, train=train)
+            y, changed = self.apply(variables, x, rngs, train=train)
         leaf_index = {
             path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
         }
@@ -220,14 +221,14 @@ class Model:
             if path in leaf_index
         }
 
-    def _apply(
+    def apply(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> tuple[PyTree, PyTree]:
         """Returns the output, and the collections that may have changed."""
         entries = variables
         mark_ends = None
         if self.is_list:
-            mark_ends = _EndMarks(self._stage_of_layer)
+            mark_ends = _EndMarks(self.stage_of_layer)
         else:
             check_unchanged(self.layers, self.label)
             entries = (variables,)

@@ -57,6 +57,8 @@ class Work:
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
       discards: is given the same where nobody is given what is written.
+      check: checks parameters and arguments of a new signature, before it is built.
+      explain: raises a better error than one that was raised on such arguments.
     """
 
     function: Callable[..., Any]
@@ -70,6 +72,8 @@ class Work:
     argnums: Sequence[int] = (0,)
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
     discards: Callable[[Traced, PyTree], None] | None = None
+    check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
+    explain: Callable[[PyTree, Sequence[PyTree]], None] | None = None
 
     @property
     def advice(self) -> str:
@@ -89,16 +93,6 @@ class Work:
     def aux_of(self, traced: Traced) -> PyTree:
         """Specs of what a trace returns besides the loss and what is written."""
         return traced.aux[0] if self.model else traced.aux
-
-
-class Checks:
-    """What is checked besides, where something new is built: here nothing."""
-
-    def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
-        """Checks what is given; the mini-batch was checked."""
-
-    def explain(self, params: PyTree, args: Sequence[PyTree]) -> None:
-        """Raises a better error than one that was raised on such arguments."""
 
 
 class _Call(NamedTuple):
@@ -122,7 +116,6 @@ class Sliced:
       work: what is computed.
       division: in which stages.
       trained: of specs of the parameters whether each leaf has a gradient.
-      checks: what is checked besides.
     """
 
     def __init__(
@@ -130,10 +123,8 @@ class Sliced:
         work: Work,
         division: Division | ByLayer,
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
-        checks: Checks | None = None,
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
-        self._checks = checks or Checks()
         self._known = Recent[Any, Built]()
         # What was built last, without a whole mini-batch if there was none yet.
         self.last: Built | None = None
@@ -304,7 +295,7 @@ class Sliced:
 
     @paused()
     def _made(self, params: PyTree, *args: PyTree) -> Built:
-        checks = self._checks
+        work = self._work
         _variables.check_concrete(jax.tree.leaves((params, args)))
         self._check_tree(params)
         try:
@@ -312,11 +303,13 @@ class Sliced:
         except ValueError as error:
             self._note_order(error, params, args)
             raise
-        checks.before(params, args)
+        if work.check is not None:
+            work.check(params, args)
         try:
             built = self._built(self._called(params, batch))
         except Exception as error:
-            checks.explain(params, args)
+            if work.explain is not None:
+                work.explain(params, args)
             self._note_order(error, params, args)
             raise
         _closures.check(
