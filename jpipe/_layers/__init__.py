@@ -1,1 +1,1 @@
-"""What a model is: layers of any origin as pure functions, met on abstract values."""
+"""Layers of any origin as pure functions of variables, traced on abstract values."""

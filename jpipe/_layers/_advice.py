@@ -1,4 +1,4 @@
-"""What to type after an error in a layer, by the error and by the layer."""
+"""Advice on errors that a layer raises: a line to type, by the error and the layer."""
 
 import inspect
 import re
@@ -12,17 +12,16 @@ from ._method import Method
 
 PyTree = Any
 
-_IN_EVALUATION = (
-    "what a layer holds is what it needs in evaluation: let it use the same parameters "
-    "in training, or make there what only training uses: if train or "
-    "self.is_initializing()"
+_MADE_IN_EVALUATION = (
+    "init runs the layer in evaluation mode: use the same parameters in training, or "
+    "create training-only parameters under if train or self.is_initializing()"
 )
-_SEVERAL = (
+_ONE_PYTREE = (
     "a layer maps one pytree to one pytree; where a module takes several, list "
     "jpipe.layer(module, lambda module, x: module(x[0], mask=x[1])), or x['name']"
 )
-# Kinds of errors with what they say, and what to type.
-_KNOWN: dict[tuple[type[Exception], str], str] = {
+# (class of the error, a part of its message) -> the advice
+_ADVICE: dict[tuple[type[Exception], str], str] = {
     (NameError, "axis name"): "a pipeline maps no axis: drop axis_name, and "
     "collectives over it such as jax.lax.pmean; the loss and the running statistics of "
     "batch norms are those of the whole mini-batch without them",
@@ -32,37 +31,44 @@ _KNOWN: dict[tuple[type[Exception], str], str] = {
     (errors.ModifyScopeVariableError, ""): "where it is not trained a layer may not "
     "change what it holds: let its __call__ take train, and write "
     "(use_running_average=not train) only then",
-    (errors.ScopeCollectionNotFound, ""): _IN_EVALUATION,
-    (errors.ScopeParamNotFoundError, ""): _IN_EVALUATION,
+    (errors.ScopeCollectionNotFound, ""): _MADE_IN_EVALUATION,
+    (errors.ScopeParamNotFoundError, ""): _MADE_IN_EVALUATION,
     (errors.InvalidRngError, ""): "give a key for each stream in the call of the "
     "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}",
     (TypeError, "argument: 'rngs'"): "no keys were given: type rngs=key in the call of "
     "the pipeline, or let the layer do without them in evaluation (rngs=None)",
-    (TypeError, "required positional argument"): _SEVERAL,
+    (TypeError, "required positional argument"): _ONE_PYTREE,
 }
 
 
 def missing_inputs(error: Exception, layer: LayerAdapter) -> list[str]:
     """The inputs that the call of a model lacks, if that is the error; else none."""
-    called, source = layer.owner, layer.source
-    if isinstance(source, Method):
-        called = source.method
-    elif isinstance(source, Layer):
-        called = source.apply
-    if isinstance(called, linen.Module | nnx.Module):
-        called = type(called).__call__
-    elif isinstance(called, str):
-        called = getattr(type(layer.owner), called)
-    name = getattr(inspect.unwrap(called), "__qualname__", "")
+    function = _called_function(layer)
+    name = getattr(inspect.unwrap(function), "__qualname__", "")
     if not isinstance(error, TypeError) or not str(error).startswith(f"{name}() miss"):
         return []
     return re.findall(r"'(\w+)'", str(error))
 
 
+def _called_function(layer: LayerAdapter) -> Any:
+    """The function that a layer runs: that of the user, or a method of a module."""
+    function = layer.owner
+    if isinstance(layer.source, Method):
+        function = layer.source.method
+    elif isinstance(layer.source, Layer):
+        function = layer.source.apply
+
+    if isinstance(function, linen.Module | nnx.Module):
+        return type(function).__call__
+    if isinstance(function, str):
+        return getattr(type(layer.owner), function)
+    return function
+
+
 def advice(error: Exception, layer: LayerAdapter, x: PyTree) -> str:
-    """What to type after an error that a layer raised on an input; may be empty."""
-    for (kind, says), text in _KNOWN.items():
-        if isinstance(error, kind) and says in str(error):
+    """The advice on an error that a layer raised on an input; may be empty."""
+    for (error_class, message_part), text in _ADVICE.items():
+        if isinstance(error, error_class) and message_part in str(error):
             return text
     is_module = isinstance(layer.source, linen.Module | nnx.Module)
-    return _SEVERAL if is_module and isinstance(x, Mapping | tuple | list) else ""
+    return _ONE_PYTREE if is_module and isinstance(x, Mapping | tuple | list) else ""

@@ -1,13 +1,15 @@
 """Batch norm: running statistics of the whole mini-batch, committed once.
 
-A `flax` batch norm normalizes each micro-batch by itself, as it would normalize the
-shard of a data-parallel worker. Its running statistics should not show that: they
-are those of the mini-batch. So it is run with a momentum of zero, which leaves the
-statistics of the micro-batch where the running ones would be; these are merged as
-Chan et al. do, which loses nothing to cancellation; and at the end of the mini-batch
-the running statistics move once, with the momentum that the user chose. All of this
-holds for what the call of `flax` computes: a class of the user's own may call it, and
-nothing but it may write what it leaves.
+A batch norm of `flax` normalizes each micro-batch by itself, as a data-parallel worker
+normalizes its shard. Its running statistics should be those of the mini-batch:
+
+    F(s, m):   runs the norm with momentum 0: it leaves (mean[m], var[m])
+    merge:     mean, m2 += mean[m], var[m]          (Chan et al.: no cancellation)
+    commit:    running = momentum * running + (1 - momentum) * (mean, m2)    once
+
+m2 is the variance over the mini-batch, since the shares of its micro-batches sum to 1.
+This works for flax's own BatchNorm and for subclasses that call it; nothing else may
+write its statistics.
 
 References:
   Chan, Golub, LeVeque, `Algorithms for Computing the Sample Variance
@@ -16,7 +18,7 @@ References:
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,19 +32,21 @@ from jax.ad_checkpoint import checkpoint_name
 from ._patched import patched
 from ._slots import inner
 
-# How the names of the statistics that batch norms leave begin.
+# The prefix of the names that statistics of batch norms bear in the jaxpr.
 MARK = "jpipe batch norm "
 STATISTICS = ("mean", "var")
 _COLLECTION = "batch_stats"
 Path = tuple[Any, ...]
+# Names the statistics that a norm leaves.
+Namer = Callable[[jax.Array], jax.Array]
 
 
 @dataclass
 class Record:
     """The batch norms of a stage, as its layers are traced.
 
-    The statistics that one leaves bear a name in the jaxpr: `flax.linen.jit` runs what
-    it has traced for an equal block, where Python sees no call.
+    The statistics bear a name in the jaxpr: `flax.linen.jit` runs what it has traced
+    for an equal block, where Python sees no call.
 
     Attributes:
       seen: the paths of the norms that left statistics.
@@ -50,16 +54,14 @@ class Record:
 
     seen: set[Path] = field(default_factory=set)
 
-    def mark(
-        self, path: Path, momentum: Any, masked: bool
-    ) -> Callable[[jax.Array], jax.Array]:
-        """What names the statistics that a norm leaves.
+    def namer(self, path: Path, *, momentum: Any, has_mask: bool) -> Namer:
+        """Returns the function that names the statistics of the norm at a path.
 
         Raises:
           ValueError: if they cannot be merged.
         """
         name = "/".join(map(str, inner(path))) or "BatchNorm"
-        if masked:
+        if has_mask:
             raise ValueError(
                 f"batch norm {name} is given a mask: statistics of micro-batches are "
                 f"merged by their numbers of examples, of which a mask leaves some "
@@ -74,30 +76,30 @@ class Record:
                 f"each call, or take num_microbatches=1"
             )
         self.seen.add(path)
-        text = f"{MARK}{float(momentum)!r} {'/'.join(map(str, path)) or name}"
-        return lambda x: checkpoint_name(x, text)
+        mark = f"{MARK}{float(momentum)!r} {'/'.join(map(str, path)) or name}"
+        return lambda x: checkpoint_name(x, mark)
 
 
 def momentum_of(mark: str) -> float:
-    """The momentum of the norm that left what bears a mark."""
+    """The momentum of the norm whose statistics bear a mark."""
     return float(mark.removeprefix(MARK).split()[0])
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
 _are_merged: ContextVar[bool] = ContextVar("jpipe_batchnorm_merged", default=True)
-_is_apart: ContextVar[bool] = ContextVar("jpipe_batchnorm_apart", default=False)
+_is_bypassed: ContextVar[bool] = ContextVar("jpipe_batchnorm_bypassed", default=False)
 # Its value is a part of the key by which JAX finds what it has traced.
-_traced = jax.make_user_context()
-_layers = itertools.count(1)
+_layer_context = jax.make_user_context()
+_layer_ids = itertools.count(1)
 
 
 @contextmanager
-def merging(several: bool) -> Iterator[None]:
-    """The scope in which it is known whether there are several micro-batches.
+def merging(are_merged: bool) -> Iterator[None]:
+    """The scope that tells if statistics of several micro-batches are merged.
 
-    With one alone nothing is merged: its batch norms do what they do in Flax.
+    Batch norms of a mini-batch in one piece do what they do in Flax.
     """
-    token = _are_merged.set(several)
+    token = _are_merged.set(are_merged)
     try:
         yield
     finally:
@@ -106,7 +108,7 @@ def merging(several: bool) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[Record]:
-    """The scope in which batch norms give statistics of the micro-batch."""
+    """The scope in which batch norms leave statistics of the micro-batch."""
     record = Record()
     token = _current.set(record if _are_merged.get() else None)
     try:
@@ -119,137 +121,179 @@ def recording() -> Iterator[Record]:
 def apart() -> Iterator[None]:
     """The scope in which batch norms of Flax return their input.
 
-    So layers can be compared on whole and split batches: that norms normalize each
-    micro-batch by itself is known, and meant.
+    For comparisons of layers on whole and split batches: that norms normalize each
+    micro-batch by itself is intended.
     """
-    token = _is_apart.set(True)
+    token = _is_bypassed.set(True)
     try:
         yield
     finally:
-        _is_apart.reset(token)
+        _is_bypassed.reset(token)
 
 
 def are_merged() -> bool:
-    """Whether there are several micro-batches."""
+    """True if statistics of several micro-batches are merged."""
     return _are_merged.get()
 
 
 @contextmanager
-def meeting(may_change: bool) -> Iterator[None]:
-    """The scope in which a layer is applied, so that its batch norms are seen.
+def intercept_batch_norms(*, may_change: bool) -> Iterator[None]:
+    """The scope of one layer, in which the calls of its batch norms are intercepted.
 
-    `flax.linen.jit` would not run again what it has traced for an equal layer.
+    The layer is traced anew: `flax.linen.jit` would not run again what it has traced
+    for an equal layer.
 
     Args:
-      may_change: whether it may change statistics; else nothing is seen.
+      may_change: True if the layer may change statistics; else nothing happens.
     """
     if not may_change:
         yield
         return
     with (
-        _traced(next(_layers)),
-        linen.intercept_methods(_intercept),
-        patched([nnx.BatchNorm], _nnx_call),
+        _layer_context(next(_layer_ids)),
+        linen.intercept_methods(_call_linen),
+        patched([nnx.BatchNorm], _call_nnx),
     ):
         yield
 
 
-# What Flax's own method runs; that of a class derived from it is another.
-_CALL = inspect.unwrap(linen.BatchNorm.__call__).__code__
+# The code of Flax's own method; a class that is derived from it has another.
+_FLAX_CALL = inspect.unwrap(linen.BatchNorm.__call__).__code__
 
 
-def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
+def _call_linen(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    context: Any,
+) -> Any:
     """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
     module: Any = context.module
-    if not _is_flaxs(context.orig_method):
-        return call(*args, **keywords)
-    before, record = _statistics(module), _current.get()
+    if not _is_flax_method(context.orig_method):
+        return call(*args, **kwargs)
+
+    record = _current.get()
     momentum = module.momentum
+    before = _statistics(module)
     if record:
         # A bound module cannot be cloned in place, and refuses to be changed.
         object.__setattr__(module, "momentum", 0.0)
     try:
-        y = call(*args, **keywords)
+        y = call(*args, **kwargs)
     finally:
         object.__setattr__(module, "momentum", momentum)
+
     after = _statistics(module)
     if after[0] is before[0]:  # a frozen one writes nothing
         return y
     if record:
-        masked = keywords.get("mask") is not None
-        made = map(record.mark(tuple(module.path), momentum, masked), after)
+        has_mask = kwargs.get("mask") is not None
+        name_statistic = record.namer(
+            tuple(module.path), momentum=momentum, has_mask=has_mask
+        )
+        statistics = [name_statistic(new) for new in after]
     else:
-        made = [new.astype(old.dtype) for old, new in zip(before, after, strict=True)]
-    for name, value in zip(STATISTICS, made, strict=True):
+        statistics = [
+            new.astype(old.dtype) for old, new in zip(before, after, strict=True)
+        ]
+    for name, value in zip(STATISTICS, statistics, strict=True):
         module.put_variable(_COLLECTION, name, value)
-    return _returned(y, *args[:1] or [keywords["x"]])
+    return _output_of(y, args, kwargs)
 
 
-def _is_flaxs(method: Callable[..., Any]) -> bool:
-    """Whether a method is that of `flax.linen.BatchNorm`, of whatever class it is."""
-    # Flax gives it with the module bound by functools.partial.
+def _is_flax_method(method: Callable[..., Any]) -> bool:
+    """True if a method is that of `flax.linen.BatchNorm`, of whatever class it is."""
+    # Flax passes it with the module bound by functools.partial.
     function = inspect.unwrap(getattr(method, "func", method))
-    return getattr(function, "__code__", None) is _CALL
+    return getattr(function, "__code__", None) is _FLAX_CALL
 
 
 def _statistics(module: linen.BatchNorm) -> list[Any]:
     return [module.get_variable(_COLLECTION, name) for name in STATISTICS]
 
 
-def _returned(y: jax.Array, x: jax.Array) -> jax.Array:
-    """What a batch norm returns: see `apart`."""
-    return jnp.asarray(x, y.dtype) if _is_apart.get() else y
+def _output_of(y: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The output of a batch norm: `y`, or its input in the scope of `apart`."""
+    if not _is_bypassed.get():
+        return y
+    x = args[0] if args else kwargs["x"]
+    return jnp.asarray(x, y.dtype)
 
 
 def set_paths(module: nnx.Module) -> None:
-    """Lets the batch norms of a module know their paths, inside of nnx.remat too."""
+    """Tells the batch norms of a module their paths, also for inside of nnx.remat."""
     for path, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.BatchNorm):
             setattr(node, "_jpipe_path", tuple(path))  # noqa: B010
 
 
-def _nnx_call(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
-    """Runs a batch norm of nnx with a momentum of zero: see `patched`."""
-    record, statistics, momentum = _current.get(), (norm.mean, norm.var), norm.momentum
+def _call_nnx(
+    _: Any,
+    call: Callable[..., Any],
+    norm: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """For `patched`: runs batch norms of nnx with a momentum of zero."""
+    record = _current.get()
+    momentum = norm.momentum
+    statistics = (norm.mean, norm.var)
     before = [variable.get_raw_value() for variable in statistics]
-    # As itself nnx would refuse to be changed inside of its transformations.
+    # Setting it normally is refused inside of transformations of nnx.
     object.__setattr__(norm, "momentum", 0.0 if record else momentum)
     try:
-        y = call(norm, *args, **keywords)
+        y = call(norm, *args, **kwargs)
     finally:
         object.__setattr__(norm, "momentum", momentum)
-    if norm.mean.get_raw_value() is before[0]:
+
+    if norm.mean.get_raw_value() is before[0]:  # a frozen one writes nothing
         return y
-    path = getattr(norm, "_jpipe_path", (type(norm).__name__, id(norm)))
-    masked = keywords.get("mask") is not None
-    mark = record.mark(path, momentum, masked) if record else jnp.asarray
+    name_statistic: Callable[[Any], Any] = jnp.asarray
+    if record:
+        path = getattr(norm, "_jpipe_path", (type(norm).__name__, id(norm)))
+        has_mask = kwargs.get("mask") is not None
+        name_statistic = record.namer(path, momentum=momentum, has_mask=has_mask)
     for variable, old in zip(statistics, before, strict=True):
-        variable.set_raw_value(mark(variable.get_raw_value().astype(old.dtype)))
-    return _returned(y, *args[:1] or [keywords["x"]])
+        new = variable.get_raw_value().astype(old.dtype)
+        variable.set_raw_value(name_statistic(new))
+    return _output_of(y, args, kwargs)
 
 
-def norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[tuple[int, int, str]]:
-    """Where the statistics of batch norms stand among leaves.
+class NormLeaves(NamedTuple):
+    """The leaves of one batch norm.
+
+    Attributes:
+      mean: the index of its mean among the leaves.
+      var: the index of its variance.
+      mark: its mark; equal blocks that `flax.linen.jit` traces once share one.
+    """
+
+    mean: int
+    var: int
+    mark: str
+
+
+def norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
+    """Finds the statistics of batch norms among leaves.
 
     Args:
-      paths: of the leaves.
-      marks: what each is: see `_flow.origins`.
-
-    Returns:
-      Of each norm the numbers of its mean and its variance, and its mark: equal blocks
-      that `flax.linen.jit` traces once have one.
+      paths: the path of each leaf.
+      marks: the origin of each leaf, a string if it bears a mark: see `_flow.origins`.
     """
-    place = {path: i for i, path in enumerate(paths)}
-    found = []
-    for i, (*path, _) in enumerate(paths):
-        mean, var = (
-            place.get((*path, jax.tree_util.DictKey(name))) for name in STATISTICS
+    leaf_index = {path: index for index, path in enumerate(paths)}
+    leaves_of_norms = []
+    for mean, (*module_path, _) in enumerate(paths):
+        mean_path, var_path = (
+            (*module_path, jax.tree_util.DictKey(name)) for name in STATISTICS
         )
-        if i != mean or var is None or not isinstance(mark := marks[i], str):
+        var = leaf_index.get(var_path)
+        is_mean = leaf_index.get(mean_path) == mean
+        if not is_mean or var is None:
             continue
-        if mark == marks[var]:
-            found.append((mean, var, mark))
-    return found
+        mark = marks[mean]
+        if isinstance(mark, str) and mark == marks[var]:
+            leaves_of_norms.append(NormLeaves(mean, var, mark))
+    return leaves_of_norms
 
 
 class Merged(NamedTuple):
@@ -257,7 +301,8 @@ class Merged(NamedTuple):
 
     Attributes:
       mean: their mean.
-      m2: the sum of the squares of what differs from it, each times its share.
+      m2: the sum of squared differences from the mean, each times its share of the
+        mini-batch.
     """
 
     mean: jax.Array
@@ -265,26 +310,26 @@ class Merged(NamedTuple):
 
 
 def merge(
-    so_far: Merged, mean: jax.Array, var: jax.Array, seen: Any, share: Any
+    so_far: Merged, mean: jax.Array, var: jax.Array, share_so_far: Any, share: Any
 ) -> Merged:
     """Adds the statistics of a micro-batch.
 
     Args:
-      so_far: those of the micro-batches before.
+      so_far: the statistics of the micro-batches before.
       mean: the mean over the micro-batch.
       var: its variance.
-      seen: the share of the mini-batch that the micro-batches before hold.
-      share: that of this one.
+      share_so_far: the share of the mini-batch that the micro-batches before hold.
+      share: the share that this micro-batch holds.
 
     Returns:
       The statistics of all of them.
     """
-    total = seen + share
+    total = share_so_far + share
     delta = mean - so_far.mean
     squared = jnp.real(delta * delta.conj())
     return Merged(
-        so_far.mean + delta * (share / total),
-        so_far.m2 + var * share + squared * (seen * share / total),
+        mean=so_far.mean + delta * (share / total),
+        m2=so_far.m2 + var * share + squared * (share_so_far * share / total),
     )
 
 

@@ -1,7 +1,7 @@
-"""Keys of which all random numbers are one: the middle one.
+"""A PRNG of which every draw is the median.
 
-By them a layer does the same for all examples, in whatever shape it draws: a dropout
-of a rate up to one half leaves out nothing, and noise about zero is zero.
+With its keys a layer computes the same for each example, in whatever shape it draws: a
+dropout of a rate up to one half leaves out nothing, and noise about zero is zero.
 """
 
 import functools
@@ -16,7 +16,7 @@ from . import _rng
 
 @functools.cache
 def _implementation() -> Any:
-    def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+    def random_bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
         del key
         return jnp.full(shape, 2 ** (width - 1) - 1, f"uint{width}")
 
@@ -24,7 +24,7 @@ def _implementation() -> Any:
         key_shape=(1,),
         seed=lambda seed: jnp.zeros((1,), jnp.uint32),
         split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
-        random_bits=bits,
+        random_bits=random_bits,
         fold_in=lambda key, number: key,
         name="jpipe_half",
         tag="half",
@@ -32,11 +32,11 @@ def _implementation() -> Any:
 
 
 def like(rngs: _rng.Rngs) -> _rng.Rngs:
-    """Such keys for the streams of given ones."""
+    """Median keys for the streams of `rngs`; ``None`` where there are none."""
     keys = _rng.streams(rngs)
     return None if keys is None else dict.fromkeys(keys, half_key())
 
 
 def half_key() -> jax.Array:
-    """Such a key."""
+    """A key of which every draw is the median."""
     return jax.random.key(0, impl=_implementation())

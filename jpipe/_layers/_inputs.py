@@ -1,5 +1,6 @@
 """Several inputs of a model as one."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,69 +9,93 @@ PyTree = Any
 
 
 class Name(str):
-    """How errors call one of several inputs: by its keyword, or ``input 0``."""
+    """A name of one of several inputs in errors: its keyword, or ``input 0``."""
+
+
+@dataclass(frozen=True)
+class _Static:
+    """All of `Inputs` but its arrays: equal where the same program runs.
+
+    Attributes:
+      tree: the structure of ``(args, kwargs)``.
+      constants: ``(leaf index, type, leaf)`` of each leaf that is no array; the type,
+        since 1 and 1.0 are equal.
+      names: the paths of the arrays.
+    """
+
+    tree: Any
+    constants: tuple[tuple[int, type, Any], ...]
+    names: tuple[Name, ...]
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Inputs:
-    """The arguments of a call: arrays are leaves, all else is fixed; see `inputs`.
+    """The arguments of a call: arrays are leaves, all else is static; see `inputs`.
 
     Args:
-      leaves: the arrays.
-      fixed: the structure of ``(args, kwargs)``, the leaves that are no arrays by their
-        numbers, and the paths of the others.
+      arrays: the leaves that are arrays.
+      static: the structure, the other leaves and the paths of the arrays.
     """
 
-    def __init__(self, leaves: Any, fixed: Any) -> None:
-        self._leaves, self._fixed = tuple(leaves), fixed
+    def __init__(self, arrays: Any, static: _Static) -> None:
+        self._arrays = tuple(arrays)
+        self._static = static
 
     def __repr__(self) -> str:
-        args, kwargs = jax.tree.map(_shown, self.call)
+        args, kwargs = jax.tree.map(_to_shown, self.call)
         named = [f"{name}={value!r}" for name, value in kwargs.items()]
         return f"jpipe.inputs({', '.join([*map(repr, args), *named])})"
 
     @property
     def call(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments by position and those by name."""
-        tree, others, _ = self._fixed
-        arrays, known = iter(self._leaves), {i: leaf for i, _, leaf in others}
-        count = tree.num_leaves
-        args, kwargs = jax.tree.unflatten(
-            tree, [known[i] if i in known else next(arrays) for i in range(count)]
-        )
+        static = self._static
+        constants = {index: leaf for index, _, leaf in static.constants}
+        arrays = iter(self._arrays)
+        leaves = [
+            constants[index] if index in constants else next(arrays)
+            for index in range(static.tree.num_leaves)
+        ]
+        args, kwargs = jax.tree.unflatten(static.tree, leaves)
         return [*args], dict(kwargs)
 
-    def prefix_of(self, other: "Inputs") -> tuple[Any, Any]:
-        """What is said of the inputs, such as their axes, in the form of the inputs.
+    def prefix_of(self, inputs: "Inputs") -> tuple[Any, Any]:
+        """Settings of inputs, such as axes, completed to match all of the inputs.
 
         Args:
-          other: the inputs. Of what nothing is said it is zero.
+          inputs: the inputs; those without a setting here get zero.
+
+        Returns:
+          The ``(args, kwargs)`` of the settings and those of the inputs.
         """
-        (args, kwargs), (data, named) = self.call, other.call
-        args = [*args, *[0] * (len(data) - len(args))]
-        return (args, {**dict.fromkeys(named, 0), **kwargs}), (data, named)
+        settings, named_settings = self.call
+        args, kwargs = inputs.call
+        num_missing = len(args) - len(settings)
+        settings = [*settings, *[0] * num_missing]
+        named_settings = {**dict.fromkeys(kwargs, 0), **named_settings}
+        return (settings, named_settings), (args, kwargs)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         """For JAX: the arrays by their paths."""
-        return [*zip(self._fixed[2], self._leaves, strict=True)], self._fixed
+        return [*zip(self._static.names, self._arrays, strict=True)], self._static
 
     @classmethod
-    def tree_unflatten(cls, fixed: Any, leaves: Any) -> "Inputs":
+    def tree_unflatten(cls, static: _Static, arrays: Any) -> "Inputs":
         """For JAX."""
-        return cls(leaves, fixed)
+        return cls(arrays, static)
 
 
 def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
     """Packs the inputs of a model that takes several.
 
     Args:
-      *args: what the model's call is given by position. Arrays belong to the
-        mini-batch; all else, such as ``None``, numbers and text, is fixed: another
+      *args: the positional arguments of the model's call. Arrays belong to the
+        mini-batch; all else, such as ``None``, numbers and text, is static: another
         value is another program.
-      **kwargs: what it is given by name.
+      **kwargs: its keyword arguments.
 
     Returns:
-      What is given as ``x`` to `Pipeline.init`, `Pipeline.apply` and a step.
+      The ``x`` to pass to `Pipeline.init`, `Pipeline.apply` and a step.
 
     Example:
       >>> import jax.numpy as jnp, jpipe
@@ -78,16 +103,21 @@ def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
       >>> x.call[1]
       {'causal': True, 'mask': None}
     """
-    flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for _, leaf in flat]
-    others = tuple(
-        (i, type(leaf), leaf)  # 1 and 1.0 are equal
-        for i, ((_, leaf), yes) in enumerate(zip(flat, is_array, strict=True))
-        if not yes
-    )
-    pairs = [pair for pair, yes in zip(flat, is_array, strict=True) if yes]
-    names = tuple(_name(path) for path, _ in pairs)
-    return Inputs([leaf for _, leaf in pairs], (tree, others, names))
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    arrays = []
+    names = []
+    constants = []
+    for index, (path, leaf) in enumerate(leaves):
+        if _is_array(leaf):
+            arrays.append(leaf)
+            names.append(_name(path))
+        else:
+            constants.append((index, type(leaf), leaf))
+    return Inputs(arrays, _Static(tree, tuple(constants), tuple(names)))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 class _Shown(str):
@@ -96,25 +126,26 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def _shown(leaf: Any) -> Any:
+def _to_shown(leaf: Any) -> Any:
     """The dtype and shape of an array; else the leaf."""
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if not _is_array(leaf):
         return leaf
     return _Shown(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
 
 
 def _name(path: Any) -> Name:
-    _, first, *rest = path
-    name = getattr(first, "key", None) or f"input {first.idx}"
-    return Name(f"{name}{jax.tree_util.keystr(tuple(rest))}")
+    """The name of an array at a path ``(args or kwargs, argument, ...)``."""
+    _, argument, *inner_path = path
+    name = getattr(argument, "key", None) or f"input {argument.idx}"
+    return Name(f"{name}{jax.tree_util.keystr(tuple(inner_path))}")
 
 
-def called(what: str, path: Any) -> str:
-    """How errors call a leaf of a tree; one of several inputs has a name of its own."""
-    tree = "" if path and isinstance(path[0], Name) else what
-    return f"{tree}{jax.tree_util.keystr(path)}"
+def called(tree_name: str, path: Any) -> str:
+    """The name of a leaf in errors: with `tree_name`, unless an input has its name."""
+    is_named = path and isinstance(path[0], Name)
+    return f"{'' if is_named else tree_name}{jax.tree_util.keystr(path)}"
 
 
-def arguments(x: PyTree) -> tuple[list[Any], dict[str, Any]]:
-    """What a call is given by position and by name."""
+def call_arguments(x: PyTree) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call by position and by name."""
     return x.call if isinstance(x, Inputs) else ([x], {})

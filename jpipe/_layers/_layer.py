@@ -1,4 +1,4 @@
-"""Layers of any origin: what a user may list as one, adapted to one signature."""
+"""Adapts layers of any origin to one signature."""
 
 import functools
 import reprlib
@@ -27,12 +27,12 @@ class Layer:
     `jpipe.layer` makes a layer of a method of a Flax module.
 
     Attributes:
-      init: ``init(key, x) -> variables``: a mapping with the trainable pytree under
+      init: ``(key, x) -> variables``: a mapping with the trainable pytree under
         ``"params"`` and constants under any other name. ``x`` has the shapes and
         dtypes of the layer's input; its values are zeros.
-      apply: ``apply(variables, x) -> y``. Where its signature names ``train``,
-        ``deterministic``, ``use_running_average`` or ``rngs``, it receives them.
-      name: how pictures and errors call it.
+      apply: ``(variables, x) -> y``. It receives what its signature names of
+        ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
+      name: the name in pictures and errors.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe
@@ -56,15 +56,14 @@ class LayerAdapter:
     """A layer of any origin behind one signature: that of `call`.
 
     Attributes:
-      name: how pictures and errors call it.
+      name: the name in pictures and errors.
       source: the object that the user listed.
       call: ``(handle, x, rngs, train) -> y``: the handle is a bound module of linen, a
         module of nnx, or else the variables.
-      init: ``(key, x) -> variables`` of a layer that is no module; ``None`` where it
-        has none.
-      module: the object whose parameters it uses, if it is not the source.
-      namespace: that of the names which it stashes and pops.
-      structure: of an nnx module its `flax.nnx.graphdef` when it was listed.
+      init: ``(key, x) -> variables`` of a `Layer`; ``None`` of all others.
+      module: the module whose method is called, where the source is a `Method`.
+      namespace: the namespace of the names that it stashes and pops.
+      graphdef: the `flax.nnx.graphdef` of an nnx module when it was listed.
     """
 
     name: str
@@ -73,7 +72,7 @@ class LayerAdapter:
     init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
     namespace: Hashable = None
-    structure: Any = None
+    graphdef: Any = None
 
     @property
     def owner(self) -> Any:
@@ -81,11 +80,11 @@ class LayerAdapter:
         return self.source if self.module is None else self.module
 
 
-def adapt_layers(listed: Sequence[Any]) -> tuple[LayerAdapter, ...]:
+def adapt_layers(stages: Sequence[Any]) -> tuple[LayerAdapter, ...]:
     """Adapts every object of the user's list.
 
     Args:
-      listed: linen modules, nnx modules, `Layer` objects and functions of one pytree.
+      stages: linen modules, nnx modules, `Layer` objects and functions of one pytree.
 
     Returns:
       One `LayerAdapter` per object, in order.
@@ -94,20 +93,20 @@ def adapt_layers(listed: Sequence[Any]) -> tuple[LayerAdapter, ...]:
       TypeError: with every object that is none of these.
       ValueError: if the list is empty.
     """
-    is_text_or_dict = isinstance(listed, str | bytes | Mapping)
-    is_array = hasattr(listed, "shape")
-    if is_text_or_dict or is_array or not isinstance(listed, Iterable):
+    is_text_or_dict = isinstance(stages, str | bytes | Mapping)
+    is_array = hasattr(stages, "shape")
+    if is_text_or_dict or is_array or not isinstance(stages, Iterable):
         raise TypeError(
-            f"stages is a {type(listed).__name__}; needs a Flax module, a function, or "
+            f"stages is a {type(stages).__name__}; needs a Flax module, a function, or "
             f"a sequence of layers, such as [nn.Dense(8), nn.relu]"
         )
-    objects = list(listed)
-    if not objects:
+    sources = list(stages)
+    if not sources:
         raise ValueError("stages=[]: a pipeline needs at least one layer")
     faults = [
-        f"layer {i}: {fault}"
-        for i, source in enumerate(objects)
-        if (fault := _why_not(source))
+        f"layer {i}: {reason}"
+        for i, source in enumerate(sources)
+        if (reason := _rejection(source))
     ]
     raise_all(
         "a layer is a flax.linen module, a flax.nnx module, a jpipe.Layer or a "
@@ -115,39 +114,51 @@ def adapt_layers(listed: Sequence[Any]) -> tuple[LayerAdapter, ...]:
         faults,
         error=TypeError,
     )
-    return tuple(adapt_layer(source) for source in objects)
+    return tuple(_adapt_layer(source) for source in sources)
 
 
 def is_model(source: Any) -> bool:
-    """Whether something is one model, and no list of layers."""
-    is_listed = isinstance(source, Layer | Method | _skip.Isolated)
-    return is_listed or is_module(source) or callable(source)
+    """True if an object is one model, and no list of layers."""
+    is_layer = isinstance(source, Layer | Method | _skip.Isolated)
+    return is_layer or is_module(source) or callable(source)
 
 
-def _why_not(source: Any) -> str:
+def _rejection(source: Any) -> str:
+    """The reason why an object cannot be a layer; empty if it can."""
     if isinstance(source, _skip.Isolated):
-        return _why_not(source.layer)
+        return _rejection(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
+
     module = source.module if isinstance(source, Method) else source
-    if reason := _linen.why_not(module) or _nnx.why_not(source):
+    reason = (
+        _linen.rejection(module)
+        or _nnx.rejection(source)
+        or _bound_module_rejection(source)
+        or _pytree_rejection(source)
+    )
+    if reason:
         return reason
-    if reason := _binds_module(source) or _holds_arrays(source):
-        return reason
-    known = isinstance(source, Layer | Method) or _linen.is_module(source)
-    if known or callable(source):
+
+    is_adaptable = isinstance(source, Layer | Method) or _linen.is_module(source)
+    if is_adaptable or callable(source):
         return ""
-    kind = type(source).__name__
+    class_name = type(source).__name__
     if isinstance(source, list | tuple):
-        return f"a {kind}; list its layers themselves, and type balance= for stages"
-    return f"{reprlib.repr(source)} is a {kind}"
+        return (
+            f"a {class_name}; list its layers themselves, and type balance= for stages"
+        )
+    return f"{reprlib.repr(source)} is a {class_name}"
 
 
-def _binds_module(source: Any) -> str:
-    """Why a method of a module cannot be a layer: the module would be a constant."""
+def _bound_module_rejection(source: Any) -> str:
+    """The reason why a method of a module is no layer: its values would be constants.
+
+    Empty if the object is none.
+    """
     function = source
     while not is_module(module := getattr(function, "__self__", function)):
-        # What a functools.partial or a jax.jit calls.
+        # The function inside of a functools.partial or a jax.jit.
         is_partial = isinstance(function, functools.partial)
         inner = function.func if is_partial else getattr(function, "__wrapped__", None)
         if inner is None:
@@ -156,145 +167,182 @@ def _binds_module(source: Any) -> str:
     if module is source:
         return ""
     method = getattr(function, "__name__", "__call__")
-    own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
+    form = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
     return (
         f"a function that calls a {type(module).__name__}, whose values would become "
-        f"constants; list the module {own}"
+        f"constants; list the module {form}"
     )
 
 
-def _holds_arrays(source: Any) -> str:
-    """Why a callable cannot be a layer, if it is a pytree that would not be trained."""
+def _pytree_rejection(source: Any) -> str:
+    """The reason why a callable pytree is no layer: its arrays would not be trained.
+
+    Empty if the object is none.
+    """
     if not callable(source) or is_module(source):
         return ""
-    parts = (x for x in jax.tree.leaves(source) if x is not source)
-    are_arrays = [isinstance(x, jax.Array | np.ndarray) for x in parts]
+    leaves = (leaf for leaf in jax.tree.leaves(source) if leaf is not source)
+    are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     if not any(are_arrays):
         return ""
-    split, params, call = "", "module", "variables['params']"
-    if not all(are_arrays):
-        split, params = f"take {_PARTITION} and ", "params"
+    if all(are_arrays):
+        partition = ""
+        params = "module"
+        call = "variables['params']"
+    else:
+        partition = f"take {_PARTITION} and "
+        params = "params"
         call = "eqx.combine(variables['params'], static)"
     return (
         f"{type(source).__name__} is a pytree with arrays, which would be constants; "
-        f"to train them {split}list jpipe.Layer(lambda key, x: {{'params': {params}}}, "
-        f"lambda variables, x: {call}(x)), else lambda x: module(x)"
+        f"to train them {partition}list jpipe.Layer(lambda key, x: "
+        f"{{'params': {params}}}, lambda variables, x: {call}(x)), else "
+        f"lambda x: module(x)"
     )
 
 
-def is_module(value: Any) -> bool:
-    """Whether something is a module of linen or nnx."""
-    return _linen.is_module(value) or _nnx.is_module(value)
+def is_module(source: Any) -> bool:
+    """True if an object is a module of linen or nnx."""
+    return _linen.is_module(source) or _nnx.is_module(source)
 
 
-def adapt_layer(source: Any) -> LayerAdapter:
+def _adapt_layer(source: Any) -> LayerAdapter:
     """Adapts one object of the user's list, which was checked to be a layer."""
     if isinstance(source, _skip.Isolated):
-        inner, outer = adapt_layer(source.layer), source.namespace
-        both = outer if inner.namespace is None else (outer, inner.namespace)
-        return replace(inner, namespace=both)
+        adapter = _adapt_layer(source.layer)
+        namespace = source.namespace
+        if adapter.namespace is not None:
+            namespace = (source.namespace, adapter.namespace)
+        return replace(adapter, namespace=namespace)
     if isinstance(source, Layer):
-        return _from_layer(source)
+        return _adapt_functions(source)
     if isinstance(source, Method):
-        return _from_module(source, source.module, source.method)
+        return _adapt_module(source, source.module, source.method)
     if is_module(source):
-        return _from_module(source, source, "__call__")
-    return _from_function(source)
+        return _adapt_module(source, source, "__call__")
+    return _adapt_function(source)
 
 
-def _from_module(source: Any, module: Any, method: Any) -> LayerAdapter:
-    called = method if isinstance(method, str) else getattr(method, "__name__", "")
-    structure = None
+def _adapt_module(
+    source: Any, module: Any, method: str | Callable[..., PyTree]
+) -> LayerAdapter:
     if _nnx.is_module(module):
-        name, call = _nnx.name(module), _nnx.call(method)
-        structure = nnx.graphdef(module)
+        name = _nnx.module_name(module)
+        call = _nnx.adapt_method(method)
+        graphdef = nnx.graphdef(module)
     else:
-        name, call = _linen.name(module), _linen.call(method)
-    if isinstance(source, Method) and called not in ("", "<lambda>"):
-        name = f"{name}.{called}"
-    owner = module if isinstance(source, Method) else None
-    return LayerAdapter(name, source, call, None, owner, structure=structure)
+        name = _linen.module_name(module)
+        call = _linen.adapt_method(method)
+        graphdef = None
+
+    is_method = isinstance(source, Method)
+    method_name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    if is_method and method_name not in ("", "<lambda>"):
+        name = f"{name}.{method_name}"
+    return LayerAdapter(
+        name,
+        source,
+        call=call,
+        module=module if is_method else None,
+        graphdef=graphdef,
+    )
 
 
-def check_unchanged(layers: Sequence[LayerAdapter], called: str = "layer {}") -> None:
+def check_unchanged(
+    layers: Sequence[LayerAdapter], name_form: str = "layer {}"
+) -> None:
     """Checks that nnx modules are what they were when they were listed.
 
     Args:
       layers: all layers.
-      called: what to call one, by its number.
+      name_form: the name of a layer in errors, with ``{}`` for its index.
 
     Raises:
-      ValueError: with the first whose structure or attributes are others.
+      ValueError: with the first whose structure or attributes changed.
     """
-    for number, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         owner = layer.owner
-        if _nnx.is_module(owner) and nnx.graphdef(owner) != layer.structure:
+        if _nnx.is_module(owner) and nnx.graphdef(owner) != layer.graphdef:
             raise ValueError(
-                f"{called.format(number)} ({layer.name}) was changed after the "
+                f"{name_form.format(index)} ({layer.name}) was changed after the "
                 f"pipeline was made of it; make a new pipeline, which takes the same "
                 f"variables and states; to evaluate change nothing: pipe.apply "
                 f"evaluates all"
             )
 
 
-def _from_layer(layer: Layer) -> LayerAdapter:
-
-    def init(key: chex.PRNGKey, x: PyTree) -> dict[str, PyTree]:
-        data, named = _inputs.arguments(zeros(x))
-        made = layer.init(key, *data, **named)
-        if not isinstance(made, Mapping):
-            kind = "array" if isinstance(made, jax.Array) else type(made).__name__
-            raise TypeError(
-                f"the init of a jpipe.Layer returns a mapping, such as "
-                f"{{'params': ...}} or {{}}; this one returned: {kind}"
-            )
-        faults = [
-            f"{jax.tree_util.keystr(path)} is {leaf!r}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(made)
-            if callable(leaf)
-        ]
-        raise_all(
-            f"the init of a jpipe.Layer returns arrays; of a model of Equinox take "
-            f"{_PARTITION}, give params, and call eqx.combine(variables['params'], "
-            f"static) in apply",
-            faults,
-            error=TypeError,
-        )
-        return dict(made)
-
+def _adapt_functions(layer: Layer) -> LayerAdapter:
+    """Adapts the two functions of a `Layer`."""
     watch = _modes.Watch()
 
-    def call(variables, x, rngs, train):
-        function, before = layer.apply, [variables]
-        with watch(_watched(layer.name, function, before, x), train):
-            return _switches.call(function, before, x, rngs, train)
-
-    return LayerAdapter(layer.name, layer, call, init)
-
-
-def _from_function(function: Callable[..., PyTree]) -> LayerAdapter:
-
-    name, watch = _name(function), _modes.Watch()
+    def init(key: chex.PRNGKey, x: PyTree) -> dict[str, PyTree]:
+        inputs, named_inputs = _inputs.call_arguments(zeros(x))
+        variables = layer.init(key, *inputs, **named_inputs)
+        _check_variables(variables)
+        return dict(variables)
 
     def call(variables, x, rngs, train):
-        del variables
-        with watch(_watched(name, function, [], x), train):
-            return _switches.call(function, [], x, rngs, train)
+        function = layer.apply
+        leading_args = [variables]
+        with watch(_watched_call(layer.name, function, leading_args, x), train):
+            return _switches.call(function, leading_args, x, rngs=rngs, train=train)
 
-    return LayerAdapter(name, function, call)
+    return LayerAdapter(layer.name, layer, call=call, init=init)
 
 
-def _watched(
-    name: str, function: Callable[..., PyTree], before: Sequence[Any], x: PyTree
-) -> _modes.Call:
-    """A call of a function, for warnings."""
-    asking = _switches.parameters(function, len(before), x)
-    offered = _switches.offered(asking, True, None)
-    return _modes.Call(
-        name, asking, [*offered], _switches.keywords(function, asking, x)
+def _check_variables(variables: Any) -> None:
+    """Checks that the init of a `Layer` returned a mapping with arrays.
+
+    Raises:
+      TypeError: if it did not.
+    """
+    if not isinstance(variables, Mapping):
+        is_array = isinstance(variables, jax.Array)
+        class_name = "array" if is_array else type(variables).__name__
+        raise TypeError(
+            f"the init of a jpipe.Layer returns a mapping, such as "
+            f"{{'params': ...}} or {{}}; this one returned: {class_name}"
+        )
+    faults = [
+        f"{jax.tree_util.keystr(path)} is {leaf!r}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
+        if callable(leaf)
+    ]
+    raise_all(
+        f"the init of a jpipe.Layer returns arrays; of a model of Equinox take "
+        f"{_PARTITION}, give params, and call eqx.combine(variables['params'], "
+        f"static) in apply",
+        faults,
+        error=TypeError,
     )
 
 
-def _name(function: Callable[..., PyTree]) -> str:
+def _adapt_function(function: Callable[..., PyTree]) -> LayerAdapter:
+    name = _function_name(function)
+    watch = _modes.Watch()
+
+    def call(variables, x, rngs, train):
+        del variables
+        with watch(_watched_call(name, function, [], x), train):
+            return _switches.call(function, [], x, rngs=rngs, train=train)
+
+    return LayerAdapter(name, function, call=call)
+
+
+def _watched_call(
+    name: str, function: Callable[..., PyTree], leading_args: Sequence[Any], x: PyTree
+) -> _modes.Call:
+    """A call of a function, for warnings."""
+    parameters = _switches.open_parameters(function, len(leading_args), x)
+    switch_values = _switches.switch_values(parameters, train=True, rngs=None)
+    return _modes.Call(
+        name=name,
+        asking=parameters,
+        offered=[*switch_values],
+        keywords=_switches.kwargs_name(function, parameters, x),
+    )
+
+
+def _function_name(function: Callable[..., PyTree]) -> str:
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)

@@ -1,7 +1,7 @@
 """Flax linen modules as layers."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +30,12 @@ NOT_SOWN = (
 
 
 def is_module(source: Any) -> bool:
-    """Whether an object is a linen module."""
+    """True if an object is a linen module."""
     return isinstance(source, linen.Module)
 
 
-def why_not(source: Any) -> str:
-    """Why an object cannot be a layer, if linen is the reason; else empty."""
+def rejection(source: Any) -> str:
+    """The reason why a linen module cannot be a layer; empty if it can."""
     if not is_module(source) or source.scope is None:
         return ""
     return (
@@ -46,38 +46,38 @@ def why_not(source: Any) -> str:
 
 
 def is_box(node: Any) -> bool:
-    """Whether a node of variables is a box, such as a `flax.linen.Partitioned`."""
+    """True if a node of variables is a box, such as a `flax.linen.Partitioned`."""
     return isinstance(node, linen.meta.AxisMetadata)
 
 
-def name(module: linen.Module) -> str:
-    """What to call a module: its own name or that of its class."""
+def module_name(module: linen.Module) -> str:
+    """The name that the user gave a module, or that of its class."""
     return module.name or type(module).__name__
 
 
 def streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
     """The keys of an initialization, by stream name.
 
-    Flax takes what linen asks for by another name from ``"params"``, and what an nnx
-    module asks for, in `nnx.bridge.to_linen` wherever that is, from ``"default"``.
+    Linen asks for streams, and takes ``"params"`` for those that are missing. An nnx
+    module in an `nnx.bridge.to_linen`, at any depth, takes ``"default"``.
     """
     return {"params": key, "default": jax.random.fold_in(key, 1)}
 
 
 @contextmanager
 def nothing_asked() -> Iterator[None]:
-    """The scope in which variables are made without what is sown or perturbed.
+    """The scope in which ``init`` makes no variables for `sow` and `perturb`.
 
-    Linen makes such variables in ``init`` and does without them afterwards, unless it
-    is asked for them: `sow` is no more than `False`, and `perturb` its value.
+    Later calls have none of these variables, as nobody asks for them: then `sow`
+    returns `False`, and `perturb` its value. So they do in this scope.
     """
 
     def sow(*_: Any) -> bool:
         return False
 
     def perturb(*call: Any) -> PyTree:
-        _, _, _, args, keywords = call
-        return keywords["value"] if "value" in keywords else args[1]
+        _, _, _, args, kwargs = call
+        return kwargs["value"] if "value" in kwargs else args[1]
 
     with (
         patched([linen.Module], sow, "sow"),
@@ -86,57 +86,71 @@ def nothing_asked() -> Iterator[None]:
         yield
 
 
-def call(method: Method) -> Callable[..., PyTree]:
-    """``(module, x, rngs, train) -> y`` of a bound module."""
+def adapt_method(method: Method) -> Callable[..., PyTree]:
+    """Adapts a method to ``(module, x, rngs, train) -> y`` of a bound module."""
     watch = _modes.Watch()
 
-    def run(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
-        asking = _asking(module, method, x)
-        offered = _switches.offered(asking, train, rngs)
-        function: Any = method
+    def call(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
+        parameters = _open_parameters(module, method, x)
+        values = _switches.switch_values(parameters, train=train, rngs=rngs)
         if isinstance(method, str):
-            offered.pop("rngs", None)
+            # A method of linen has its keys in the scope.
+            values.pop("rngs", None)
             function = getattr(type(module), method)
-        changes = train and module.is_mutable_collection("batch_stats")
+        else:
+            function = method
+
+        may_change = train and module.is_mutable_collection("batch_stats")
         with (
-            watch(_watched(module, method, x, asking, [*offered]), train),
-            _batchnorm.meeting(changes),
+            watch(_watched_call(module, method, x, parameters, values), train),
+            _batchnorm.intercept_batch_norms(may_change=may_change),
         ):
-            return _switches.bound(function, [module], x, asking, offered)()
+            bound = _switches.bind_call(
+                function, [module], x, parameters=parameters, values=values
+            )
+            return bound()
 
-    return run
+    return call
 
 
-def _watched(
+def _watched_call(
     module: linen.Module,
     method: Method,
     x: PyTree,
-    asking: Sequence[inspect.Parameter],
-    offered: Sequence[str],
+    parameters: Sequence[inspect.Parameter],
+    switch_names: Iterable[str],
 ) -> _modes.Call:
     """A call of a bound module, for warnings."""
     if not isinstance(method, str):
-        keywords = _switches.keywords(method, asking, x)
-        name = getattr(method, "__name__", "a function")
-        return _modes.Call(name, asking, offered, keywords, path=())
-    receiver, function, _ = _switches.receiver(module, method)
+        return _modes.Call(
+            name=getattr(method, "__name__", "a function"),
+            asking=parameters,
+            offered=[*switch_names],
+            keywords=_switches.kwargs_name(method, parameters, x),
+            path=(),
+        )
+    called = _switches.called_function(module, method)
     return _modes.Call(
-        f"{type(receiver).__name__}.{method}",
-        asking,
-        offered,
-        _switches.keywords(function, asking, x),
-        _switches.passing(x, method),
-        path=getattr(receiver, "path", ()),
+        name=f"{type(called.module).__name__}.{method}",
+        asking=parameters,
+        offered=[*switch_names],
+        keywords=_switches.kwargs_name(called.function, parameters, x),
+        passing=_switches.layer_passing_a_switch(x, method),
+        path=getattr(called.module, "path", ()),
     )
 
 
-def _asking(module: linen.Module, method: Method, x: PyTree) -> list[inspect.Parameter]:
+def _open_parameters(
+    module: linen.Module, method: Method, x: PyTree
+) -> list[inspect.Parameter]:
     """The parameters of a call after its input that the module has not set itself."""
     if not isinstance(method, str):
-        return _switches.parameters(method, 1, x)
-    receiver, function, before = _switches.receiver(module, method)
+        return _switches.open_parameters(method, 1, x)
+    called = _switches.called_function(module, method)
     return [
         parameter
-        for parameter in _switches.parameters(function, before, x)
-        if not _switches.is_set(receiver, parameter.name)
+        for parameter in _switches.open_parameters(
+            called.function, called.num_leading, x
+        )
+        if not _switches.is_set(called.module, parameter.name)
     ]

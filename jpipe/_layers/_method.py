@@ -25,13 +25,14 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
 
     Args:
       module: a linen or nnx module.
-      method: the name of the method; it maps one pytree to one pytree. Or, as Flax's
-        own ``method=``, a function ``(module, x) -> y``, which takes the input apart
-        and calls what it likes of the module. What of ``train``, ``deterministic``,
-        ``use_running_average`` and ``rngs`` it names it is given, and passes on itself.
+      method: the name of the method, which maps one pytree to one pytree; or, as
+        ``method=`` of Flax itself, a function ``(module, x) -> y``, which unpacks the
+        input and calls any method of the module. It receives what it names of
+        ``train``, ``deterministic``, ``use_running_average`` and ``rngs``, and passes
+        them on itself.
 
     Returns:
-      What to list as a layer.
+      The layer, to be listed.
 
     Raises:
       ValueError: if the module has no such method.
@@ -63,21 +64,19 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
       >>> pipe.apply(variables, x)["h"].shape
       (4, 8, 6)
     """
-    kind = type(module).__name__
+    class_name = type(module).__name__
     if not (_linen.is_module(module) or _nnx.is_module(module)):
-        instead = ""
-        if isinstance(module, type):
-            instead = f"; write {module.__name__}(...)"
+        advice = f"; write {module.__name__}(...)" if isinstance(module, type) else ""
         raise TypeError(
-            f"layer({reprlib.repr(module)}): needs a flax module, this is a {kind}"
-            f"{instead}"
+            f"layer({reprlib.repr(module)}): needs a flax module, this is a "
+            f"{class_name}{advice}"
         )
     if isinstance(method, str):
         if not callable(getattr(type(module), method, None)):
-            raise ValueError(f"{kind} has no method {method!r}")
+            raise ValueError(f"{class_name} has no method {method!r}")
     elif not callable(method):
         raise ValueError(
-            f"layer({kind}, {reprlib.repr(method)}): needs the name of a method, or a "
-            f"function such as lambda module, x: module(x)"
+            f"layer({class_name}, {reprlib.repr(method)}): needs the name of a method, "
+            f"or a function such as lambda module, x: module(x)"
         )
     return Method(module, method)

@@ -1,11 +1,11 @@
 """Flax nnx modules as layers.
 
 An nnx module holds its values itself. A pipeline keeps them outside, by collection and
-path, and makes a new module of them inside of each trace: the user's is only read.
+path, and builds a new module from them in each trace: that of the user is only read.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -13,154 +13,175 @@ from flax import nnx
 from . import _batchnorm, _modes, _nnx_rngs, _nnx_values, _switches
 
 PyTree = Any
+# The name of a method, or a function of a module and its input.
+Method = str | Callable[..., PyTree]
 _ATTRIBUTES = ("deterministic", "use_running_average")
 
 
 def is_module(source: Any) -> bool:
-    """Whether an object is an nnx module."""
+    """True if an object is an nnx module."""
     return isinstance(source, nnx.Module)
 
 
-def name(module: nnx.Module) -> str:
-    """What to call a module: its class."""
+def module_name(module: nnx.Module) -> str:
+    """The name of the class of a module."""
     return type(module).__name__
 
 
-def why_not(source: Any) -> str:
-    """Why an object cannot be a layer, if nnx is the reason; else empty."""
+def rejection(source: Any) -> str:
+    """The reason why an object of nnx cannot be a layer; empty if it can."""
     if is_module(source):
-        return _unfit(source)
+        return _module_fault(source)
     if isinstance(source, nnx.Pytree):
         return f"{type(source).__name__} is an nnx.Pytree; derive it from nnx.Module"
     return ""
 
 
-def _unfit(module: nnx.Module) -> str:
+def _module_fault(module: nnx.Module) -> str:
+    name = module_name(module)
     try:
-        for leaf in _nnx_values.flat(module)[1].values():
+        for leaf in _nnx_values.split(module).leaves.values():
             _nnx_values.collection(leaf)
     except ValueError as error:
-        return f"{name(module)}: {error}"
-    return (
-        "" if callable(module) else f"{name(module)} is an nnx module without __call__"
-    )
+        return f"{name}: {error}"
+    return "" if callable(module) else f"{name} is an nnx module without __call__"
 
 
-def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """``(module, x, rngs, train) -> y`` of a method of a module, which may change it.
+def adapt_method(method: Method) -> Callable[..., PyTree]:
+    """Adapts a method to ``(module, x, rngs, train) -> y``, which may change `module`.
 
     What the user set on the module, as by its ``eval``, stays in training; what is left
-    open is trained. In evaluation it is evaluated. The call is passed what it names of
+    open is trained. In evaluation it is evaluated. The call receives what it names of
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
     watch = _modes.Watch()
 
-    def run(module: nnx.Module, x: PyTree, rngs: Any, train: bool) -> PyTree:
-        own = _set_mode(module, train)
-        lacking = _nnx_rngs.seed(own, rngs)
-        keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, own)
-        asking = _asking(own, method, x, frozen=train)
-        offered = _switches.offered(asking, train, keys)
-        graphdef, _ = _nnx_values.flat(own)
-        nodes = (node for _, node in nnx.iter_graph(own, graph=True))
-        has_norms = train and any(isinstance(x, nnx.BatchStat) for x in nodes)
+    def call(module: nnx.Module, x: PyTree, rngs: Any, train: bool) -> PyTree:
+        module = _set_mode(module, train=train)
+        missing_streams = _nnx_rngs.seed(module, rngs)
+        call_rngs = None if rngs is None else _nnx_rngs.as_rngs(rngs, module)
+        parameters = _open_parameters(module, method, x, keep_frozen=train)
+        values = _switches.switch_values(parameters, train=train, rngs=call_rngs)
+        graphdef = _nnx_values.split(module).graphdef
+
         with (
-            watch(_watched(own, method, x, asking, [*offered]), train),
-            _batchnorm.meeting(has_norms),
-            _nnx_rngs.needed(lacking),
+            watch(_watched_call(module, method, x, parameters, values), train),
+            _batchnorm.intercept_batch_norms(may_change=train and _has_norms(module)),
+            _nnx_rngs.explain_missing_keys(missing_streams),
         ):
-            # Which the scopes above may have replaced.
-            function = getattr(type(own), method) if isinstance(method, str) else method
-            y = _switches.bound(function, [own], x, asking, offered)()
-        nnx.pop(own, nnx.Intermediate)  # results that the call has sown
-        if train and _nnx_values.flat(own)[0] != graphdef:
+            # The scopes above may have replaced the method.
+            function = (
+                getattr(type(module), method) if isinstance(method, str) else method
+            )
+            bound = _switches.bind_call(
+                function, [module], x, parameters=parameters, values=values
+            )
+            y = bound()
+
+        nnx.pop(module, nnx.Intermediate)  # results that the call has sown
+        if train and _nnx_values.split(module).graphdef != graphdef:
             raise ValueError(
-                f"a call of this {name(own)} changes its structure or attributes in "
-                f"training, which is lost when the call ends: every step would start "
-                f"as the first one did; keep what a call changes in an nnx.Variable "
-                f"that __init__ makes, and choose by its value with jnp.where or "
-                f"jax.lax.cond"
+                f"a call of this {module_name(module)} changes its structure or "
+                f"attributes in training, which is lost when the call ends: every step "
+                f"would start as the first one did; keep what a call changes in an "
+                f"nnx.Variable that __init__ makes, and choose by its value with "
+                f"jnp.where or jax.lax.cond"
             )
         return y
 
-    return run
+    return call
 
 
-def _watched(
-    own: nnx.Module,
-    method: str | Callable[..., PyTree],
+def _has_norms(module: nnx.Module) -> bool:
+    nodes = (node for _, node in nnx.iter_graph(module, graph=True))
+    return any(isinstance(node, nnx.BatchStat) for node in nodes)
+
+
+def _watched_call(
+    module: nnx.Module,
+    method: Method,
     x: PyTree,
-    asking: Sequence[inspect.Parameter],
-    offered: Sequence[str],
+    parameters: Sequence[inspect.Parameter],
+    switch_names: Iterable[str],
 ) -> _modes.Call:
     """A call of a module, for warnings."""
-    if not isinstance(method, str):
-        keywords = _switches.keywords(method, asking, x)
-        return _modes.Call(name(own), asking, offered, keywords)
-    _, function, _ = _switches.receiver(own, method)
+    if isinstance(method, str):
+        function = _switches.called_function(module, method).function
+        passing = _switches.layer_passing_a_switch(x, method)
+    else:
+        function = method
+        passing = ""
     return _modes.Call(
-        name(own),
-        asking,
-        offered,
-        _switches.keywords(function, asking, x),
-        _switches.passing(x, method),
+        name=module_name(module),
+        asking=parameters,
+        offered=[*switch_names],
+        keywords=_switches.kwargs_name(function, parameters, x),
+        passing=passing,
     )
 
 
-def _has_mode(path: Any, node: Any) -> bool:
-    """Whether a node can be viewed; of an nnx.Rngs, that would draw a key."""
+def _can_be_viewed(path: Any, node: Any) -> bool:
+    """True if a node can be viewed: a view of an nnx.Rngs would draw a key."""
     del path
     return not isinstance(node, nnx.Rngs)
 
 
-def _set_mode(own: nnx.Module, train: bool) -> nnx.Module:
+def _set_mode(module: nnx.Module, *, train: bool) -> nnx.Module:
     """Sets a module to training, where the user left it open, or to evaluation."""
     if not train:
-        nnx.Module.eval(own)
-        modes = dict.fromkeys(_ATTRIBUTES, True)
-        return nnx.view(own, only=_has_mode, raise_if_not_found=False, **modes)
-    for _, node in nnx.iter_graph(own, graph=True):
+        nnx.Module.eval(module)
+        attributes = dict.fromkeys(_ATTRIBUTES, True)
+        return nnx.view(
+            module, only=_can_be_viewed, raise_if_not_found=False, **attributes
+        )
+    for _, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.Module):
             for attribute in _ATTRIBUTES:
                 if getattr(node, attribute, True) is None:
                     setattr(node, attribute, False)
-    return own
+    return module
 
 
-def _asking(
-    own: nnx.Module, method: str | Callable[..., PyTree], x: PyTree, frozen: bool
+def _open_parameters(
+    module: nnx.Module, method: Method, x: PyTree, *, keep_frozen: bool
 ) -> list[inspect.Parameter]:
     """The parameters of a call after its input that are open.
 
     Args:
-      own: the module, as the user set it.
+      module: the module, as the user set it.
       method: the name of its method, or a function of a module and its input.
-      x: its input.
-      frozen: whether what is frozen stays so: it says so by its attributes, and an
-        argument would overrule them.
+      x: the input.
+      keep_frozen: True if what the attributes freeze stays frozen: an argument would
+        overrule the attributes.
     """
     if not isinstance(method, str):
-        return _switches.parameters(method, 1, x)
-    module, function, before = _switches.receiver(own, method)
-    asking = _switches.parameters(function, before, x)
-    if module is not own:  # nnx.Sequential passes keys on
-        asking += [
+        return _switches.open_parameters(method, 1, x)
+    called = _switches.called_function(module, method)
+    parameters = _switches.open_parameters(called.function, called.num_leading, x)
+    if called.module is not module:  # an nnx.Sequential passes keys on
+        parameters += [
             parameter
-            for parameter in _switches.parameters(getattr(type(own), method), 0, x)
-            if parameter.kind not in _switches.VARIOUS
+            for parameter in _switches.open_parameters(
+                getattr(type(module), method), 0, x
+            )
+            if parameter.kind not in _switches.VARIADIC
         ]
-    if not frozen:
-        return asking
-    nodes = [node for _, node in nnx.iter_graph(own, graph=True)]
-    switched = {
-        n for n in _ATTRIBUTES if any(getattr(x, n, None) is True for x in nodes)
+    if not keep_frozen:
+        return parameters
+
+    nodes = [node for _, node in nnx.iter_graph(module, graph=True)]
+    frozen_names = {
+        name
+        for name in _ATTRIBUTES
+        if any(getattr(node, name, None) is True for node in nodes)
     }
-    # An argument would overrule the attributes; without it they decide.
-    return [
-        p
-        for p in asking
-        if p.name not in switched
-        or (
-            p.default not in (None, False) and getattr(module, p.name, None) is not True
-        )
-    ]
+
+    def stays_open(parameter: inspect.Parameter) -> bool:
+        if parameter.name not in frozen_names:
+            return True
+        # Without an argument the attributes decide, unless the parameter is required
+        # or its default freezes all: then an unfrozen module needs the argument.
+        is_frozen = getattr(called.module, parameter.name, None) is True
+        return parameter.default not in (None, False) and not is_frozen
+
+    return [parameter for parameter in parameters if stays_open(parameter)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 Keys = Mapping[str, chex.PRNGKey] | None
-# By which nnx.RNN makes what it starts from: zeros, unless its cell says otherwise.
+# The stream of the initial carry of an nnx.RNN: zeros, unless its cell says otherwise.
 _CARRY = "carry"
 
 
@@ -22,60 +22,72 @@ def seed(module: nnx.Module, rngs: Keys) -> list[str]:
       rngs: the keys by name, or ``None``.
 
     Returns:
-      The names of the streams without a key: to draw from one is an error of JAX.
+      The names of the streams without a key: drawing from these is an error of JAX.
     """
     streams = _streams(module)
-    tags = dict.fromkeys(stream.tag for stream in streams)
-    keys: dict[str, Any] = {
-        tag: key for tag in tags if (key := _key_of(rngs, tag)) is not None
-    }
+    # stream name -> key
+    keys: dict[str, Any] = {}
+    missing = []
+    for name in dict.fromkeys(stream.tag for stream in streams):
+        key = _key_of(rngs, name)
+        if key is not None:
+            keys[name] = key
+        elif name != _CARRY:
+            missing.append(name)
     nnx.reseed(module, policy="match_shape", **keys)
-    lacking = [tag for tag in tags if tag not in keys and tag != _CARRY]
+
     for stream in streams:
-        if stream.tag in lacking:
+        if stream.tag in missing:
             stream.key.set_value(jnp.zeros(stream.key.shape, bool))
+
     if rngs is None:
         for _, node in nnx.iter_graph(module, graph=True):
             # It would draw from all streams in each call; linen names what it lacks.
             if isinstance(node, nnx.bridge.ToNNX):
                 node.to_nnx__rngs = None
-    return lacking
+    return missing
 
 
 @contextmanager
-def needed(lacking: Sequence[str]) -> Iterator[None]:
-    """The scope of a call, where drawing from streams without a key says so.
+def explain_missing_keys(missing: Sequence[str]) -> Iterator[None]:
+    """The scope of a call in which drawing from a stream without a key is explained.
+
+    Args:
+      missing: the names of the streams without a key.
 
     Raises:
-      ValueError: if the call does.
+      ValueError: if the call draws from one.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not lacking or "PRNG key" not in str(error):
+        if not missing or "PRNG key" not in str(error):
             raise
-        given = ", ".join(f"{tag!r}: jax.random.key(0)" for tag in lacking)
+        keys = ", ".join(f"{name!r}: jax.random.key(0)" for name in missing)
         raise ValueError(
             f"the layer draws from a random stream for which there is no key; give "
-            f"rngs=jax.random.key(0), or rngs={{{given}}}"
+            f"rngs=jax.random.key(0), or rngs={{{keys}}}"
         ) from error
 
 
-def as_rngs(rngs: Mapping[str, chex.PRNGKey], module: nnx.Module) -> nnx.Rngs:
-    """The keys for a ``__call__`` that asks for them, other than those of `seed`.
+def as_rngs(keys: Mapping[str, chex.PRNGKey], module: nnx.Module) -> nnx.Rngs:
+    """Keys for a ``__call__`` that asks for them, other than those of `seed`.
 
     Args:
-      rngs: the keys by name.
+      keys: the keys by name.
       module: the module that `seed` has seeded.
 
     Returns:
-      One stream for each key, and "default" from "params".
+      One stream per key, and "default" from "params".
     """
-    given = {"default": rngs["params"], **rngs} if "params" in rngs else rngs
+    if "params" in keys:
+        keys = {"default": keys["params"], **keys}
+    # `nnx.reseed` folds numbers below that of the streams into the same keys.
+    first_number = len(_streams(module))
     return nnx.Rngs(
         {
-            stream: jax.random.fold_in(_typed(given[stream]), number)
-            for number, stream in enumerate(sorted(given), len(_streams(module)))
+            name: jax.random.fold_in(_typed(keys[name]), number)
+            for number, name in enumerate(sorted(keys), first_number)
         }
     )
 
@@ -85,12 +97,18 @@ def _streams(module: nnx.Module) -> list[nnx.RngStream]:
     return [node for node in nodes if isinstance(node, nnx.RngStream)]
 
 
-def _key_of(rngs: Keys, stream: str) -> chex.PRNGKey | None:
-    # The one stream of nnx.Rngs(0) serves all and is called "default": it takes a key
-    # that was given for dropout.
-    for given in (stream, "default", "params", *["dropout"] * (stream == "default")):
-        if rngs is not None and given in rngs:
-            return _typed(rngs[given])
+def _key_of(keys: Keys, stream_name: str) -> chex.PRNGKey | None:
+    """The key of a stream; ``None`` if there is none."""
+    if keys is None:
+        return None
+    names = [stream_name, "default", "params"]
+    if stream_name == "default":
+        # The one stream of nnx.Rngs(0) serves all and is called "default": it takes a
+        # key that was given for dropout.
+        names.append("dropout")
+    for name in names:
+        if name in keys:
+            return _typed(keys[name])
     return None
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,46 +17,59 @@ PyTree = Any
 Path = tuple[Any, ...]
 
 
-def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
-    """The leaves of a module by their paths, and in which collections they are carried.
+class SplitModule(NamedTuple):
+    """A module of nnx in two parts.
 
-    Args:
-      source: an nnx module; what is none has no leaves.
+    Attributes:
+      graphdef: the static part: its structure and attributes.
+      leaves: its Variables and arrays by their paths.
     """
-    found = flat(source)[1] if isinstance(source, nnx.Module) else {}
-    return {path: (collection(leaf), leaf) for path, leaf in found.items()}
+
+    graphdef: Any
+    leaves: dict[Path, Any]
+
+
+def split(module: nnx.Module) -> SplitModule:
+    """Splits a module into its static part and its leaves."""
+    graphdef, state = nnx.split(module, graph=True)
+    return SplitModule(graphdef, dict(nnx.to_flat_state(state)))
+
+
+def _leaves(source: Any) -> dict[Path, Any]:
+    """The leaves by their paths of an nnx module; none of any other object."""
+    return split(source).leaves if isinstance(source, nnx.Module) else {}
 
 
 def parameters(source: Any) -> dict[Path, nnx.Variable]:
     """The Variables that hold the parameters of a module, by their paths."""
     return {
         path: leaf
-        for path, (collection, leaf) in leaves(source).items()
-        if collection == "params"
+        for path, leaf in _leaves(source).items()
+        if collection(leaf) == "params"
     }
 
 
 def untrained(source: Any) -> dict[Path, nnx.Variable]:
-    """Floating Variables of types that are the user's own and not `nnx.Param`."""
+    """Floating Variables of types of the user that are not `nnx.Param`, by path."""
     return {
         path: leaf
-        for path, (collection, leaf) in leaves(source).items()
-        if isinstance(leaf, nnx.Variable)
-        and collection not in (None, "params")
-        and not type(leaf).__module__.startswith("flax.")
-        and isinstance(value := leaf.get_value(), jax.Array | np.ndarray)
-        and jnp.issubdtype(value.dtype, jnp.inexact)
+        for path, leaf in _leaves(source).items()
+        if collection(leaf) not in (None, "params") and _is_floating_user_variable(leaf)
     }
 
 
-def flat(module: nnx.Module) -> tuple[Any, dict[Path, Any]]:
-    """What of a module is static, and its leaves by their paths."""
-    graphdef, state = nnx.split(module, graph=True)
-    return graphdef, dict(nnx.to_flat_state(state))
+def _is_floating_user_variable(leaf: Any) -> bool:
+    if not isinstance(leaf, nnx.Variable):
+        return False
+    if type(leaf).__module__.startswith("flax."):
+        return False
+    value = leaf.get_value()
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    return is_array and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def collection(leaf: Any) -> str | None:
-    """The collection in which a pipeline carries a leaf, if it does.
+    """The collection in which a pipeline carries a leaf; ``None`` if it does not.
 
     It does not carry the state of random streams, which follows from the keys of the
     step, and intermediate results, which are outputs.
@@ -69,29 +82,33 @@ def collection(leaf: Any) -> str | None:
         return None  # such as the None of a missing bias
     if isinstance(leaf, nnx.RngState | nnx.Intermediate):
         return None
-    kind = type(leaf).__name__
+
+    class_name = type(leaf).__name__
     values = jax.tree.leaves(leaf.get_raw_value())
     if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
         raise ValueError(
-            f"a {kind} holds a shape and no value, as of nnx.eval_shape; make the "
-            f"module itself: its values are replaced by those given as variables="
+            f"a {class_name} holds a shape and no value, as of nnx.eval_shape; make "
+            f"the module itself: its values are replaced by those given as variables="
         )
     if leaf.ref or leaf.hijax:
         raise ValueError(
-            f"a {kind} that is a reference (ref or hijax) cannot be given to a "
+            f"a {class_name} that is a reference (ref or hijax) cannot be given to a "
             f"pipeline; make it with ref=False and hijax=False"
         )
+
     if isinstance(leaf, nnx.Param):
         return "params"
     if isinstance(leaf, nnx.BatchStat):
         return "batch_stats"
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind)
-    if snake.lower() == "params":
+    # The class name in snake case: MyStats -> my_stats.
+    word_starts = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    snake_case = re.sub(word_starts, "_", class_name).lower()
+    if snake_case == "params":
         raise ValueError(
-            f"the Variable type {kind} takes the name of what is trained; rename it, "
-            f"or derive it from nnx.Param"
+            f"the Variable type {class_name} takes the name of what is trained; rename "
+            f"it, or derive it from nnx.Param"
         )
-    return snake.lower()
+    return snake_case
 
 
 def _value(leaf: Any) -> PyTree:
@@ -99,45 +116,48 @@ def _value(leaf: Any) -> PyTree:
 
 
 def values(module: nnx.Module) -> dict[str, PyTree]:
-    """What a module holds: by collection, then nested as its attributes are."""
+    """The values of a module: by collection, then nested as its attributes are."""
     return nested(
         {
             (name, *path): _value(leaf)
-            for path, leaf in flat(module)[1].items()
+            for path, leaf in split(module).leaves.items()
             if (name := collection(leaf)) is not None
         }
     )
 
 
-def _get(tree: Any, path: Path) -> PyTree:
-    for part in path:
-        tree = tree[part]
+def _value_at(tree: Any, path: Path) -> PyTree:
+    for key in path:
+        tree = tree[key]
     return tree
 
 
 def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
-    """A new module of the structure of one and the values of a pipeline."""
-    graphdef, leaves = flat(module)
-    state, missing = {}, []
+    """A new module with the structure of a module and the values of a pipeline."""
+    graphdef, leaves = split(module)
+    # path -> Variable or array of the new module
+    state: dict[Path, Any] = {}
+    missing = []
     for path, leaf in leaves.items():
         name = collection(leaf)
         value = _value(leaf)
         if name is not None:
             try:
-                value = _get(variables, (name, *path))
+                value = _value_at(variables, (name, *path))
             except (KeyError, TypeError, IndexError):
                 missing.append(f"{name}/{dotted(inner(path))}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-    raise_all(f"the variables are not those of {_called(module)}: missing", missing)
+    raise_all(f"the variables are not those of {_describe(module)}: missing", missing)
+
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
     nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged
 
 
-def _called(module: nnx.Module) -> str:
+def _describe(module: nnx.Module) -> str:
     """A module, or a list of them, in words."""
-    several = module if isinstance(module, nnx.List) else [module]
-    return ", ".join(f"this {type(one).__name__}" for one in several)
+    modules = module if isinstance(module, nnx.List) else [module]
+    return ", ".join(f"this {type(module).__name__}" for module in modules)
 
 
 def dotted(path: Path) -> str:

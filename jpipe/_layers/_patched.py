@@ -1,7 +1,7 @@
-"""Methods of Flax that are replaced while layers are traced, in one thread.
+"""Methods of Flax that are replaced in one thread while layers are traced.
 
-They are those that `flax.linen.intercept_methods` does not see: the calls of nnx, and
-what linen's base class does.
+These are the methods that `flax.linen.intercept_methods` does not see: the calls of
+nnx, and methods of linen's base class.
 """
 
 import functools
@@ -10,40 +10,44 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A class is the same for all threads.
+# All threads share a class.
 _lock = threading.RLock()
 
 
 @contextmanager
 def patched(
-    kinds: Iterable[type], around: Callable[..., Any], method: str = "__call__"
+    classes: Iterable[type], replacement: Callable[..., Any], method: str = "__call__"
 ) -> Iterator[None]:
-    """The scope in which ``around(kind, call, module, args, keywords)`` runs calls.
+    """The scope in which a method of some classes is replaced.
 
     Calls in other threads run as ever.
 
     Args:
-      kinds: classes of Flax itself.
-      around: what runs in the place of their method, which it is given.
-      method: the name of that.
+      classes: classes of Flax itself.
+      replacement: ``(class, original, module, args, kwargs) -> result``, which runs in
+        place of the method; ``original(module, *args, **kwargs)`` is the method.
+      method: the name of the method.
     """
     thread = threading.get_ident()
 
-    def make(kind: type, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def run(module: Any, *args: Any, **keywords: Any) -> Any:
+    def replaced(module_class: type, original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
-                return call(module, *args, **keywords)
-            return around(kind, call, module, args, keywords)
+                return original(module, *args, **kwargs)
+            return replacement(module_class, original, module, args, kwargs)
 
         return run
 
     with _lock:
-        plain = {kind: getattr(kind, method) for kind in kinds}
+        # class -> the method before
+        originals = {
+            module_class: getattr(module_class, method) for module_class in classes
+        }
         try:
-            for kind, call in plain.items():
-                setattr(kind, method, make(kind, call))
+            for module_class, original in originals.items():
+                setattr(module_class, method, replaced(module_class, original))
             yield
         finally:
-            for kind, call in plain.items():
-                setattr(kind, method, call)
+            for module_class, original in originals.items():
+                setattr(module_class, method, original)

@@ -1,8 +1,8 @@
 """Long skip connections: values that go from one layer straight to a later one.
 
 A layer stashes a value under a name and a later layer pops it. In the one trace of all
-layers that is a dictionary: the stage that pops a value reads what another stage made,
-with nothing in between. The routes by name are for errors, marks and plans.
+layers that is a dictionary: the stage that pops a value reads a variable of the stage
+that stashes it, with nothing in between. Routes are for errors, marks and plans.
 """
 
 from collections.abc import Hashable, Iterator
@@ -16,7 +16,7 @@ from jax.extend.core import get_opaque_trace_state
 from .._messages import raise_all
 
 PyTree = Any
-# The namespace of the layer, then the name: what a value is known by.
+# The namespace of the layer and the name of the value.
 Key = tuple[Hashable, Hashable]
 
 
@@ -24,26 +24,26 @@ class Use(NamedTuple):
     """A layer that stashes or pops.
 
     Attributes:
-      layer: its number.
+      layer_index: its index in the list.
       name: its name, for messages.
-      stage: the stage that it is in.
+      stage: the index of its stage.
     """
 
-    layer: int
+    layer_index: int
     name: str
     stage: int
 
     def __str__(self) -> str:
-        return f"layer {self.layer} ({self.name})"
+        return f"layer {self.layer_index} ({self.name})"
 
 
 class Route(NamedTuple):
     """A value that goes from one stage to another.
 
     Attributes:
-      key: what it is known by.
-      source: the stage that stashes it.
-      target: the stage that pops it.
+      key: its namespace and name.
+      source: the index of the stage that stashes it.
+      target: the index of the stage that pops it.
     """
 
     key: Key
@@ -56,9 +56,9 @@ class Skips:
     """The skip connections of the layers so far.
 
     Attributes:
-      values: what was stashed and not popped yet.
-      stashed: by whom each was stashed.
-      popped: by whom each was popped.
+      values: the values that were stashed and not popped yet.
+      stashed: the layer that stashed each value.
+      popped: the layer that popped each value.
     """
 
     values: dict[Key, PyTree] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Skips:
         """The values that go to another stage, once all layers were applied.
 
         Raises:
-          ValueError: with those that no layer popped.
+          ValueError: with the values that no layer popped.
         """
         raise_all(
             "the skip connections do not fit",
@@ -100,7 +100,13 @@ _current: ContextVar[_Frame | None] = ContextVar("jpipe_skip_frame", default=Non
 
 @contextmanager
 def applying(skips: Skips, use: Use, namespace: Hashable) -> Iterator[None]:
-    """The scope of one layer's call: here `stash` and `pop` know what is meant."""
+    """The scope of the call of a layer, in which `stash` and `pop` work.
+
+    Args:
+      skips: the skip connections so far, which the layer changes.
+      use: the layer.
+      namespace: its namespace.
+    """
     trace = get_opaque_trace_state(convention="flax")
     token = _current.set(_Frame(skips, use, namespace, trace))
     try:
@@ -113,11 +119,12 @@ def stash(name: Hashable, x: PyTree) -> None:
     """Puts a value aside for a later layer, which takes it with `pop`.
 
     Call it inside any layer: linen, nnx or a function. If the later layer is on
-    another device, the value goes there at once and by itself, and its gradient comes
-    back the same way. `isolate` lets one class of blocks use a name many times.
+    another device, the value is sent there at once, past the layers in between, and its
+    gradient comes back the same way. `isolate` lets one class of blocks use a name many
+    times.
 
     Args:
-      name: any hashable name; each is stashed once and popped once.
+      name: any hashable name, which is stashed once and popped once.
       x: any pytree of arrays, or ``None``.
 
     Raises:
@@ -141,7 +148,8 @@ def stash(name: Hashable, x: PyTree) -> None:
       Kim et al., `torchgpipe <https://arxiv.org/abs/2004.09910>`_ (2020), section 3.3.
     """
     frame = _frame("stash", name, "return the value from it and stash it outside")
-    key, skips = (frame.namespace, name), frame.skips
+    skips = frame.skips
+    key = (frame.namespace, name)
     if key in skips.stashed:
         raise ValueError(
             f"{label(key)} is stashed twice: by {skips.stashed[key]} and {frame.use}"
@@ -151,10 +159,10 @@ def stash(name: Hashable, x: PyTree) -> None:
 
 
 def pop(name: Hashable) -> PyTree:
-    """Takes what an earlier layer put aside with `stash`.
+    """Takes the value that an earlier layer put aside with `stash`.
 
     Args:
-      name: the name that it was given.
+      name: the name under which it was stashed.
 
     Returns:
       The value.
@@ -164,18 +172,24 @@ def pop(name: Hashable) -> PyTree:
       ValueError: if no layer before stashed under the name, or another popped it.
     """
     frame = _frame("pop", name, "pop it outside and pass it in")
-    key, skips = (frame.namespace, name), frame.skips
+    skips = frame.skips
+    key = (frame.namespace, name)
     if key not in skips.values:
-        before = skips.popped.get(key)
-        raise ValueError(
-            f"{label(key)} is popped by {frame.use}, and was "
-            + (f"popped by {before} before" if before else "not stashed before")
-        )
+        popper = skips.popped.get(key)
+        reason = f"popped by {popper} before" if popper else "not stashed before"
+        raise ValueError(f"{label(key)} is popped by {frame.use}, and was {reason}")
     skips.popped[key] = frame.use
     return skips.values.pop(key)
 
 
-def _frame(function: str, name: Hashable, instead: str) -> _Frame:
+def _frame(function: str, name: Hashable, advice: str) -> _Frame:
+    """The frame of the layer that calls `stash` or `pop`.
+
+    Args:
+      function: the name of the function, for errors.
+      name: the name that it was passed.
+      advice: the text for a call inside of a transformation.
+    """
     try:
         hash(name)
     except TypeError:
@@ -192,26 +206,26 @@ def _frame(function: str, name: Hashable, instead: str) -> _Frame:
     if frame.trace != get_opaque_trace_state(convention="flax"):
         raise RuntimeError(
             f"{function}({name!r}) is called inside a transformation within the layer, "
-            f"such as jax.jit, jax.checkpoint, vmap, scan or nn.remat; {instead}"
+            f"such as jax.jit, jax.checkpoint, vmap, scan or nn.remat; {advice}"
         )
     return frame
 
 
 @dataclass(frozen=True)
 class Isolated:
-    """A layer whose names are its own: see `isolate`."""
+    """A layer whose names have a namespace: see `isolate`."""
 
     layer: Any
     namespace: Hashable
 
 
 def isolate(layer: Any, namespace: Hashable) -> Isolated:
-    """Gives the names that a layer stashes and pops a namespace.
+    """Puts the names that a layer stashes and pops into a namespace.
 
     Args:
-      layer: whatever `jpipe.pipeline` takes as a layer.
-      namespace: any hashable; give it to the layer that stashes and to the one that
-        pops.
+      layer: any layer that `jpipe.pipeline` takes.
+      namespace: any hashable; pass it for the layer that stashes and for the layer
+        that pops.
 
     Returns:
       The layer, to be listed in its place.
@@ -224,7 +238,7 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
       >>> def add(x):
       ...     return x + jpipe.pop("x")
       >>> nested = [(keep, "outer"), (keep, "inner"), (add, "inner"), (add, "outer")]
-      >>> pipe = jpipe.sequential([jpipe.isolate(f, at) for f, at in nested])
+      >>> pipe = jpipe.sequential([jpipe.isolate(f, name) for f, name in nested])
       >>> pipe.apply(({},) * 4, jnp.zeros(2)).shape
       (2,)
     """
@@ -232,6 +246,6 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
 
 
 def label(key: Key) -> str:
-    """How messages and plans call a value."""
+    """The name of a value in messages and plans."""
     namespace, name = key
     return repr(name) if namespace is None else f"{name!r} of {namespace!r}"

@@ -12,19 +12,17 @@ from .._messages import raise_all
 from ._layer import LayerAdapter
 
 PyTree = Any
-
-
-# So many runs of equal names are listed; of more the first and the last.
-_MOST_NAMES = 6
+# `abbreviate` lists so many runs of equal names; of more runs the first and the last.
+_MAX_RUNS = 6
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of one stage, one after the other.
+    """The layers of one stage, in order.
 
     Attributes:
-      index: the number of the stage.
-      first: the number of its first layer in the user's list.
+      index: the index of the stage.
+      first: the index of its first layer in the user's list.
       layers: its layers.
     """
 
@@ -34,18 +32,18 @@ class StageLayers:
 
     @property
     def span(self) -> slice:
-        """Where its layers stand in a tuple with one entry per layer."""
+        """The slice of its layers in a sequence with one entry per layer."""
         return slice(self.first, self.first + len(self.layers))
 
     def __str__(self) -> str:
-        if not self.layers:  # of a model that is divided by itself
+        if not self.layers:  # a stage of a model
             return f"stage {self.index}"
         names = abbreviate([layer.name for layer in self.layers])
         return f"layers {self.first} to {self.span.stop - 1} ({names})"
 
 
 def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
-    """Returns the number of layers of each stage.
+    """Returns the number of layers of each stage, checked.
 
     Args:
       balance: a sequence of positive ints that sum to the number of layers, or
@@ -58,16 +56,16 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     """
     if balance is None:
         return (1,) * num_layers
-    sizes = list(balance) if hasattr(balance, "__iter__") else [balance, None]
-    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
+    sizes = list(balance) if hasattr(balance, "__iter__") else None
+    if sizes is None or not all(map(_is_int, sizes)):
         raise TypeError(
             f"balance={balance!r}: needs a sequence of ints, the number of layers of "
             f"each stage, such as [3, 2, 4] or what jpipe.partition(jpipe.profile("
             f"layers, x, num_microbatches=8), 4) returns for equal times of 4 stages"
         )
-    sizes = [operator.index(n) for n in sizes]
+    sizes = [operator.index(size) for size in sizes]
     faults = []
-    if any(n < 1 for n in sizes):
+    if any(size < 1 for size in sizes):
         faults.append("every stage needs at least one layer")
     if sum(sizes) != num_layers:
         faults.append(f"its sum is {sum(sizes)}, the model has {num_layers} layers")
@@ -75,26 +73,41 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _is_int(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 def fuse(
     layers: Sequence[LayerAdapter], balance: Sequence[int]
 ) -> tuple[StageLayers, ...]:
-    """Groups neighbouring layers into stages of the given sizes."""
+    """Groups neighbouring layers into stages.
+
+    Args:
+      layers: all layers.
+      balance: the number of layers of each stage.
+    """
     stages = []
     first = 0
     for index, size in enumerate(balance):
-        stages.append(StageLayers(index, first, tuple(layers[first : first + size])))
+        stage_layers = tuple(layers[first : first + size])
+        stages.append(StageLayers(index=index, first=first, layers=stage_layers))
         first += size
     return tuple(stages)
 
 
 def abbreviate(names: Sequence[str]) -> str:
     """Names in one line: ``Block x 3, Dense``, or ``Conv, relu, ..., Dense (93)``."""
-    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
-    shown = [name if n == 1 else f"{name} x {n}" for name, n in runs]
-    if len(shown) > _MOST_NAMES:
-        half = _MOST_NAMES // 2
-        shown = [*shown[:half], "...", f"{', '.join(shown[-half:])} ({len(names)})"]
-    return ", ".join(shown)
+    runs = []
+    for name, equal_names in itertools.groupby(names):
+        length = len(list(equal_names))
+        runs.append(name if length == 1 else f"{name} x {length}")
+
+    if len(runs) <= _MAX_RUNS:
+        return ", ".join(runs)
+    half = _MAX_RUNS // 2
+    first_runs = ", ".join(runs[:half])
+    last_runs = ", ".join(runs[-half:])
+    return f"{first_runs}, ..., {last_runs} ({len(names)})"
 
 
 def shapes(tree: PyTree) -> str:

@@ -1,9 +1,9 @@
-"""How a layer receives whether it is trained: by parameters of known names."""
+"""Switches of training: a layer receives them by parameters with agreed names."""
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import linen, nnx
@@ -11,7 +11,7 @@ from flax import linen, nnx
 from . import _inputs
 
 PyTree = Any
-# What is known while tracing.
+# The types of a switch that has a value while tracing.
 BOOL = (bool, int, np.bool_)
 _TRAINING = ("train", "training", "is_training")
 _EVALUATION = ("deterministic", "use_running_average", "is_eval", "inference")
@@ -19,8 +19,21 @@ _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 )
-VARIOUS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-Call = tuple[Any, Callable[..., Any], int]
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class CalledFunction(NamedTuple):
+    """The function that takes the switches of a call.
+
+    Attributes:
+      module: its module, or the function itself.
+      function: the function.
+      num_leading: the number of its parameters before the inputs: 1 for a method.
+    """
+
+    module: Any
+    function: Callable[..., Any]
+    num_leading: int
 
 
 def switches(train: bool) -> dict[str, bool]:
@@ -32,173 +45,191 @@ def switches(train: bool) -> dict[str, bool]:
 
 
 def is_switch(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter is a switch: by its name, with a default that may be one."""
+    """True if a parameter is a switch: by its name, with a default that may be one."""
     default = parameter.default
     return parameter.name in switches(True) and (
         default is None or default is parameter.empty or isinstance(default, bool)
     )
 
 
-def offered(
-    asking: Iterable[inspect.Parameter], train: bool, rngs: Any
+def switch_values(
+    parameters: Iterable[inspect.Parameter], *, train: bool, rngs: Any
 ) -> dict[str, Any]:
-    """What a call receives beside its input, by name: its switches, and keys."""
+    """The values of those parameters that are switches or ``rngs``, by name."""
     values = {**switches(train), "rngs": rngs}
     return {
-        p.name: values[p.name]
-        for p in asking
-        if p.kind not in VARIOUS and (p.name == "rngs" or is_switch(p))
+        parameter.name: values[parameter.name]
+        for parameter in parameters
+        if parameter.kind not in VARIADIC
+        and (parameter.name == "rngs" or is_switch(parameter))
     }
 
 
-def parameters(
-    call: Callable[..., Any], before: int, x: Any
+def open_parameters(
+    function: Callable[..., Any], num_leading: int, x: PyTree
 ) -> list[inspect.Parameter]:
-    """The parameters of a callable that nobody has set yet.
+    """The parameters of a function that nobody has set yet.
 
     Args:
-      call: the callable; none where Python cannot tell.
-      before: how many come before its input, such as the module.
-      x: its input.
+      function: the function; one without a signature has none.
+      num_leading: the number of its parameters before the inputs, such as the module.
+      x: the input.
     """
-    data, named = _inputs.arguments(x)
+    inputs, named_inputs = _inputs.call_arguments(x)
     try:
-        listed = list(inspect.signature(call).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    inner = inspect.unwrap(call)
-    chosen = inner.keywords if isinstance(inner, functools.partial) else {}
-    found = listed[before + len(data) :]
-    found = [p for p in found if p.name not in chosen and p.name not in named]
-    if named:  # what stands behind one that is given by name cannot go by position
-        by_name = inspect.Parameter.KEYWORD_ONLY
-        return [p if p.kind in VARIOUS else p.replace(kind=by_name) for p in found]
-    return found
+
+    inner = inspect.unwrap(function)
+    is_partial = isinstance(inner, functools.partial)
+    set_names = {*named_inputs, *(inner.keywords if is_partial else ())}
+    parameters = [
+        parameter
+        for parameter in parameters[num_leading + len(inputs) :]
+        if parameter.name not in set_names
+    ]
+    if not named_inputs:
+        return parameters
+    # A parameter behind one that is passed by name cannot be passed by position.
+    return [
+        parameter
+        if parameter.kind in VARIADIC
+        else parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in parameters
+    ]
 
 
-def keywords(
-    call: Callable[..., Any], asking: Iterable[inspect.Parameter], x: PyTree
+def kwargs_name(
+    function: Callable[..., Any], parameters: Iterable[inspect.Parameter], x: PyTree
 ) -> str:
-    """The name of the ``**kwargs`` in which a callable may look for a switch.
+    """The name of the ``**kwargs`` in which a function may look for a switch.
 
     Args:
-      call: the callable.
-      asking: its parameters that nobody has set yet.
-      x: its input.
+      function: the function.
+      parameters: its open parameters.
+      x: the input.
 
     Returns:
-      The name; empty where there is none, where it begins with an underscore, as of
-      what is ignored, where the user chose what the callable is given, by a
-      `functools.partial` or in `jpipe.inputs`, and of Flax itself.
+      The name; empty if there is none, if it begins with an underscore (it is ignored),
+      if the user set arguments by a `functools.partial` or a bool in `jpipe.inputs`,
+      and for functions of Flax.
     """
-    inner = inspect.unwrap(call)
-    _, named = _inputs.arguments(x)
-    is_chosen = isinstance(inner, functools.partial) or any(
-        isinstance(value, bool) for value in named.values()
+    inner = inspect.unwrap(function)
+    _, named_inputs = _inputs.call_arguments(x)
+    is_set_by_user = isinstance(inner, functools.partial) or any(
+        isinstance(value, bool) for value in named_inputs.values()
     )
-    if is_chosen or str(getattr(inner, "__module__", "")).startswith("flax."):
+    is_of_flax = str(getattr(inner, "__module__", "")).startswith("flax.")
+    if is_set_by_user or is_of_flax:
         return ""
-    names = (p.name for p in asking if p.kind is inspect.Parameter.VAR_KEYWORD)
-    return next((name for name in names if not name.startswith("_")), "")
+
+    for parameter in parameters:
+        is_ignored = parameter.name.startswith("_")
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and not is_ignored:
+            return parameter.name
+    return ""
 
 
-def passing(x: PyTree, method: str) -> str:
-    """A layer that passes a switch on to a method of a module, to be typed.
+def layer_passing_a_switch(x: PyTree, method: str) -> str:
+    """The text of a layer that passes a switch on to a method of a module.
 
     Args:
-      x: its input.
+      x: the input.
       method: the name of the method.
 
     Returns:
-      Its text, with ``{}`` for the argument.
+      The text to type, with ``{}`` for the argument.
     """
-    data, named = _inputs.arguments(x)
-    inputs = ["x"] if len(data) == 1 else [f"x{i}" for i in range(len(data))]
-    params = ", ".join(["module", *inputs, *named, "train"])
-    args = ", ".join([*inputs, *(f"{name}={name}" for name in named), "{}"])
-    called = "module" if method == "__call__" else f"module.{method}"
-    return f"jpipe.layer(module, lambda {params}: {called}({args}))"
+    inputs, named_inputs = _inputs.call_arguments(x)
+    names = ["x"] if len(inputs) == 1 else [f"x{i}" for i in range(len(inputs))]
+    params = ", ".join(["module", *names, *named_inputs, "train"])
+    args = ", ".join([*names, *(f"{name}={name}" for name in named_inputs), "{}"])
+    function = "module" if method == "__call__" else f"module.{method}"
+    return f"jpipe.layer(module, lambda {params}: {function}({args}))"
 
 
 def is_set(module: Any, name: str) -> bool:
-    """Whether a linen module holds a switch, as its maker or its class set it."""
+    """True if a linen module holds a switch, as its maker or its class set it."""
     fields = getattr(module, "__dataclass_fields__", {})
     return name in fields and getattr(module, name) is not None
 
 
-def receiver(module: Any, method: str) -> Call:
-    """What takes the switches of a call: of a Sequential, its first layer.
-
-    Returns:
-      The module, the function, and how many of its parameters come before the data.
-    """
-    calls = linen.Sequential.__call__, nnx.Sequential.__call__
-    while method == "__call__" and type(module).__call__ in calls:
+def called_function(module: Any, method: str) -> CalledFunction:
+    """The function that takes the switches of a method: of a Sequential, its first."""
+    sequential_calls = (linen.Sequential.__call__, nnx.Sequential.__call__)
+    while method == "__call__" and type(module).__call__ in sequential_calls:
         layers: Any = getattr(module, "layers", ())
         if not layers:
             break
         module = layers[0]
         if not isinstance(module, linen.Module | nnx.Module):
-            return module, module, 0
-    return module, getattr(type(module), method), 1
+            return CalledFunction(module, module, num_leading=0)
+    return CalledFunction(module, getattr(type(module), method), num_leading=1)
 
 
-def arguments(
-    asking: Sequence[inspect.Parameter], offered: Mapping[str, Any]
+def _split_values(
+    parameters: Sequence[inspect.Parameter], values: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, of what is offered.
+    """Values of parameters, as arguments by position and arguments by name.
 
     They are passed by position where they can be: `flax.linen.remat` and
     `flax.nnx.remat` let only such arguments be static.
 
     Args:
-      asking: the parameters of the call, but for what it is computed on.
-      offered: values by name.
-
-    Returns:
-      The arguments by position and those by name.
+      parameters: the parameters of the call after its inputs.
+      values: values by the name of the parameter.
     """
-    positions = [
-        i for i, p in enumerate(asking) if p.kind in _POSITIONAL and p.name in offered
-    ]
+    num_positional = 0
+    for index, parameter in enumerate(parameters):
+        if parameter.kind in _POSITIONAL and parameter.name in values:
+            num_positional = index + 1
+
     args: list[Any] = []
-    for parameter in asking[: max(positions, default=-1) + 1]:
-        value = offered.get(parameter.name, parameter.default)
+    for parameter in parameters[:num_positional]:
+        value = values.get(parameter.name, parameter.default)
         if value is parameter.empty or parameter.kind not in _POSITIONAL:
             break
         args.append(value)
-    passed = {parameter.name for parameter in asking[: len(args)]}
-    return args, {n: value for n, value in offered.items() if n not in passed}
+
+    passed = {parameter.name for parameter in parameters[: len(args)]}
+    return args, {name: value for name, value in values.items() if name not in passed}
 
 
-def bound(
+def bind_call(
     function: Callable[..., PyTree],
-    before: Sequence[Any],
+    leading_args: Sequence[Any],
     x: PyTree,
-    asking: Sequence[inspect.Parameter],
-    offered: Mapping[str, Any],
+    *,
+    parameters: Sequence[inspect.Parameter],
+    values: Mapping[str, Any],
 ) -> Callable[[], PyTree]:
     """A call with all of its arguments.
 
     Args:
-      function: what is called.
-      before: what comes before its input, such as the module.
-      x: its input.
-      asking: its parameters after the input.
-      offered: values of these by name.
+      function: the function to call.
+      leading_args: its arguments before the inputs, such as the module.
+      x: the input.
+      parameters: its parameters after the inputs.
+      values: values of these by name.
     """
-    args, keywords = arguments(asking, offered)
-    data, named = _inputs.arguments(x)
-    return functools.partial(function, *before, *data, *args, **named, **keywords)
+    inputs, named_inputs = _inputs.call_arguments(x)
+    args, kwargs = _split_values(parameters, values)
+    return functools.partial(
+        function, *leading_args, *inputs, *args, **named_inputs, **kwargs
+    )
 
 
 def call(
     function: Callable[..., PyTree],
-    before: Sequence[Any],
+    leading_args: Sequence[Any],
     x: PyTree,
+    *,
     rngs: Any,
     train: bool,
 ) -> PyTree:
-    """Calls a function of the user's own with what it names of switches and keys."""
-    asking = parameters(function, len(before), x)
-    return bound(function, before, x, asking, offered(asking, train, rngs))()
+    """Calls a function of the user with the switches and keys that it names."""
+    parameters = open_parameters(function, len(leading_args), x)
+    values = switch_values(parameters, train=train, rngs=rngs)
+    bound = bind_call(function, leading_args, x, parameters=parameters, values=values)
+    return bound()

@@ -1,16 +1,16 @@
-"""The variables of a layer by their names, and back."""
+"""The variables of a layer, flat by their names and nested."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 PyTree = Any
-# Where a variable stands among those of a layer: its collection, then the names of
-# the modules that lead to it, then its own.
+# The path of a variable in the entry of a layer: its collection, the names of the
+# modules that lead to it, its name.
 Names = tuple[Any, ...]
 
 
 def flat(entry: Mapping[str, PyTree]) -> dict[Names, PyTree]:
-    """The variables of a layer by their names; what is not a mapping is a value."""
+    """The variables of a layer by their names; a value is all that is no mapping."""
     return dict(_items(entry, ()))
 
 
@@ -23,16 +23,16 @@ def _items(entry: Mapping[Any, PyTree], names: Names) -> Iterator[tuple[Names, P
 
 
 def nested(variables: Mapping[Names, PyTree]) -> dict[str, PyTree]:
-    """The inverse of `flat`."""
+    """The nested variables of a layer: undoes `flat`."""
     entry: dict[Any, Any] = {}
-    for (*names, last), value in variables.items():
-        inner = entry
-        for name in names:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
+    for (*module_names, name), value in variables.items():
+        module_entry = entry
+        for module_name in module_names:
+            module_entry = module_entry.setdefault(module_name, {})
+        module_entry[name] = value
     return entry
 
 
 def dotted(entry: str, names: Names) -> str:
-    """A variable as Python finds it: ``variables[0]['params']['kernel']``."""
+    """A variable as Python writes it: ``variables[0]['params']['kernel']``."""
     return entry + "".join(f"[{name!r}]" for name in names)

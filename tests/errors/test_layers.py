@@ -59,8 +59,8 @@ def test_exception_in_a_function_or_an_apply_names_the_layer():
     scale = jpipe.Layer(init=lambda key, x: {}, apply=apply, name="Scale")
     for layer, name in ((broken, "broken"), (scale, "Scale")):
         pipe = jpipe.pipeline([two, layer], 2)
-        given = "{'a': float32[2,3], 'n': bool[2]}"
-        note = f"raised by layer 1 ({name}) of stage 1, whose input was {given}"
+        shapes = "{'a': float32[2,3], 'n': bool[2]}"
+        note = f"raised by layer 1 ({name}) of stage 1, whose input was {shapes}"
         assert note in notes_of(lambda pipe=pipe: pipe.init(KEY, X))
 
 
@@ -140,7 +140,7 @@ NORM = nn.BatchNorm(use_running_average=False, axis_name="batch")
 NO_AXIS = "a pipeline maps no axis: drop axis_name"
 MAPPING = "init of a jpipe.Layer returns a mapping"
 ARRAYS = "layer 1 (<lambda>) must return a pytree of arrays"
-SAME = "let it use the same parameters in training"
+SAME = "use the same parameters in training"
 # Layers that cannot be trained, by what is raised, what it says, and what to type.
 LAYERS = {
     errors.ModifyScopeVariableError: {
