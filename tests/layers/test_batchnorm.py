@@ -35,7 +35,7 @@ def test_statistics_far_from_zero_are_those_of_the_whole_batch():
 @pytest.mark.parametrize("shape", [(14, 5), (14, 3, 3, 2)])
 @pytest.mark.parametrize("microbatches", [1, 4, 5])
 def test_statistics_equal_one_full_batch_step_of_flax(shape, microbatches):
-    """Of images too, whose positions count as examples."""
+    """Images too, whose positions count as examples."""
     x = jax.random.normal(jax.random.key(3), shape)
     norm = nn.BatchNorm(momentum=0.9)
     variables = norm.init(jax.random.key(0), x, use_running_average=False)
@@ -73,8 +73,8 @@ def test_statistics_may_be_in_a_frozen_dictionary():
     variables = pipe.init(jax.random.key(0), x)
     frozen = tuple(FrozenDict(entry) for entry in variables)
     expected = pipe.value_and_grad(ref.mse)(variables, x, targets)
-    found = pipe.value_and_grad(ref.mse)(frozen, x, targets)
-    ref.assert_equal(*(jax.tree.leaves(ref.on_host(v)) for v in (found, expected)))
+    result = pipe.value_and_grad(ref.mse)(frozen, x, targets)
+    ref.assert_equal(*(jax.tree.leaves(ref.on_host(v)) for v in (result, expected)))
 
 
 # ------------------------------------------ how a layer calls them
@@ -108,8 +108,8 @@ class Again(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        kind = nn.jit(nn.remat(Norm, static_argnums=(2,)), static_argnums=(2,))
-        norms = {name: kind(name=name) for name in sorted(set(self.names))}
+        norm_class = nn.jit(nn.remat(Norm, static_argnums=(2,)), static_argnums=(2,))
+        norms = {name: norm_class(name=name) for name in sorted(set(self.names))}
         return sum(norms[name](k * x, train) for k, name in enumerate(self.names, 1))
 
 
@@ -120,8 +120,8 @@ class SideBySide(nn.Module):
     def __call__(self, x, train):
         axes = {"batch_stats": 0, "params": 0}
         options = {"split_rngs": {"params": True}, "axis_size": 2}
-        kind = nn.vmap(Norm, in_axes=(None, None), variable_axes=axes, **options)
-        return kind(name="inner")(x, train).sum(0)
+        norm_class = nn.vmap(Norm, in_axes=(None, None), variable_axes=axes, **options)
+        return norm_class(name="inner")(x, train).sum(0)
 
 
 class InScan(nn.Module):
@@ -131,8 +131,8 @@ class InScan(nn.Module):
     def __call__(self, x, train):
         axes = {"batch_stats": 0, "params": 0}
         options = {"split_rngs": {"params": True}, "length": 2, "in_axes": nn.broadcast}
-        kind = nn.scan(Loop, variable_axes=axes, **options)
-        return kind(name="loop")(x, train)[0]
+        scanned = nn.scan(Loop, variable_axes=axes, **options)
+        return scanned(name="loop")(x, train)[0]
 
 
 class Loop(nn.Module):
@@ -155,10 +155,10 @@ class ChangesAgain(nn.BatchNorm):
 class LayerNnx(nnx.Module):
     """Two batch norms, and what a function does with them."""
 
-    def __init__(self, function, kind=nnx.BatchNorm, **options):
+    def __init__(self, function, norm_class=nnx.BatchNorm, **options):
         self.function = function
         options = {"momentum": 0.9, **options}
-        self.a, self.b = (kind(5, rngs=nnx.Rngs(0), **options) for _ in range(2))
+        self.a, self.b = (norm_class(5, rngs=nnx.Rngs(0), **options) for _ in range(2))
 
     def __call__(self, x):
         return self.function(self, x)
@@ -187,15 +187,20 @@ REFUSED = {
     "twice": (Again(("a", "a")), TWICE),
     "scan": (InScan(), TWICE),
     "mask": (Masked(), MASK),
-    "nnx, twice": (LayerNnx(lambda own, x: own.a(nnx.remat(call)(own.a, x))), TWICE),
-    "nnx, mask": (LayerNnx(lambda own, x: own.a(x), MasksItself), MASK),
+    "nnx, twice": (
+        LayerNnx(lambda norms, x: norms.a(nnx.remat(call)(norms.a, x))),
+        TWICE,
+    ),
+    "nnx, mask": (LayerNnx(lambda norms, x: norms.a(x), MasksItself), MASK),
     "changed": (ChangesAgain(), CHANGED),
-    "nnx, changed": (LayerNnx(lambda own, x: nnx.jit(clipped)(own.a, x)), CHANGED),
+    "nnx, changed": (LayerNnx(lambda norms, x: nnx.jit(clipped)(norms.a, x)), CHANGED),
 }
 ONCE = {
     "jit of remat": Again(("a", "b")),
     "vmap": SideBySide(),
-    "nnx, remat": LayerNnx(lambda own, x: nnx.remat(call)(own.a, x) + own.b(2 * x)),
+    "nnx, remat": LayerNnx(
+        lambda norms, x: nnx.remat(call)(norms.a, x) + norms.b(2 * x)
+    ),
 }
 
 
@@ -206,9 +211,11 @@ def compare(layer, num_microbatches):
         variables = jax.device_get(pipe.init(KEY, X))[0]
         _, expected = layer.apply(variables, X, True, mutable=["batch_stats"])
     else:
-        own = nnx.clone(layer)
-        own(X)
-        expected = {"batch_stats": nnx.to_pure_dict(nnx.state(own, nnx.BatchStat))}
+        unpipelined = nnx.clone(layer)
+        unpipelined(X)
+        expected = {
+            "batch_stats": nnx.to_pure_dict(nnx.state(unpipelined, nnx.BatchStat))
+        }
     state = committed(pipe, X, TARGETS)
     ref.assert_close(jax.device_get(state.model_state[0]), expected, ref.FLOAT32)
 
@@ -228,8 +235,8 @@ def test_statistics_of_one_call_are_those_of_flax(name):
 
 
 def test_frozen_norm_may_be_called_twice_and_masked():
-    def twice(own, x):
-        return own.a(x) + own.a(2 * x, mask=x > 0)
+    def twice(layer, x):
+        return layer.a(x) + layer.a(2 * x, mask=x > 0)
 
     layer = LayerNnx(twice, use_running_average=True)
     pipe = jpipe.sequential([layer, ref.dense(4)], 2)

@@ -35,19 +35,19 @@ class Open(nnx.Module):
 class Linen(nn.Module):
     """Calls a module of nnx, perhaps in a transformation."""
 
-    kind: Any
-    wrap: Any = staticmethod(lambda kind: kind)
+    module_class: Any
+    wrap: Any = staticmethod(lambda module_class: module_class)
 
     @nn.compact
     def __call__(self, x):
-        return self.wrap(nnx.bridge.ToLinen)(self.kind, name="own")(x)
+        return self.wrap(nnx.bridge.ToLinen)(self.module_class, name="bridged")(x)
 
 
 def stats_after_a_step(layer):
     x, targets = ref.regression(8)
     state = committed(jpipe.sequential([layer, ref.dense(4)], 2), x, targets)
-    found = jax.tree_util.tree_leaves_with_path(state.model_state[0])
-    return {path[-1].key: np.asarray(leaf) for path, leaf in found}, x
+    leaves = jax.tree_util.tree_leaves_with_path(state.model_state[0])
+    return {path[-1].key: np.asarray(leaf) for path, leaf in leaves}, x
 
 
 class Frozen(Open):
@@ -78,26 +78,28 @@ class Nnx(nnx.Module):
     """Calls a linen module, whose statistics may change in training."""
 
     def __init__(self, function):
-        own = nnx.bridge.ToNNX(LinenNorm(), rngs=nnx.Rngs(0, dropout=1))
-        self.own = nnx.bridge.lazy_init(own, X)
+        bridged = nnx.bridge.ToNNX(LinenNorm(), rngs=nnx.Rngs(0, dropout=1))
+        self.bridged = nnx.bridge.lazy_init(bridged, X)
         self.function = function
 
     def __call__(self, x, train):
-        def call(own, x):
-            return own(x, train, mutable=["batch_stats"] if train else False)
+        def call(bridged, x):
+            return bridged(x, train, mutable=["batch_stats"] if train else False)
 
-        return self.function(call, self.own, x)
+        return self.function(call, self.bridged, x)
 
 
 def test_statistics_of_linen_in_nnx_are_those_of_the_mini_batch():
-    stats, x = stats_after_a_step(Nnx(lambda call, own, x: nnx.remat(call)(own, x)))
+    stats, x = stats_after_a_step(
+        Nnx(lambda call, bridged, x: nnx.remat(call)(bridged, x))
+    )
     expected = {"mean": 0.1 * x.mean(0), "var": 0.9 + 0.1 * x.var(0)}
     ref.assert_close(stats, jax.device_get(expected), ref.FLOAT32)
 
 
 def test_norm_of_linen_in_nnx_without_a_switch_warns():
     with pytest.warns(UserWarning, match="batch norm norm: LinenNorm.__call__ left"):
-        stats_after_a_step(Nnx(lambda call, own, x: own(x)))
+        stats_after_a_step(Nnx(lambda call, bridged, x: bridged(x)))
 
 
 class Noisy(nnx.Module):

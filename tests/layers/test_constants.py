@@ -83,10 +83,10 @@ def test_loss_function_that_closes_over_its_parameters_warns_as_they_are_constan
 
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=1, devices=jax.devices()[:1])
     with pytest.warns(UserWarning, match=r"closes over params\['w'\], which") as record:
-        found = [grad_fn(start, X) for _ in range(2)]
+        results = [grad_fn(start, X) for _ in range(2)]
     assert len(record) == 1
     expected = jax.value_and_grad(loss)(start, X)
-    for value in found:
+    for value in results:
         ref.assert_close(value, expected, ref.FLOAT32)
     grad_fn(jax.tree.map(jnp.copy, start), X)  # without a word
 
@@ -123,8 +123,8 @@ def test_arrays_of_numpy_may_depend_on_the_size_of_a_micro_batch(double):
     variables = pipe.init(KEY, x)
     params = ref.params_of(variables)
     expected = ref.gradient(layers, ref.mse)(params, x, targets)
-    found = pipe.value_and_grad(ref.mse)(variables, x, targets)
-    ref.assert_close(found, expected, ref.FLOAT64)
+    result = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    ref.assert_close(result, expected, ref.FLOAT64)
 
     def loss(params, x, targets):
         return ref.mse(ref.compose(layers, params, x), targets)

@@ -70,11 +70,11 @@ def test_equal_layers_are_compiled_once():
     report = pipe.compile(find, variables, X, TARGETS, rngs=KEY)
     names = [program.name for program in report.programs]
     for first in range(1, len(layers) - 1, 2):
-        own = [name for name in names if name.startswith(f"stage{first}_")]
+        stage_names = [name for name in names if name.startswith(f"stage{first}_")]
         pair = f"stage{first}_{first + 1}"
-        assert len(own) == 2
-        assert own[0] == f"{pair}_forward"
-        assert own[1].startswith(f"{pair}_backward")
+        assert len(stage_names) == 2
+        assert stage_names[0] == f"{pair}_forward"
+        assert stage_names[1].startswith(f"{pair}_backward")
 
 
 class Counted(nn.Module):
@@ -100,7 +100,7 @@ def test_layers_are_traced_once_to_be_initialized_and_once_for_a_step():
 
 
 class Hidden(nn.Module):
-    """What a class leaves out of comparisons and of its text still counts.
+    """A field that is left out of comparisons and of the text still counts.
 
     In what it computes, and in how it is initialized.
     """
@@ -153,9 +153,9 @@ def test_layers_that_only_look_equal_compute_what_they_say():
     variables = pipe.init(KEY, x)
     y = pipe.apply(variables, x)
     expected = x
-    for layer, own in zip(UNEQUAL, jax.device_get(variables), strict=True):
+    for layer, entry in zip(UNEQUAL, jax.device_get(variables), strict=True):
         is_linen = isinstance(layer, nn.Module)
-        expected = layer.apply(own, expected) if is_linen else layer(expected)
+        expected = layer.apply(entry, expected) if is_linen else layer(expected)
     ref.assert_close(y, expected, 1e-4)
 
 
@@ -178,10 +178,10 @@ class Numbered:
     ids=["a literal", "an array", "a parameter", "parameters"],
 )
 def test_equal_layers_that_are_given_other_numbers_compute_with_these(compute):
-    def layer(given):
-        return Numbered(compute(given.x, given.number), given.number + 1)
+    def layer(numbered):
+        return Numbered(compute(numbered.x, numbered.number), numbered.number + 1)
 
-    layers = [lambda x: Numbered(x), layer, layer, lambda given: given.x]
+    layers = [lambda x: Numbered(x), layer, layer, lambda numbered: numbered.x]
     pipe = jpipe.pipeline(layers, 2, balance=[1] * 4)
     y = pipe.apply(pipe.init(KEY, X), X)
     ref.assert_close(y, compute(compute(X, 2), 3), 1e-6)
@@ -209,11 +209,11 @@ def assert_six_times(pipe, variables):
 
 
 def test_equal_layers_that_are_given_other_numbers_are_differentiated_with_these():
-    def layer(given):
-        x = times_in_the_backward(given.x, given.number)
-        return Numbered(x, given.number + 1)
+    def layer(numbered):
+        x = times_in_the_backward(numbered.x, numbered.number)
+        return Numbered(x, numbered.number + 1)
 
-    layers = [nn.Dense(5), lambda x: Numbered(x), layer, layer, lambda given: given.x]
+    layers = [nn.Dense(5), lambda x: Numbered(x), layer, layer, lambda n: n.x]
     pipe = jpipe.pipeline(layers, 2, balance=[1] * 5, devices=jax.devices()[:1] * 5)
     variables = pipe.init(KEY, X)
     assert_six_times(pipe, variables)
@@ -229,7 +229,7 @@ class Along:
 
 
 class Unhashable:
-    """What a pytree may hold that has no hash; equal ones are equal to no other."""
+    """A static field without a hash, which is equal to itself only."""
 
     __hash__ = None
 
@@ -283,37 +283,40 @@ def test_equal_layers_that_are_given_other_structures_do_what_these_say(does):
 
     def apply(params, x):
         x = first(x)
-        for module, own in zip(modules, params[1:-1], strict=True):
-            x = does(lambda value, m=module, p=own: m.apply({"params": p}, value), x)
+        for module, module_params in zip(modules, params[1:-1], strict=True):
+            x = does(
+                lambda value, m=module, p=module_params: m.apply({"params": p}, value),
+                x,
+            )
         return last(x)
 
     params = ref.params_of(variables)
     ref.assert_close(pipe.apply(variables, x), apply(params, x), 1e-5)
-    found = pipe.value_and_grad(ref.mse)(variables, x, jnp.zeros_like(x))
+    result = pipe.value_and_grad(ref.mse)(variables, x, jnp.zeros_like(x))
     loss = jax.value_and_grad(lambda params: ref.mse(apply(params, x), 0.0))
-    ref.assert_close(found, loss(params), 1e-5)
+    ref.assert_close(result, loss(params), 1e-5)
 
 
 def test_equal_layers_are_differentiated_by_shapes_that_they_do_not_read():
-    def layer(given):
-        x, unread = given
+    def layer(pair):
+        x, unread = pair
         (number,) = unread.shape[1:]
         x = times_in_the_backward(x, number)
         return x, jnp.zeros((len(x), number + 1))
 
     layers = [nn.Dense(5), lambda x: (x, jnp.zeros((len(x), 2))), layer, layer]
-    layers.append(lambda given: given[0])
+    layers.append(lambda pair: pair[0])
     pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:1] * 5)
     variables = pipe.init(KEY, X)
     assert_six_times(pipe, variables)
 
 
 def test_equal_layers_that_differ_in_the_smaller_micro_batches_alone():
-    def layer(given):
-        x = times_in_the_backward(given.x, given.number)
-        return Numbered(x, given.number + (len(x) == 2))
+    def layer(numbered):
+        x = times_in_the_backward(numbered.x, numbered.number)
+        return Numbered(x, numbered.number + (len(x) == 2))
 
-    layers = [nn.Dense(5), lambda x: Numbered(x), layer, layer, lambda given: given.x]
+    layers = [nn.Dense(5), lambda x: Numbered(x), layer, layer, lambda n: n.x]
     pipe = jpipe.pipeline(layers, 4, devices=jax.devices()[:1] * 5)
     x = jax.random.normal(KEY, (10, 5))  # of 3, 3, 2 and 2
     variables = pipe.init(KEY, x)
@@ -343,10 +346,10 @@ def test_error_names_the_layer_though_an_equal_one_passed():
 
 def test_initial_values_are_those_of_each_layer():
     layers = [Hidden(1.0), Hidden(3.0), Full(2), Full(2.0)]
-    one, three, *numbers = jpipe.sequential(layers).init(KEY, jnp.ones((8, WIDTH)))
-    kernels = [made["params"]["Dense_0"]["kernel"][0, 0] for made in (one, three)]
+    ones, threes, *numbers = jpipe.sequential(layers).init(KEY, jnp.ones((8, WIDTH)))
+    kernels = [entry["params"]["Dense_0"]["kernel"][0, 0] for entry in (ones, threes)]
     assert kernels == [1.0, 3.0]
-    dtypes = [made["params"]["number"].dtype for made in numbers]
+    dtypes = [entry["params"]["number"].dtype for entry in numbers]
     assert dtypes == [jnp.int32, jnp.float32]
 
 
@@ -374,6 +377,6 @@ def test_init_traces_layers_on_a_micro_batch():
         return x
 
     x = jnp.ones((10, 5))
-    made = jpipe.pipeline([noted, ref.dense(4)], 4).init(KEY, x)
+    variables = jpipe.pipeline([noted, ref.dense(4)], 4).init(KEY, x)
     assert set(shapes) == {(3, 5)}
-    ref.assert_equal(made, jpipe.sequential([noted, ref.dense(4)]).init(KEY, x))
+    ref.assert_equal(variables, jpipe.sequential([noted, ref.dense(4)]).init(KEY, x))

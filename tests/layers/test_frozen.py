@@ -1,4 +1,4 @@
-"""What the user froze stays frozen in training, and what is open is trained."""
+"""Frozen parts stay frozen in training; parts that are open are trained."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ def data(batch=6):
 
 def norm(**options):
     """A batch norm whose statistics are those of other data."""
-    made = batch_norm(4, jnp.float64)
-    made.mean[...] = jnp.linspace(-1, 1, 4)
-    made.var[...] = jnp.linspace(0.3, 3, 4)
+    norm = batch_norm(4, jnp.float64)
+    norm.mean[...] = jnp.linspace(-1, 1, 4)
+    norm.var[...] = jnp.linspace(0.3, 3, 4)
     for name, value in options.items():
-        setattr(made, name, value)
-    return made
+        setattr(norm, name, value)
+    return norm
 
 
 class Block(nnx.Module):
@@ -124,12 +124,12 @@ def test_open_parts_beside_frozen_ones_are_trained(double):
     )
     layers[2].use_running_average = False
     native(layers, x, targets)
-    for layer, own in (
+    for layer, stats in (
         (layers[0].head, after[0]["batch_stats"]["head"]),
         (layers[2], after[2]["batch_stats"]),
     ):
-        actual, expected = (own["mean"], own["var"]), (layer.mean[...], layer.var[...])
-        ref.assert_close(actual, expected, ref.FLOAT64)
+        ref.assert_close(stats["mean"], layer.mean[...], ref.FLOAT64)
+        ref.assert_close(stats["var"], layer.var[...], ref.FLOAT64)
 
 
 class Backbone(nn.Module):
@@ -145,15 +145,15 @@ class Backbone(nn.Module):
 class Above(nn.Module):
     """Freezes what is below, in a transformation or not."""
 
-    kind: type
+    norm_class: type
 
     @nn.compact
     def __call__(self, x, train):
-        x = self.kind()(x, False)
+        x = self.norm_class()(x, False)
         return nn.Dropout(0.5, deterministic=True)(ref.dense(4, jnp.float64)(x))
 
 
-@pytest.mark.parametrize("wrap", [lambda kind, **_: kind, nn.remat])
+@pytest.mark.parametrize("wrap", [lambda module_class, **_: module_class, nn.remat])
 def test_frozen_parts_of_linen_are_those_of_a_plain_loop(double, wrap):
     x, targets = data()
     layer = Above(wrap(Backbone, static_argnums=(2,)))

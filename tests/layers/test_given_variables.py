@@ -21,7 +21,7 @@ TOKENS = jax.random.normal(KEY, (4, 6, 8))
 
 
 class Standardized(nn.Module):
-    """What it holds at the start is made of the values of its input."""
+    """A layer that is initialized from the values of its input."""
 
     @nn.compact
     def __call__(self, x):
@@ -48,8 +48,10 @@ def plain(apply, variables, x, targets):
     """The loss of what a function of parameters gives, and its gradients."""
 
     def loss(params):
-        given = [{**v, "params": p} for v, p in zip(variables, params, strict=True)]
-        return ref.mse(apply(given, x), targets)
+        with_params = [
+            {**v, "params": p} for v, p in zip(variables, params, strict=True)
+        ]
+        return ref.mse(apply(with_params, x), targets)
 
     return jax.value_and_grad(loss)([v["params"] for v in variables])
 
@@ -60,8 +62,8 @@ def test_parameters_made_of_data_are_taken_as_they_are():
     pipe = jpipe.pipeline(layers, 2)
 
     def apply(variables, x):
-        for layer, own in zip(layers, variables, strict=True):
-            x = layer.apply(own, x)
+        for layer, entry in zip(layers, variables, strict=True):
+            x = layer.apply(entry, x)
         return x
 
     with pytest.raises(ValueError, match="follows from the shapes"):
@@ -69,15 +71,15 @@ def test_parameters_made_of_data_are_taken_as_they_are():
     placed = pipe.place(variables)
     ref.assert_close(pipe.apply(placed, X), apply(variables, X), CLOSE)
     loss, grads = pipe.value_and_grad(ref.mse)(placed, X, TARGETS)
-    wanted = plain(apply, variables, X, TARGETS)
-    ref.assert_close((loss, list(grads)), wanted, CLOSE)
+    expected = plain(apply, variables, X, TARGETS)
+    ref.assert_close((loss, list(grads)), expected, CLOSE)
     # They are copied: a step overwrites what is in the state.
     sgd = optax.sgd(0.1)
     state = pipe.init_train_state(KEY, X, sgd, variables=variables)
     state, metrics = pipe.train_step(ref.mse, sgd)(state, X, TARGETS)
-    ref.assert_close(metrics["loss"], wanted[0], CLOSE)
+    ref.assert_close(metrics["loss"], expected[0], CLOSE)
     moved = jax.tree.map(
-        lambda p, g: p - 0.1 * g, [v["params"] for v in variables], wanted[1]
+        lambda p, g: p - 0.1 * g, [v["params"] for v in variables], expected[1]
     )
     ref.assert_close(list(state.params), moved, CLOSE)
 
@@ -106,15 +108,15 @@ def test_cache_of_another_length_is_the_users():
 
     def loss(params, cache):
         h = dense.apply({"params": params[0]}, token)
-        given = {"params": params[1], "cache": cache}
-        y, changed = attention.apply(given, h, h, mutable=["cache"])
+        attention_variables = {"params": params[1], "cache": cache}
+        y, changed = attention.apply(attention_variables, h, h, mutable=["cache"])
         return ref.mse(y, token), changed["cache"]
 
     for _ in range(2):  # what the first token leaves, the second reads
         params, cache = [v["params"] for v in variables], variables[1]["cache"]
-        wanted = jax.value_and_grad(loss, has_aux=True)(params, cache)
+        expected = jax.value_and_grad(loss, has_aux=True)(params, cache)
         (value, state), grads = run(pipe.place(variables), token, token)
-        ref.assert_close(((value, state[1]["cache"]), list(grads)), wanted, CLOSE)
+        ref.assert_close(((value, state[1]["cache"]), list(grads)), expected, CLOSE)
         variables = [variables[0], {**variables[1], **state[1]}]
     assert int(variables[1]["cache"]["cache_index"]) == 2
 
@@ -140,12 +142,12 @@ def test_none_stands_for_a_layer_that_is_initialized():
     pretrained = body.init(jax.random.key(7), X)
     fresh = ref.on_host(pipe.init(KEY, X))
     sgd = optax.sgd(0.1)
-    given = [pretrained, None, {}, None]
-    state = pipe.init_train_state(KEY, X, sgd, variables=given)
-    wanted = (ref.on_host(pretrained), *fresh[1:])
-    ref.assert_equal(ref.on_host(state.variables), wanted)
+    user_variables = [pretrained, None, {}, None]
+    state = pipe.init_train_state(KEY, X, sgd, variables=user_variables)
+    expected = (ref.on_host(pretrained), *fresh[1:])
+    ref.assert_equal(ref.on_host(state.variables), expected)
     # The same as from all of them.
-    whole = pipe.init_train_state(KEY, X, sgd, variables=wanted)
+    whole = pipe.init_train_state(KEY, X, sgd, variables=expected)
     step = pipe.train_step(ref.mse, sgd)
     ref.assert_equal(
         *(ref.on_host(step(s, X, TARGETS)[0].params) for s in (state, whole))
@@ -158,46 +160,54 @@ def test_none_beside_parameters_made_of_data_and_beside_tied_ones():
     pipe, sgd = jpipe.pipeline(layers, 2), optax.sgd(0.1)
     of_data = layers[1].init(KEY, TARGETS)
     state = pipe.init_train_state(KEY, X, sgd, variables=[None, of_data])
-    made = jpipe.pipeline([nn.Dense(4), nn.relu], 2).init(KEY, X)[0]
-    wanted = ref.on_host((made, of_data))
-    ref.assert_equal(ref.on_host(state.variables), wanted)
+    initial = jpipe.pipeline([nn.Dense(4), nn.relu], 2).init(KEY, X)[0]
+    expected = ref.on_host((initial, of_data))
+    ref.assert_equal(ref.on_host(state.variables), expected)
     embed = nn.Embed(5, 4)
     tied = jpipe.pipeline([embed, nn.Dense(4), jpipe.layer(embed, "attend")], 2)
-    tokens, own = np.zeros(4, int), embed.init(KEY, np.zeros(4, int))
-    state = tied.init_train_state(KEY, tokens, sgd, variables=[own, None, None])
+    tokens, embed_variables = np.zeros(4, int), embed.init(KEY, np.zeros(4, int))
+    state = tied.init_train_state(
+        KEY, tokens, sgd, variables=[embed_variables, None, None]
+    )
     assert state.variables[2] == {}
-    ref.assert_equal(ref.on_host(state.variables[0]), ref.on_host(own))
+    ref.assert_equal(ref.on_host(state.variables[0]), ref.on_host(embed_variables))
     with pytest.raises(ValueError, match=r"the model has 3 layers; give a tuple"):
-        tied.init_train_state(KEY, tokens, sgd, variables=[own, None])
+        tied.init_train_state(KEY, tokens, sgd, variables=[embed_variables, None])
 
 
 def test_what_is_given_of_an_nnx_module_leaves_the_draws_of_others_as_they_are():
     layers = [nnx.Linear(5, 4, rngs=nnx.Rngs(0)), nn.Dense(4), nn.Dense(4)]
     pipe = jpipe.pipeline(layers, 2)
-    made = pipe.init(KEY, X)
-    given = jax.tree.map(lambda leaf: leaf + 1, made[0])
-    state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=[given, None, None])
-    ref.assert_equal(ref.on_host(state.variables), ref.on_host((given, *made[1:])))
+    initial = pipe.init(KEY, X)
+    pretrained = jax.tree.map(lambda leaf: leaf + 1, initial[0])
+    state = pipe.init_train_state(
+        KEY, X, optax.sgd(0.1), variables=[pretrained, None, None]
+    )
+    ref.assert_equal(
+        ref.on_host(state.variables), ref.on_host((pretrained, *initial[1:]))
+    )
 
 
 def test_what_is_shared_may_be_given_in_any_entry_beside_none():
     dense, linear = nn.Dense(5), nnx.Linear(5, 5, rngs=nnx.Rngs(0))
     for module in (dense, linear):
         pipe = jpipe.pipeline([module, jnp.tanh, module, nn.Dense(4)], 2)
-        made = pipe.init(KEY, X)
-        own = jax.tree.map(lambda leaf: leaf + 1, made[0])
-        given = [None, {}, own, None]
-        state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
-        wanted = ref.on_host((own, {}, {}, made[3]))
-        ref.assert_equal(ref.on_host(state.variables), wanted)
+        initial = pipe.init(KEY, X)
+        pretrained = jax.tree.map(lambda leaf: leaf + 1, initial[0])
+        user_variables = [None, {}, pretrained, None]
+        state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=user_variables)
+        expected = ref.on_host((pretrained, {}, {}, initial[3]))
+        ref.assert_equal(ref.on_host(state.variables), expected)
 
 
 def test_surplus_leaf_of_an_nnx_module_beside_none_is_refused():
     layers = [nnx.Linear(5, 4, rngs=nnx.Rngs(0)), nn.Dense(4)]
     pipe = jpipe.pipeline(layers, 2)
-    own = dict(pipe.init(KEY, X)[0]["params"], more=jnp.ones(3))
+    params = dict(pipe.init(KEY, X)[0]["params"], more=jnp.ones(3))
     with pytest.raises(ValueError, match=r"surplus: variables\[0\]\['params'\]\['mor"):
-        pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=[{"params": own}, None])
+        pipe.init_train_state(
+            KEY, X, optax.sgd(0.1), variables=[{"params": params}, None]
+        )
 
 
 class Reporting(nn.Module):
@@ -223,17 +233,17 @@ def test_what_is_sown_or_perturbed_is_left_out(is_model):
         return ref.mse(module.apply({"params": params}, x), TARGETS[:7])
 
     expected_loss, expected_grads = jax.value_and_grad(loss)(variables["params"])
-    given = variables if is_model else (variables,)
-    placed = pipe.place(given, x)
+    user_variables = variables if is_model else (variables,)
+    placed = pipe.place(user_variables, x)
     ref.assert_close(pipe.apply(placed, x), module.apply(variables, x), CLOSE)
-    found, grads = pipe.value_and_grad(ref.mse)(placed, x, TARGETS[:7])
-    ref.assert_close(found, expected_loss, CLOSE)
+    loss, grads = pipe.value_and_grad(ref.mse)(placed, x, TARGETS[:7])
+    ref.assert_close(loss, expected_loss, CLOSE)
     ref.assert_close(grads if is_model else grads[0], expected_grads, CLOSE)
     tx = optax.sgd(0.1)
     for chosen in (placed, None):
         state = pipe.init_train_state(KEY, x, tx, variables=chosen)
         like = jax.tree.map(jnp.shape, state.variables)
-        assert like == jax.tree.map(jnp.shape, given)
+        assert like == jax.tree.map(jnp.shape, user_variables)
         pipe.train_step(ref.mse, tx)(state, x, TARGETS[:7])
     # Whoever asks is given it.
     assert "metrics" in module.init(KEY, x)

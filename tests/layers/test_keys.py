@@ -39,15 +39,17 @@ def test_a_key_among_variables_is_the_same_in_each_micro_batch(key, is_list):
     variables = pipe.init(KEY, X)
 
     def loss(params):
-        own = {"params": params, "noise": {"key": key}}
-        return ref.mse(module.apply(own, X), targets)
+        module_variables = {"params": params, "noise": {"key": key}}
+        return ref.mse(module.apply(module_variables, X), targets)
 
-    own = variables[0] if is_list else variables
-    ref.assert_close(pipe.apply(variables, X), module.apply(own, X), ref.FLOAT32)
-    expected = jax.value_and_grad(loss)(own["params"])
+    module_variables = variables[0] if is_list else variables
+    ref.assert_close(
+        pipe.apply(variables, X), module.apply(module_variables, X), ref.FLOAT32
+    )
+    expected = jax.value_and_grad(loss)(module_variables["params"])
     value, grads = pipe.value_and_grad(ref.mse)(variables, X, targets)
-    found = value, grads[0] if is_list else grads
-    ref.assert_close(found, expected, ref.FLOAT32)
+    result = value, grads[0] if is_list else grads
+    ref.assert_close(result, expected, ref.FLOAT32)
 
 
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
@@ -65,8 +67,8 @@ def test_a_raw_key_in_the_input_is_folded_in_each_stage_as_a_typed_one(balance):
     keys = [jpipe.microbatch_key(KEY, m) for m in range(3)]
     expected = jnp.concatenate([last(first({"x": X[:2], "key": key})) for key in keys])
     for key in (KEY, RAW):
-        found = pipe.apply(({}, {}), {"x": X, "key": key})
-        ref.assert_close(found, expected, ref.FLOAT32)
+        result = pipe.apply(({}, {}), {"x": X, "key": key})
+        ref.assert_close(result, expected, ref.FLOAT32)
 
 
 def test_a_raw_key_makes_the_variables_that_it_makes_in_flax():
@@ -103,5 +105,5 @@ def test_keys_of_a_linen_model_mean_what_they_mean_to_its_apply(rngs):
         return total
 
     expected = jax.value_and_grad(loss)(jax.device_get(variables["params"]))
-    found = pipe.value_and_grad(ref.mse)(variables, x, x, rngs=rngs)
-    ref.assert_close(found, expected, ref.FLOAT32)
+    result = pipe.value_and_grad(ref.mse)(variables, x, x, rngs=rngs)
+    ref.assert_close(result, expected, ref.FLOAT32)

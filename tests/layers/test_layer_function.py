@@ -45,14 +45,14 @@ def test_mask_beside_the_input_of_linen(double):
     pipe = jpipe.pipeline(listed, 3)
     variables = pipe.init(KEY, x)
     # The variables of the module, as Flax makes them.
-    own = Block().init(jax.random.fold_in(KEY, 0), x["h"], x["mask"])
-    assert jax.tree.structure(own) == jax.tree.structure(variables[0])
+    block_variables = Block().init(jax.random.fold_in(KEY, 0), x["h"], x["mask"])
+    assert jax.tree.structure(block_variables) == jax.tree.structure(variables[0])
     actual = pipe.value_and_grad(loss_fn)(variables, x, targets)
 
     def whole(params):
         y = x["h"]
-        for block, own in zip(blocks, params, strict=True):
-            y, _ = block.apply({"params": own}, y, x["mask"])
+        for block, block_params in zip(blocks, params, strict=True):
+            y, _ = block.apply({"params": block_params}, y, x["mask"])
         return ref.mse(y, targets)
 
     expected = jax.value_and_grad(whole)(ref.params_of(variables))
@@ -70,7 +70,7 @@ def told(module, x, /, *, deterministic, rngs):
 
 @pytest.mark.parametrize("module", [nn.Dense(4), nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
 def test_function_receives_the_switches_that_it_names(module):
-    """By name or by position."""
+    """The function takes them by name or by position."""
     x = jnp.ones((4, 4))
     seen = []
 
@@ -167,13 +167,13 @@ def test_what_follows_from_parameters_is_computed_once_in_a_step(double):
 
     def loss(params):
         h = x
-        for layer, own in zip(layers, params, strict=True):
-            h = layer.apply({"params": own}, h)
+        for layer, layer_params in zip(layers, params, strict=True):
+            h = layer.apply({"params": layer_params}, h)
         return ref.mse(h, targets)
 
-    wanted = jax.value_and_grad(loss)(ref.params_of(ref.on_host(variables)))
+    expected = jax.value_and_grad(loss)(ref.params_of(ref.on_host(variables)))
     loss_and_grads = find(variables, x, targets)
-    ref.assert_close(loss_and_grads, wanted, ref.FLOAT64)
+    ref.assert_close(loss_and_grads, expected, ref.FLOAT64)
 
 
 class Product(nn.Module):

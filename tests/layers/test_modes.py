@@ -24,7 +24,7 @@ def apply(listed, train):
 
 
 def drops(listed, train):
-    """Whether a layer that multiplies by one drops anything."""
+    """True if a layer that multiplies by one drops anything."""
     return bool((apply(listed, train) == 0).any())
 
 

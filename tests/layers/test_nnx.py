@@ -190,23 +190,23 @@ def test_modules_with_the_values_of_a_pipe():
     state, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
     expected = pipe.apply(state.variables, x)
 
-    found = pipe.modules(state.variables)
-    assert found[1] is jnp.tanh
-    assert found[3] is identity
+    modules = pipe.modules(state.variables)
+    assert modules[1] is jnp.tanh
+    assert modules[3] is identity
     y = x
-    for listed, module in zip(layers, found, strict=True):
+    for listed, module in zip(layers, modules, strict=True):
         assert type(module) is type(listed)
         if isinstance(module, nnx.Module):
             assert module is not listed
             module.eval()
         y = y if module is identity else module(y)
     ref.assert_close(y, expected, ref.FLOAT32)
-    own = nnx.to_pure_dict(nnx.state(found[4], nnx.BatchStat))
-    ref.assert_equal(own, state.variables[4]["batch_stats"])
+    stats = nnx.to_pure_dict(nnx.state(modules[4], nnx.BatchStat))
+    ref.assert_equal(stats, state.variables[4]["batch_stats"])
     # Random streams are those of the module; drawing from them leaves it alone.
-    found[5].train()
+    modules[5].train()
     twin, ones = nnx.clone(layers[5]), jnp.ones((3, 4))
-    np.testing.assert_array_equal(found[5](ones), twin(ones))
+    np.testing.assert_array_equal(modules[5](ones), twin(ones))
     assert_untouched(held, before)
 
 
@@ -229,11 +229,14 @@ def test_what_is_listed_twice_is_one_module_again(double):
     assert first is second
     again, *_ = train(first)
 
-    own = nnx.clone(tied)
+    unpipelined = nnx.clone(tied)
     for _ in range(2):
-        grads = nnx.grad(lambda m: ref.mse(attend(m, jnp.tanh(m(x))), x))(own)
-        nnx.update(own, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(own), grads))
-    ref.assert_close(again.kernel[...], own.kernel[...], ref.FLOAT64)
+        grads = nnx.grad(lambda m: ref.mse(attend(m, jnp.tanh(m(x))), x))(unpipelined)
+        nnx.update(
+            unpipelined,
+            jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(unpipelined), grads),
+        )
+    ref.assert_close(again.kernel[...], unpipelined.kernel[...], ref.FLOAT64)
 
 
 def test_init_copies_the_values_of_a_module_once():
@@ -244,5 +247,5 @@ def test_init_copies_the_values_of_a_module_once():
     layers = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2)]
     pipe, x, before = jpipe.pipeline(layers, 2), jnp.ones((4, 64)), live()
     variables = pipe.init(None, x)
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
-    assert live() - before < 1.5 * own
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
+    assert live() - before < 1.5 * num_bytes

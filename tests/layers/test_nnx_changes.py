@@ -1,4 +1,4 @@
-"""What a call of an nnx module may change, and what users may change of it."""
+"""Changes of nnx modules: by a call, and by users."""
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,8 @@ class SplitsKey(nnx.Module):
         self.key = nnx.Variable(jax.random.key(0))
 
     def __call__(self, x):
-        self.key[...], own = jax.random.split(self.key[...])
-        return x + jax.random.normal(own, x.shape)
+        self.key[...], subkey = jax.random.split(self.key[...])
+        return x + jax.random.normal(subkey, x.shape)
 
 
 class Grows(nnx.Module):

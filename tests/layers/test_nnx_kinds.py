@@ -37,7 +37,7 @@ def test_filter_that_selects_other_variables_is_refused(chosen):
 
 
 class OwnParam(nnx.Param):
-    """What nnx.Param is derived to is trained."""
+    """A Variable type that derives from nnx.Param is trained."""
 
 
 def test_filter_of_derived_parameters_trains_them():

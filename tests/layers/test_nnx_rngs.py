@@ -19,17 +19,17 @@ def test_dropout_depends_on_key_micro_batch_layer_and_stream_only():
         pipe = jpipe.pipeline(layers, 4)
         return np.asarray(pipe.apply(({},) * len(layers), x, rngs=rngs, train=True))
 
-    one = masks(Noisy(nnx.Rngs(0)))
-    assert set(np.unique(one)) == {0.0, 2.0}
-    assert (one[:, 0] != one[:, 1]).any()
-    assert (one[:2] != one[2:4]).any()
-    assert (one != masks(jnp.abs, Noisy(nnx.Rngs(0)))).any()
-    assert (one != masks(Noisy(nnx.Rngs(0)), rngs=jax.random.key(10))).any()
+    first = masks(Noisy(nnx.Rngs(0)))
+    assert set(np.unique(first)) == {0.0, 2.0}
+    assert (first[:, 0] != first[:, 1]).any()
+    assert (first[:2] != first[2:4]).any()
+    assert (first != masks(jnp.abs, Noisy(nnx.Rngs(0)))).any()
+    assert (first != masks(Noisy(nnx.Rngs(0)), rngs=jax.random.key(10))).any()
     # The seed of the module is for its initialization.
-    np.testing.assert_array_equal(one, masks(Noisy(nnx.Rngs(5))))
+    np.testing.assert_array_equal(first, masks(Noisy(nnx.Rngs(5))))
     # One key given for dropout serves the stream that nnx.Rngs(0) makes.
     again = masks(Noisy(nnx.Rngs(0)), rngs={"dropout": key})
-    np.testing.assert_array_equal(one, again)
+    np.testing.assert_array_equal(first, again)
 
 
 def test_recurrent_layer_needs_no_key():
@@ -57,8 +57,8 @@ def test_call_that_names_rngs_receives_them():
             self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
         def __call__(self, x, rngs):
-            given = nnx.Dropout(0.5)(x, rngs=rngs)
-            return jnp.stack([self.dropout(x), given], axis=1)
+            with_call_rngs = nnx.Dropout(0.5)(x, rngs=rngs)
+            return jnp.stack([self.dropout(x), with_call_rngs], axis=1)
 
     x = jnp.ones((2, 40))
     pipe = jpipe.pipeline([Asks()], 1)

@@ -16,7 +16,7 @@ TARGETS = jax.random.normal(jax.random.key(0), (4, 6, 11))
 
 
 class Embeddings(nnx.Module):
-    """What a listed module holds, another one calls."""
+    """A module that holds another one, which is called elsewhere too."""
 
     def __init__(self, rngs):
         self.tokens = nnx.Embed(11, 4, rngs=rngs)
@@ -58,10 +58,10 @@ class Model(nnx.Module):
 def wanted_of(modules, apply):
     """The loss and the gradients of plain nnx, by the Variables themselves."""
     whole = nnx.List(modules)
-    graphdef, params, rest = nnx.split(whole, nnx.Param, ...)
+    graphdef, params, state = nnx.split(whole, nnx.Param, ...)
 
     def loss(params):
-        return ref.mse(apply(*nnx.merge(graphdef, params, rest)), TARGETS)
+        return ref.mse(apply(*nnx.merge(graphdef, params, state)), TARGETS)
 
     value, grads = jax.value_and_grad(loss)(params)
     return value, nnx.to_pure_dict(grads)
@@ -106,15 +106,15 @@ def test_gradients_of_all_uses_are_summed(make):
     layers, (loss, grads), entries = make()
     pipe = jpipe.pipeline(layers, 2)
     variables = pipe.init(None, TOKENS)
-    found, given = pipe.value_and_grad(ref.mse)(variables, TOKENS, TARGETS)
+    actual_loss, actual_grads = pipe.value_and_grad(ref.mse)(variables, TOKENS, TARGETS)
     entries = entries(grads)
-    wanted = tuple(entries.get(i, {}) for i in range(len(layers)))
-    ref.assert_close((found, given), (loss, wanted), CLOSE)
+    expected_grads = tuple(entries.get(i, {}) for i in range(len(layers)))
+    ref.assert_close((actual_loss, actual_grads), (loss, expected_grads), CLOSE)
     sgd = optax.sgd(0.1)
     state = pipe.init_train_state(jax.random.key(0), TOKENS, sgd)
     state, _ = pipe.train_step(ref.mse, sgd)(state, TOKENS, TARGETS)
     moved = jax.tree.map(
-        lambda p, g: p - 0.1 * g, ref.params_of(variables), ref.on_host(wanted)
+        lambda p, g: p - 0.1 * g, ref.params_of(variables), ref.on_host(expected_grads)
     )
     ref.assert_close(ref.on_host(state.params), moved, CLOSE)
     modules = pipe.modules(jax.device_put(state.variables, jax.devices()[0]))

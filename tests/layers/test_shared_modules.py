@@ -37,7 +37,7 @@ class Named(nn.Module):
 
 
 class Ends(nn.Module):
-    """What encodes and what decodes, with a scale that both use."""
+    """An encoder and a decoder, with a scale that both use."""
 
     def setup(self):
         options = {"dtype": jnp.float64, "param_dtype": jnp.float64}
@@ -56,8 +56,8 @@ class Ends(nn.Module):
 
 
 def ends():
-    made = Ends()
-    return [jpipe.layer(made, "encode"), jnp.tanh, jpipe.layer(made, "decode")]
+    module = Ends()
+    return [jpipe.layer(module, "encode"), jnp.tanh, jpipe.layer(module, "decode")]
 
 
 def batch(size=6):
@@ -114,29 +114,29 @@ def test_complete_variables_may_stand_in_any_one_of_the_entries(double):
         return ref.mse(y, t)
 
     expected = jax.value_and_grad(loss)(ref.on_host(whole["params"]))
-    for at in (0, 2):
-        given = [{}, {}, {}]
-        given[at] = whole
-        value, grads = pipe.value_and_grad(ref.mse)(pipe.place(given), x, t)
-        ref.assert_close((value, grads[at]), expected, ref.FLOAT64)
-        assert [bool(entry) for entry in grads] == [i == at for i in range(3)]
+    for index in (0, 2):
+        entries = [{}, {}, {}]
+        entries[index] = whole
+        value, grads = pipe.value_and_grad(ref.mse)(pipe.place(entries), x, t)
+        ref.assert_close((value, grads[index]), expected, ref.FLOAT64)
+        assert [bool(entry) for entry in grads] == [i == index for i in range(3)]
     tx = optax.adam(1e-2)
-    state = pipe.init_train_state(jax.random.key(0), x, tx, variables=given)
+    state = pipe.init_train_state(jax.random.key(0), x, tx, variables=entries)
     state, metrics = pipe.train_step(ref.mse, tx)(state, x, t)
     assert float(metrics["loss"]) == pytest.approx(float(expected[0]), rel=1e-12)
     # Training starts from what each layer needs, where it runs.
     assert [sorted(entry) for entry in state.params] == OWNED["methods"][1]
-    made = pipe.modules(state.variables)[0]
-    assert sorted(made.variables["params"]) == ["decoder", "encoder", "scale"]
+    module = pipe.modules(state.variables)[0]
+    assert sorted(module.variables["params"]) == ["decoder", "encoder", "scale"]
 
 
 def test_what_is_given_in_two_entries_is_refused(double):
     x, d = batch()[0], ref.dense(WIDTH, jnp.float64)
     pipe = jpipe.pipeline([Holder(d), jnp.sin, Holder(d), d, d], 3)
-    given = list(pipe.init(jax.random.key(0), x))
-    given[2] = {"params": {**given[0]["params"], "more": jnp.ones(2)}}
+    entries = list(pipe.init(jax.random.key(0), x))
+    entries[2] = {"params": {**entries[0]["params"], "more": jnp.ones(2)}}
     with pytest.raises(ValueError, match="not those of this model") as no:
-        pipe.apply(given, x)
+        pipe.apply(entries, x)
     assert str(no.value).split("\n")[1:] == [
         "  * surplus: variables[2]['params']['inner']['bias'] (4,)",
         "  * surplus: variables[2]['params']['inner']['kernel'] (4, 4)",
@@ -145,11 +145,11 @@ def test_what_is_given_in_two_entries_is_refused(double):
     with pytest.raises(ValueError, match=r"missing: variables\[0\]\['params'\]\['inn"):
         pipe.apply([{}] * 5, x)
     pipe = jpipe.pipeline([d, jnp.sin, d], 3)
-    given = list(pipe.init(jax.random.key(0), x))
-    given[2] = {"params": {"bias": given[0]["params"]["bias"]}}
+    entries = list(pipe.init(jax.random.key(0), x))
+    entries[2] = {"params": {"bias": entries[0]["params"]["bias"]}}
     there = "variables[{}]['params']['bias']"
     with pytest.raises(ValueError, match="not those of this model") as no:
-        pipe.apply(given, x)
+        pipe.apply(entries, x)
     assert str(no.value).split("\n")[1:] == [
         f"  * tied: {there.format(2)} is {there.format(0)}; give {{}} in its place"
     ]
@@ -164,36 +164,36 @@ def test_a_step_does_not_depend_on_what_the_pipeline_saw_last():
     step = pipe.train_step(ref.mse, tx)
     state, _ = step(state, x, t)
     pipe.init(jax.random.key(0), jnp.ones((4, 3, WIDTH)))
-    own, _, last = jax.tree.map(jnp.copy, state.params)
-    moved = ({}, {"params": own}, {"params": last})
+    shared_params, _, last = jax.tree.map(jnp.copy, state.params)
+    moved = ({}, {"params": shared_params}, {"params": last})
     pipe.apply(pipe.place(moved), x)  # the same values, in other entries
     state, metrics = step(state, x, t)
     assert jnp.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("made", [lambda norm: norm, Holder], ids=["itself", "below"])
-def test_statistics_are_shared_as_long_as_training_leaves_them(made):
+@pytest.mark.parametrize("wrap", [lambda norm: norm, Holder], ids=["itself", "below"])
+def test_statistics_are_shared_as_long_as_training_leaves_them(wrap):
     x = jax.random.normal(jax.random.key(0), (4, WIDTH))
     frozen = nn.BatchNorm(use_running_average=True)
-    pipe = jpipe.pipeline([made(frozen), nn.Dense(WIDTH), made(frozen)], 2)
+    pipe = jpipe.pipeline([wrap(frozen), nn.Dense(WIDTH), wrap(frozen)], 2)
     variables = pipe.init(jax.random.key(1), x)
     assert variables[2] == {}
-    inner = ("inner",) if made is Holder else ()
+    inner = ("inner",) if wrap is Holder else ()
     for name in inner:
         variables[0]["batch_stats"][name]["mean"] += 0.5
-    owner, dense = made(frozen), nn.Dense(WIDTH)
+    owner, dense = wrap(frozen), nn.Dense(WIDTH)
 
     def loss(params):
-        own = {"batch_stats": stats, "params": params[0]}
-        h = dense.apply({"params": params[1]}, owner.apply(own, x))
-        return ref.mse(owner.apply(own, h), x)
+        owner_variables = {"batch_stats": stats, "params": params[0]}
+        h = dense.apply({"params": params[1]}, owner.apply(owner_variables, x))
+        return ref.mse(owner.apply(owner_variables, h), x)
 
     stats = ref.on_host(variables[0]["batch_stats"])
-    wanted = jax.value_and_grad(loss)(list(ref.params_of(variables[:2])))
+    expected = jax.value_and_grad(loss)(list(ref.params_of(variables[:2])))
     value, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
-    ref.assert_close((value, list(grads[:2])), wanted, 1e-5)
+    ref.assert_close((value, list(grads[:2])), expected, 1e-5)
     norm, where = nn.BatchNorm(use_running_average=False), "inner" if inner else "Batch"
-    pipe = jpipe.pipeline([made(norm), made(norm)], 2)
+    pipe = jpipe.pipeline([wrap(norm), wrap(norm)], 2)
     variables = pipe.init(jax.random.key(1), x)
     for run in (
         lambda: pipe.value_and_grad(ref.mse)(variables, x, x),
@@ -254,7 +254,7 @@ def test_module_that_several_layers_take_is_one_value(layers, owned):
     pipe = jpipe.pipeline(layers, 2)
     variables = pipe.init(jax.random.key(0), x)
     assert [sorted(entry) for entry in ref.params_of(variables)] == owned
-    (own,) = (p for p in ref.on_host(ref.params_of(variables)) if p)
+    (params,) = (p for p in ref.on_host(ref.params_of(variables)) if p)
 
     def loss(params):
         inner = params.get("part", params)
@@ -266,8 +266,8 @@ def test_module_that_several_layers_take_is_one_value(layers, owned):
         return ref.mse(h, t)
 
     value, grads = pipe.value_and_grad(ref.mse)(variables, x, t)
-    wanted = jax.value_and_grad(loss)(own)
-    ref.assert_close((value, grads[0]), wanted, 1e-5)
+    expected = jax.value_and_grad(loss)(params)
+    ref.assert_close((value, grads[0]), expected, 1e-5)
 
 
 def test_bound_module_is_refused():
@@ -286,7 +286,7 @@ def test_module_that_is_listed_and_taken_from_elsewhere_is_two_as_in_flax():
             return self.layers[1](self.layers[0](x))
 
     x, layers = jnp.ones((4, WIDTH)), [OUTSIDE, Takes()]
-    made = Parent(tuple(layers)).init(jax.random.key(0), x)["params"]
+    params = Parent(tuple(layers)).init(jax.random.key(0), x)["params"]
     variables = jpipe.pipeline(layers, 2).init(jax.random.key(0), x)
     for i, entry in enumerate(ref.params_of(variables)):
-        assert jax.tree.structure(entry) == jax.tree.structure(made[f"layers_{i}"])
+        assert jax.tree.structure(entry) == jax.tree.structure(params[f"layers_{i}"])

@@ -42,8 +42,8 @@ def test_initial_values_that_print_alike_are_each_layers_own(make):
         for draw in draws
     ]
     variables = jpipe.pipeline(layers, 2).init(KEY, X)
-    for own, draw in zip(variables, draws, strict=True):
-        kernel = ref.on_host(own["params"]["kernel"])
+    for entry, draw in zip(variables, draws, strict=True):
+        kernel = ref.on_host(entry["params"]["kernel"])
         ref.assert_equal(kernel, ref.on_host(draw((5, 5))))
 
 
