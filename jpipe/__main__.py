@@ -20,12 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-      argv: its arguments; default: those of this process.
+      argv: the arguments of the command; default: those of this process.
 
     Returns:
       The exit status: 0; 1 if a schedule was checked and cannot run; 2 for arguments
-      that do not fit; of a program that was launched, that of the first process that
-      failed.
+      that do not fit. ``launch`` returns that of the first process that failed.
 
     Example:
       >>> main(["compare", "--ranks", "4", "--microbatches", "8", "gpipe", "zb_v"])
@@ -38,11 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
-    except SystemExit as end:  # argparse has printed help, or what was wrong
+    except SystemExit as end:
+        # `argparse` has printed help or an error.
         return int(end.code or 0)
     except (CommandError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # who read the output has seen enough
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe: nothing is left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 2
 
@@ -55,13 +56,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Options of a command: python -m jpipe draw --help",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (
-        _schedules.add_draw,
-        _schedules.add_compare,
-        _schedules.add_check,
-        _launch.add_launch,
-    ):
-        add(commands)
+    _schedules.add_draw(commands)
+    _schedules.add_compare(commands)
+    _schedules.add_check(commands)
+    _launch.add_launch(commands)
     return parser
 
 

@@ -1,1 +1,1 @@
-"""The commands of ``python -m jpipe``: what they are given, do, print and write."""
+"""The commands of ``python -m jpipe``."""

@@ -1,4 +1,4 @@
-"""Arguments of commands: how they are written, and what to type in place of others."""
+"""Parses the arguments of commands; errors tell what to type."""
 
 import argparse
 import math
@@ -9,15 +9,16 @@ from pathlib import Path
 from .. import schedules
 from ..schedules._catalogue import key_of
 
+# Unit -> its seconds.
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 
 
 class CommandError(ValueError):
-    """Arguments that are well formed and still do not fit: shown without traceback."""
+    """Well-formed arguments that do not fit; shown without traceback."""
 
 
-def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
+def parse_count(text: str) -> int:
+    """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r}: write a whole number of at least 1, such as 4"
@@ -25,8 +26,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def duration(text: str) -> float:
-    """Seconds, from a number with a unit, such as 5us; 0 needs no unit."""
+def parse_duration(text: str) -> float:
+    """Parses a number with a unit of time, such as 5us; returns seconds.
+
+    0 needs no unit.
+    """
     match = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*([^\W\d]*)", text.strip())
     if match is not None:
         number, unit = match.groups()
@@ -40,8 +44,8 @@ def duration(text: str) -> float:
     )
 
 
-def schedule_name(text: str) -> str:
-    """The name of a schedule of the catalogue."""
+def parse_schedule_name(text: str) -> str:
+    """Returns the text if it names a schedule of the catalogue."""
     if key_of(text) is None:
         names = ", ".join(schedules.BY_NAME)
         raise argparse.ArgumentTypeError(
@@ -50,9 +54,10 @@ def schedule_name(text: str) -> str:
     return text
 
 
-def output_path(text: str) -> Path:
-    """A file that can be written, which is checked before the command works for it."""
+def parse_output_path(text: str) -> Path:
+    """Returns the path of a file, checked to be writable before any work is done."""
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    existing = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return path

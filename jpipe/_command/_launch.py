@@ -1,4 +1,8 @@
-"""One program as several processes on this machine: started, labelled, ended."""
+"""The command ``launch``: starts a program as several processes on this machine.
+
+None of them outlives the command: when one fails, the others are ended; and when the
+command itself is killed, Linux ends them.
+"""
 
 import argparse
 import contextlib
@@ -20,14 +24,14 @@ from .._processes._environment import (
     PROCESSES,
     TIMEOUT,
 )
-from ._arguments import duration, positive_int
+from ._arguments import parse_count, parse_duration
 
-# When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
-# themselves.
-_GRACE = 10.0
-_LOOKS = 0.05
-# Linux: what a process is sent when the one that started it is gone.
-_ON_DEATH_OF_PARENT = 1
+# The seconds in which processes may end by themselves, after one has failed or Ctrl-C
+# was pressed.
+_GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+# The option of Linux for the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 def add_launch(commands: Any) -> None:
@@ -39,10 +43,10 @@ def add_launch(commands: Any) -> None:
         "jpipe.distributed() makes it one of several processes. What they print begins "
         "with their number. When one fails, all are ended.",
     )
-    parser.add_argument("--processes", type=positive_int, required=True, metavar="N")
+    parser.add_argument("--processes", type=parse_count, required=True, metavar="N")
     parser.add_argument(
         "--timeout",
-        type=duration,
+        type=parse_duration,
         metavar="TIME",
         help="how long one process waits for another, such as 60s",
     )
@@ -68,29 +72,32 @@ def launch(
     """Runs a command as several processes; none outlives it.
 
     Args:
-      command: what each of them is.
-      num_processes: how many.
-      timeout: for how many seconds one waits for another.
+      command: the command line of each process.
+      num_processes: the number of processes.
+      timeout: the seconds for which a process waits for another.
 
     Returns:
-      0; or the exit status of the first that failed.
+      0; or the exit status of the first process that failed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {COORDINATOR: f"127.0.0.1:{port}", PROCESSES: str(num_processes)}
-    shared |= {LOCAL_PROCESSES: str(num_processes)}
-    shared |= {"PYTHONUNBUFFERED": "1"}  # lines are shown, and kept, as they come
+    environment = {
+        **os.environ,
+        COORDINATOR: f"127.0.0.1:{_find_free_port()}",
+        PROCESSES: str(num_processes),
+        LOCAL_PROCESSES: str(num_processes),
+        # Lines are shown, and kept, as they are printed.
+        "PYTHONUNBUFFERED": "1",
+    }
     if timeout is not None:
-        shared[TIMEOUT] = str(timeout)
-    running: list[subprocess.Popen[str]] = []
+        environment[TIMEOUT] = str(timeout)
+
+    processes: list[subprocess.Popen[str]] = []
     printers: list[threading.Thread] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for number in range(num_processes):
+        for index in range(num_processes):
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **shared, PROCESS: str(number)},
+                env={**environment, PROCESS: str(index)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -98,65 +105,86 @@ def launch(
                 preexec_fn=_end_with_parent,
                 start_new_session=True,
             )
-            running.append(process)
-        # Only now: a function that runs in a new process may wait for ever where other
-        # threads run in this one.
-        for number, process in enumerate(running):
-            outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
-            for each in outputs:
-                args = (number, *each)
-                printers.append(threading.Thread(target=_print, args=args, daemon=True))
-                printers[-1].start()
-        return _first_failure(running)
+            processes.append(process)
+        # Threads start after the last process: a `preexec_fn` may deadlock if other
+        # threads run in the parent.
+        for index, process in enumerate(processes):
+            for source, target in (
+                (process.stdout, sys.stdout),
+                (process.stderr, sys.stderr),
+            ):
+                printer = threading.Thread(
+                    target=_copy_lines, args=(index, source, target), daemon=True
+                )
+                printer.start()
+                printers.append(printer)
+        return _wait_for_failure(processes)
     except KeyboardInterrupt:
-        for process in running:
+        for process in processes:
             process.send_signal(signal.SIGINT)
-        _wait(running)
+        _wait_for_end(processes)
         return 128 + signal.SIGINT
     finally:
-        for process in running:
+        for process in processes:
             _kill(process)
-        for thread in printers:
-            thread.join(_GRACE)
-        signal.signal(signal.SIGTERM, before)
+        for printer in printers:
+            printer.join(_GRACE_SECONDS)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _first_failure(running: Sequence[subprocess.Popen[str]]) -> int:
-    """Waits until all have ended, or one has failed and the others had their time."""
-    while None in (ended := [process.poll() for process in running]):
-        if any(ended):
-            _wait(running)
+def _find_free_port() -> int:
+    """A port of this machine that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for_failure(processes: Sequence[subprocess.Popen[str]]) -> int:
+    """Waits until all have ended, or one has failed and the others had their time.
+
+    Returns:
+      0; or the exit status of the first process that failed, as shells count: 128 plus
+      the signal that ended it.
+    """
+    statuses = [process.poll() for process in processes]
+    while None in statuses:
+        if any(statuses):
+            _wait_for_end(processes)
             break
-        time.sleep(_LOOKS)
-    failed = next(filter(None, ended), 0)
-    return failed if failed >= 0 else 128 - failed
+        time.sleep(_POLL_SECONDS)
+        statuses = [process.poll() for process in processes]
+    status = next(filter(None, statuses), 0)
+    return status if status >= 0 else 128 - status
 
 
-def _wait(running: Sequence[subprocess.Popen[str]]) -> None:
-    """Until all have ended, or their time is over."""
-    until = time.monotonic() + _GRACE
-    while time.monotonic() < until and any(p.poll() is None for p in running):
-        time.sleep(_LOOKS)
+def _wait_for_end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Waits until all have ended, or the grace period is over."""
+    until = time.monotonic() + _GRACE_SECONDS
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() >= until:
+            break
+        time.sleep(_POLL_SECONDS)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends a process, and those that it has started."""
+    """Kills a process, and those that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _print(number: int, source: IO[str], target: IO[str]) -> None:
-    """Prints what a process prints, line by line, with its number."""
+def _copy_lines(index: int, source: IO[str], target: IO[str]) -> None:
+    """Copies the output of a process line by line, with its index in front."""
     for line in source:
-        # Who is not read any more, or stops reading, would keep the process waiting.
+        # The pipe is drained even if our own output is closed: else the process would
+        # wait.
         with contextlib.suppress(OSError, ValueError):
-            # In one piece: other threads print beside this one.
-            target.write(f"[{number}] {line.rstrip()}\n")
+            # One call, since other threads write to the same file.
+            target.write(f"[{index}] {line.rstrip()}\n")
             target.flush()
 
 
 def _end_with_parent() -> None:
-    """Has Linux end this process when its parent ends, however that ends."""
+    """Makes Linux kill this process when its parent ends, however that ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_ON_DEATH_OF_PARENT, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Commands about schedules: draw one, compare several, check one's own."""
+"""The commands ``draw``, ``compare`` and ``check``."""
 
 import argparse
 import dataclasses
@@ -9,25 +9,32 @@ from typing import Any
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import scale_costs
-from ._arguments import CommandError, output_path, positive_int, schedule_name
+from ._arguments import (
+    CommandError,
+    parse_count,
+    parse_output_path,
+    parse_schedule_name,
+)
 
-# A text grid of more cells than that is not printed: nobody would look at it.
-_LARGEST = 1_000_000
+# The most cells of a picture that is printed.
+_MAX_CELLS = 1_000_000
 
 
 def add_draw(commands: Any) -> None:
-    """Adds ``draw`` to the commands."""
-    text = "draw a schedule, as text or into files"
-    command = commands.add_parser("draw", help=text, description=text.capitalize())
+    """Adds the command ``draw``."""
+    purpose = "draw a schedule, as text or into files"
+    command = commands.add_parser(
+        "draw", help=purpose, description=purpose.capitalize()
+    )
     names = ", ".join(schedules.BY_NAME)
-    command.add_argument("name", type=schedule_name, help=f"one of {names}")
+    command.add_argument("name", type=parse_schedule_name, help=f"one of {names}")
     _add_numbers(command)
     command.add_argument(
-        "--svg", type=output_path, metavar="FILE", help="write a picture as SVG"
+        "--svg", type=parse_output_path, metavar="FILE", help="write a picture as SVG"
     )
     command.add_argument(
         "--trace",
-        type=output_path,
+        type=parse_output_path,
         metavar="FILE",
         help="write a trace for ui.perfetto.dev; a unit of time is shown as a second",
     )
@@ -35,12 +42,14 @@ def add_draw(commands: Any) -> None:
 
 
 def add_compare(commands: Any) -> None:
-    """Adds ``compare`` to the commands."""
-    text = "a table of schedules: time, bubble and memory for the same work"
-    command = commands.add_parser("compare", help=text, description=text.capitalize())
+    """Adds the command ``compare``."""
+    purpose = "a table of schedules: time, bubble and memory for the same work"
+    command = commands.add_parser(
+        "compare", help=purpose, description=purpose.capitalize()
+    )
     command.add_argument(
         "names",
-        type=schedule_name,
+        type=parse_schedule_name,
         nargs="*",
         metavar="NAME",
         help="some of those that draw takes; default: all but forward_only",
@@ -50,9 +59,11 @@ def add_compare(commands: Any) -> None:
 
 
 def add_check(commands: Any) -> None:
-    """Adds ``check`` to the commands."""
-    text = "show whether a schedule of your own can run, and if not, why"
-    command = commands.add_parser("check", help=text, description=text.capitalize())
+    """Adds the command ``check``."""
+    purpose = "show whether a schedule of your own can run, and if not, why"
+    command = commands.add_parser(
+        "check", help=purpose, description=purpose.capitalize()
+    )
     command.add_argument(
         "file",
         help="one line of cells such as 2F0 for each rank, or what Schedule.to_json "
@@ -76,12 +87,15 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    names = arguments.names or [n for n in schedules.BY_NAME if n != "forward_only"]
-    comparable = []
-    refusals = []
+    names = arguments.names
+    if not names:
+        names = [name for name in schedules.BY_NAME if name != "forward_only"]
+
+    comparable: list[Schedule] = []
+    refusals: list[str] = []
     for name in names:
+        builder = schedules.named(name)
         try:
-            builder = schedules.named(name)
             comparable.append(builder(arguments.ranks, arguments.microbatches))
         except ScheduleError as error:
             refusals.append(f"no order of {error}")
@@ -104,13 +118,13 @@ def _check(arguments: argparse.Namespace) -> int:
         return 1
     timeline = schedule.simulate()
     print(timeline)
-    if len(timeline.rows) * timeline.makespan <= _LARGEST:
+    if len(timeline.rows) * timeline.makespan <= _MAX_CELLS:
         print(timeline.to_text())
     return 0
 
 
 def _read(file: str) -> tuple[str, str]:
-    """The text of a file or of standard input, and a name for the schedule in it."""
+    """Reads a file or standard input; returns the text and a name for its schedule."""
     if file == "-":
         return sys.stdin.read(), "stdin"
     try:
@@ -125,23 +139,24 @@ def _write(path: Path, text: str) -> None:
 
 
 def _add_numbers(command: argparse.ArgumentParser) -> None:
+    """Adds the sizes and costs of schedules to the options of a command."""
     command.add_argument(
         "--ranks",
-        type=positive_int,
+        type=parse_count,
         required=True,
         metavar="P",
         help="number of ranks",
     )
     command.add_argument(
         "--microbatches",
-        type=positive_int,
+        type=parse_count,
         required=True,
         metavar="M",
         help="number of micro-batches of a step",
     )
     command.add_argument(
         "--costs",
-        type=_times,
+        type=_parse_costs,
         default=Costs(),
         metavar="F,I,W",
         help="times of the forward and the two halves of the backward of all the "
@@ -160,8 +175,8 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     return dataclasses.replace(arguments.costs, latency=arguments.latency)
 
 
-def _times(text: str) -> Costs:
-    """Costs from ``F,I,W`` or ``F,B``."""
+def _parse_costs(text: str) -> Costs:
+    """Parses costs from ``F,I,W`` or ``F,B``."""
     try:
         times = [float(part) for part in text.split(",")]
     except ValueError:
