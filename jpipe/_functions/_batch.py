@@ -1,4 +1,4 @@
-"""A mini-batch as abstract values, and what of it each micro-batch brings."""
+"""A mini-batch as abstract values, and those of its micro-batches."""
 
 import re
 import traceback
@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class Axes(NamedTuple):
-    """Where the examples are: the arguments of `jpipe.pipeline` of these names."""
+    """The axes of examples: the arguments of `jpipe.pipeline` of these names."""
 
     in_axes: Any
     target_axes: Any
@@ -25,13 +25,13 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A mini-batch as abstract values: what a program is compiled for.
+    """A mini-batch as abstract values, for which a program is compiled.
 
     Attributes:
-      args: specs of all that is given of it: an input, or a tuple of it and others.
-      axes: the batch axis of each of its leaves; ``None`` of what is not split.
-      sizes: the number of examples in each micro-batch; of one shard.
-      num_shards: over how many shards they are spread.
+      args: specs of the arguments of a call but its variables.
+      axes: the batch axis of each leaf; ``None``: it is not split.
+      sizes: the number of examples of each micro-batch, on one shard.
+      num_shards: the number of shards over which each micro-batch is spread.
     """
 
     args: PyTree
@@ -46,11 +46,11 @@ class Batch:
 
     @property
     def num_parts(self) -> int:
-        """How many micro-batches there are, of all shards together."""
+        """The number of micro-batches times that of shards."""
         return len(self.sizes) * self.num_shards
 
     def part(self, size: int) -> PyTree:
-        """Specs of a micro-batch."""
+        """Specs of a micro-batch of so many examples."""
         leaves, structure = jax.tree.flatten(self.args)
         parts = _microbatch.part_specs(leaves, self.axes, size)
         return jax.tree.unflatten(structure, parts)
@@ -58,21 +58,22 @@ class Batch:
 
 @contextmanager
 def explained(batch: Batch) -> Iterator[None]:
-    """Adds to errors about sizes how many examples micro-batches have."""
+    """Adds notes on the sizes of micro-batches to errors about sizes."""
     try:
         yield
     except (TypeError, ValueError) as error:
         is_split = batch.num_parts > 1
         if is_split and not _is_of_any_size(error):
             _add_sizes(error, batch)
-        leaves = zip(jax.tree.leaves(batch.args), batch.axes, strict=True)
-        if any(a is not None and _microbatch.is_like_raw_key(x) for x, a in leaves):
+        pairs = zip(jax.tree.leaves(batch.args), batch.axes, strict=True)
+        batched = [leaf for leaf, axis in pairs if axis is not None]
+        if any(map(_microbatch.is_like_raw_key, batched)):
             error.add_note(f"is a uint32[2] a raw key? {_microbatch.RAW_KEY}")
         raise
 
 
 def _add_sizes(error: Exception, batch: Batch) -> None:
-    """Adds to an error that has the size of a micro-batch what to type."""
+    """Adds advice to an error that has the size of a micro-batch."""
     text = str(error)
     if not any(_has_size(text, size) for size in batch.sizes):
         return
@@ -94,9 +95,9 @@ def _add_sizes(error: Exception, batch: Batch) -> None:
 
 
 def _is_of_any_size(error: Exception) -> bool:
-    """Whether an error holds for micro-batches of any size, whatever it says.
+    """True if an error holds for micro-batches of any size, whatever it says.
 
-    That a tracer is no number is one, and so is what the library itself raises.
+    Examples are that a tracer is no number, and all errors of the library.
     """
     if isinstance(error, jax.errors.JAXTypeError):
         return True
@@ -105,9 +106,9 @@ def _is_of_any_size(error: Exception) -> bool:
 
 
 def _has_size(text: str, size: int) -> bool:
-    """Whether a shape or a length in a text has a size: ``(4, 10)``, ``f32[4]``.
+    """True if a shape or a length in a text has a size: ``(4, 10)``, ``f32[4]``.
 
     One and two stand in most shapes, and count as a first size alone.
     """
-    before = r"(?:\d+, ?)*" if size > 2 else ""
-    return bool(re.search(rf"(?:[(\[]{before}|(?:size|length) ){size}\b", text))
+    first_sizes = r"(?:\d+, ?)*" if size > 2 else ""
+    return bool(re.search(rf"(?:[(\[]{first_sizes}|(?:size|length) ){size}\b", text))

@@ -1,6 +1,7 @@
-"""Mini-batches cut in micro-batches, and put together again."""
+"""The axes and sizes of mini-batches, and how they are split in micro-batches."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,16 +23,16 @@ _AXES = (
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """Sizes that differ by at most one and sum to the batch: 10 in 4 is 3, 3, 2, 2."""
-    quotient, rest = divmod(batch_size, num_microbatches)
-    return tuple(quotient + (i < rest) for i in range(num_microbatches))
+    quotient, remainder = divmod(batch_size, num_microbatches)
+    return tuple(quotient + int(i < remainder) for i in range(num_microbatches))
 
 
-def specs(tree: PyTree, what: str) -> PyTree:
-    """The shapes and dtypes of a pytree of arrays, and which are weakly typed.
+def specs(tree: PyTree, name: str) -> PyTree:
+    """The shapes, dtypes and weak types of a pytree of arrays.
 
     Args:
       tree: JAX or NumPy arrays, or `jax.ShapeDtypeStruct` leaves.
-      what: how errors call the tree.
+      name: the tree in messages.
 
     Returns:
       The tree with `jax.ShapeDtypeStruct` leaves, of the dtypes that JAX will use.
@@ -39,7 +40,8 @@ def specs(tree: PyTree, what: str) -> PyTree:
     Raises:
       TypeError: with the path of every leaf that is not an array.
     """
-    faults, others = [], []
+    faults: list[str] = []
+    not_arrays: list[Any] = []
 
     def spec(path: Any, leaf: Any) -> Any:
         try:
@@ -53,31 +55,31 @@ def specs(tree: PyTree, what: str) -> PyTree:
                 return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
             return _jaxpr.spec(jax.typeof(leaf))
         except TypeError:
-            faults.append(f"{called(what, path)} is {_describe(leaf)}")
-            others.append(leaf)
+            faults.append(f"{called(name, path)} is {_describe(leaf)}")
+            not_arrays.append(leaf)
             return None
 
-    result = jax.tree_util.tree_map_with_path(spec, tree)
+    tree_specs = jax.tree_util.tree_map_with_path(spec, tree)
     advice = "convert with jnp.asarray, text to numbers first, such as tokens"
     classes = type(tree).__mro__
     is_of_equinox = any(cls.__module__.startswith("equinox.") for cls in classes)
-    if is_of_equinox or any(map(callable, others)):
+    if is_of_equinox or any(map(callable, not_arrays)):
         advice = (
             "of a model of Equinox give its arrays: params, static = eqx.partition("
             "model, eqx.is_inexact_array), and eqx.combine(params, static) in the "
             "function that takes params"
         )
     raise_all(f"every leaf must be an array; {advice}", faults, error=TypeError)
-    return result
+    return tree_specs
 
 
 def _describe(leaf: Any) -> str:
     dtype = getattr(leaf, "dtype", None)
-    kind = type(leaf).__name__
-    return f"a {kind} of dtype {dtype}" if dtype is not None else f"a {kind}: {leaf!r}"
+    name = type(leaf).__name__
+    return f"a {name} of dtype {dtype}" if dtype is not None else f"a {name}: {leaf!r}"
 
 
-def full_axes(axes: Axes, tree: PyTree, what: str, name: str) -> PyTree:
+def full_axes(axes: Axes, tree: PyTree, tree_name: str, axes_name: str) -> PyTree:
     """The tree with axes for leaves; the arguments are those of `flat_axes`.
 
     Raises:
@@ -87,22 +89,26 @@ def full_axes(axes: Axes, tree: PyTree, what: str, name: str) -> PyTree:
         return jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise ValueError(
-            f"{name}={axes!r} is not a prefix of {what}, whose structure is "
+            f"{axes_name}={axes!r} is not a prefix of {tree_name}, whose structure is "
             f"{jax.tree.structure(tree)}: {error}"
         ) from None
 
 
 def flat_axes(
-    axes: Axes, tree: PyTree, what: str, name: str, reductions: Sequence[Any] = ()
+    axes: Axes,
+    tree: PyTree,
+    tree_name: str,
+    axes_name: str,
+    reductions: Sequence[Any] = (),
 ) -> list[Any]:
     """One axis per leaf, from a prefix of the tree as `jax.vmap` takes it.
 
     Args:
       axes: an int, ``None``, or a pytree of these that is a prefix of ``tree``.
       tree: the tree.
-      what: how errors call the tree.
-      name: how errors call the argument that ``axes`` is.
-      reductions: what may stand in place of an axis.
+      tree_name: the tree in messages.
+      axes_name: the argument ``axes`` in messages.
+      reductions: values that may stand in place of an axis.
 
     Returns:
       The axes of the leaves in order.
@@ -112,32 +118,35 @@ def flat_axes(
     """
     if isinstance(axes, Inputs) and isinstance(tree, Inputs):
         axes, tree = axes.prefix_of(tree)
-    full = full_axes(axes, tree, what, name)
+    axes_tree = full_axes(axes, tree, tree_name, axes_name)
     # `None` in the tree is not a leaf and has no axis; in the axes it is one.
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
-    found = jax.tree.leaves(full, is_leaf=lambda node: node is None)
-    pairs = zip(found, nodes, strict=True)
-    flat = [axis for axis, node in pairs if hasattr(node, "shape")]
-    for axis in flat:
-        if axis is None or any(axis is one for one in reductions):
+    node_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: node is None)
+    pairs = zip(node_axes, nodes, strict=True)
+    leaf_axes = [axis for axis, node in pairs if hasattr(node, "shape")]
+
+    for axis in leaf_axes:
+        if axis is None or any(axis is reduction for reduction in reductions):
             continue
         if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-            others = "".join(f" nor {one!r}" for one in reductions)
-            raise ValueError(f"{name}: {axis!r} is neither an axis nor None{others}")
-    return flat
+            nor = "".join(f" nor {reduction!r}" for reduction in reductions)
+            raise ValueError(f"{axes_name}: {axis!r} is neither an axis nor None{nor}")
+    return leaf_axes
+
+
+# A tree of the batch: its name in messages, its specs, and the axes of its leaves.
+Part = tuple[str, PyTree, Sequence[int | None]]
 
 
 def batch_size(
-    parts: Sequence[tuple[str, PyTree, Sequence[int | None]]],
-    num_microbatches: int,
-    advice: str = _AXES,
+    parts: Sequence[Part], num_microbatches: int, advice: str = _AXES
 ) -> int:
     """The size of the mini-batch, on which all split leaves must agree.
 
     Args:
-      parts: for each tree how errors call it, its specs and the axes of its leaves.
+      parts: the trees of the batch.
       num_microbatches: M.
-      advice: how the axes are given.
+      advice: advice on how to type the axes.
 
     Returns:
       The number of examples.
@@ -145,36 +154,35 @@ def batch_size(
     Raises:
       ValueError: if leaves disagree, lack the axis, or there are fewer than M.
     """
-    found: dict[str, int] = {}
-    lines: dict[str, str] = {}
-    faults, hints = [], []
-    for what, tree, axes in parts:
-        flat = jax.tree_util.tree_leaves_with_path(tree)
-        for (path, leaf), axis in zip(flat, axes, strict=True):
-            if axis is None:
-                continue
-            label = called(what, path)
-            if not -leaf.ndim <= axis < leaf.ndim:
-                faults.append(f"{label} of shape {leaf.shape} has no axis {axis}")
-            else:
-                found[label] = leaf.shape[axis]
-                lines[label] = f"{label}: {leaf.shape[axis]}, along axis {axis}"
-                if is_like_raw_key(leaf):
-                    hints.append(f"\nis {label} a raw key? {RAW_KEY}")
+    # name of a leaf -> its number of examples
+    leaf_sizes: dict[str, int] = {}
+    # name of a leaf -> that number in words
+    descriptions: dict[str, str] = {}
+    faults: list[str] = []
+    hints: list[str] = []
+    for name, leaf, axis in _batched_leaves(parts):
+        if not -leaf.ndim <= axis < leaf.ndim:
+            faults.append(f"{name} of shape {leaf.shape} has no axis {axis}")
+            continue
+        leaf_sizes[name] = leaf.shape[axis]
+        descriptions[name] = f"{name}: {leaf.shape[axis]}, along axis {axis}"
+        if is_like_raw_key(leaf):
+            hints.append(f"\nis {name} a raw key? {RAW_KEY}")
     raise_all("cannot split the batch", faults, advice=f"\n{advice}")
-    if not found:
+
+    if not leaf_sizes:
         raise ValueError(
             f"cannot split the batch: no leaf has a batch axis (in_axes is None, or "
             f"the trees have no leaves); num_microbatches=1 splits nothing\n{advice}"
         )
-    if len(set(found.values())) > 1:
-        hints = hints or _several_rows(parts, min(found.values()))
+    if len(set(leaf_sizes.values())) > 1:
+        hints = hints or _hint_on_rows(parts, min(leaf_sizes.values()))
         advice = "".join([*hints, f"\n{advice}"])
-        raise_all("leaves differ in batch size", lines.values(), advice=advice)
-    size = next(iter(found.values()))
+        raise_all("leaves differ in batch size", descriptions.values(), advice=advice)
+    name, size = next(iter(leaf_sizes.items()))
     if size < num_microbatches:
         raise ValueError(
-            f"{next(iter(found))} has {size} examples, fewer than "
+            f"{name} has {size} examples, fewer than "
             f"num_microbatches={num_microbatches}; give at least one example per "
             f"micro-batch and device along 'data', or take fewer micro-batches: a "
             f"pipeline with another num_microbatches= takes the same parameters"
@@ -183,51 +191,56 @@ def batch_size(
     return size
 
 
+def _batched_leaves(parts: Sequence[Part]) -> Iterator[tuple[str, Any, int]]:
+    """Yields the name, the spec and the axis of each leaf that has a batch axis."""
+    for tree_name, tree, axes in parts:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, leaf), axis in zip(leaves, axes, strict=True):
+            if axis is not None:
+                yield called(tree_name, path), leaf, axis
+
+
 def is_like_raw_key(leaf: Any) -> bool:
-    """Whether a leaf may be a key of `jax.random.PRNGKey`."""
+    """True if a leaf may be a key of `jax.random.PRNGKey`."""
     return leaf.shape == (2,) and leaf.dtype == jax.numpy.uint32
 
 
-def _several_rows(
-    parts: Sequence[tuple[str, PyTree, Sequence[int | None]]], size: int
-) -> list[str]:
-    """Advice on a leaf that has several rows for each example."""
-    for what, tree, axes in parts:
-        flat = jax.tree_util.tree_leaves_with_path(tree)
-        for (path, leaf), axis in zip(flat, axes, strict=True):
-            rows = leaf.shape[0] if axis == 0 else 0
-            if size and rows > size and rows % size == 0:
-                shape = size, rows // size, *leaf.shape[1:]
-                label = called(what, path)
-                return [
-                    f"\n{label} has {rows // size} rows for each of {size} examples? "
-                    f"Its .reshape{shape} is split like these"
-                ]
+def _hint_on_rows(parts: Sequence[Part], size: int) -> list[str]:
+    """Advice on the first leaf with a multiple of ``size`` rows, in a list."""
+    for name, leaf, axis in _batched_leaves(parts):
+        num_rows = leaf.shape[0] if axis == 0 else 0
+        if size and num_rows > size and num_rows % size == 0:
+            rows_per_example = num_rows // size
+            shape = (size, rows_per_example, *leaf.shape[1:])
+            return [
+                f"\n{name} has {rows_per_example} rows for each of {size} examples? "
+                f"Its .reshape{shape} is split like these"
+            ]
     return []
 
 
 def shard(size: int, num_microbatches: int, num_shards: int) -> int:
-    """The examples of a mini-batch that each shard has.
+    """The number of examples of a mini-batch on each shard.
 
     Raises:
-      ValueError: if shards would differ, or have fewer than micro-batches.
+      ValueError: if shards would differ, or have fewer examples than micro-batches.
     """
-    rest = size % num_shards
-    if not rest and size >= num_microbatches * num_shards:
+    remainder = size % num_shards
+    min_size = num_microbatches * num_shards
+    if not remainder and size >= min_size:
         return size // num_shards
-    need = num_microbatches * num_shards
-    fits = size - rest if size > need else need
+    nearest_size = size - remainder if size > min_size else min_size
     raise ValueError(
         f"a batch of {size} examples over {num_shards} devices along the axis 'data', "
         f"in num_microbatches={num_microbatches}; needs a multiple of {num_shards}, "
-        f"{need} at least, such as {fits}"
+        f"{min_size} at least, such as {nearest_size}"
     )
 
 
 def part_specs(
     leaves: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int
 ) -> list[jax.ShapeDtypeStruct]:
-    """The leaves of one micro-batch of the given size."""
+    """Specs of the leaves of a micro-batch of so many examples."""
 
     def part(leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         if axis is None:
@@ -244,9 +257,9 @@ class Group(NamedTuple):
     """Micro-batches of one size.
 
     Attributes:
-      start: the first of their examples.
-      number: how many there are.
-      size: the examples of each.
+      start: the index of their first example.
+      number: the number of micro-batches.
+      size: the number of examples of each.
     """
 
     start: int
@@ -254,27 +267,29 @@ class Group(NamedTuple):
     size: int
 
 
-def groups(parts: Sequence[int]) -> list[Group]:
+def groups(microbatch_sizes: Sequence[int]) -> list[Group]:
     """Micro-batches by their sizes, the larger ones first."""
-    found, start = [], 0
-    for size in dict.fromkeys(parts):
-        count = list(parts).count(size)
-        found.append(Group(start, count, size))
-        start += count * size
-    return found
+    size_groups: list[Group] = []
+    start = 0
+    for size, number in Counter(microbatch_sizes).items():
+        size_groups.append(Group(start=start, number=number, size=size))
+        start += number * size
+    return size_groups
 
 
 def splitter(
-    axes: Sequence[int], size: int, number: int, stacked: bool = False
+    axes: Sequence[int], *, size: int, number: int, stacked: bool = False
 ) -> Callable[..., list[jax.Array]]:
-    """``(start, *leaves) -> parts``: those of some micro-batches, one after the other.
+    """The function ``(start, *leaves) -> parts`` that splits off micro-batches.
+
+    Parts are listed micro-batch after micro-batch.
 
     Args:
       axes: the batch axes of the leaves.
-      size: the examples of a micro-batch.
-      number: how many micro-batches.
-      stacked: whether the leaves have an entry for each micro-batch, on a new first
-        axis; then ``start`` is the number of the first, not that of its example.
+      size: the number of examples of a micro-batch.
+      number: the number of micro-batches.
+      stacked: True if leaves have micro-batches along a new first axis; then ``start``
+        is the index of the first micro-batch, else that of its first example.
     """
 
     def part(leaf: jax.Array, axis: int, start: Any) -> jax.Array:
@@ -284,8 +299,11 @@ def splitter(
 
     def split(start: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
         step = 1 if stacked else size
-        starts = [start + m * step for m in range(number)]
-        pairs = list(zip(leaves, axes, strict=True))
-        return [part(leaf, axis, at) for at in starts for leaf, axis in pairs]
+        part_starts = [start + m * step for m in range(number)]
+        parts: list[jax.Array] = []
+        for part_start in part_starts:
+            for leaf, axis in zip(leaves, axes, strict=True):
+                parts.append(part(leaf, axis, part_start))
+        return parts
 
     return split

@@ -1,4 +1,4 @@
-"""A loss function, what it returns, and how the losses of micro-batches combine."""
+"""A loss function, its results, and how the losses of micro-batches combine."""
 
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
@@ -14,7 +14,7 @@ from .._layers._stage import shapes
 PyTree = Any
 
 REDUCTIONS = ("mean", "sum", "weighted", "microbatch_mean")
-# What a loss function returns, by whether it is weighted and whether it has aux.
+# (is weighted, has aux) -> the results of a loss function in words
 _RETURNS = {
     (False, False): "a scalar loss",
     (False, True): "(loss, aux)",
@@ -30,14 +30,14 @@ class Objective:
     Attributes:
       loss_fn: ``(outputs, targets) -> loss``, or ``(loss, aux)`` with ``has_aux``;
         for ``"weighted"`` the loss is a pair ``(total, weight)``.
-      has_aux: whether ``loss_fn`` returns something besides the loss.
+      has_aux: True if ``loss_fn`` returns something besides the loss.
       reduction: ``"mean"``: each micro-batch weighs its share of the examples;
         ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
         add up, and the loss is their quotient.
-      aux_axes: on which axes aux of micro-batches are joined, as a prefix of aux;
-        ``None``: on a new one.
-      identity: what tells ``loss_fn`` apart, as for `jax.jit`: its hash and equality,
-        or which object it is.
+      aux_axes: the axes on which aux of micro-batches are joined, as a prefix of aux;
+        ``None``: a new one.
+      identity: the key of ``loss_fn``, as for `jax.jit`: itself with its hash and
+        equality, or which object it is.
     """
 
     loss_fn: Callable[..., Any] = field(compare=False)
@@ -79,18 +79,25 @@ class Objective:
                 f"targets {shapes(targets)}, those of a micro-batch"
             )
             raise
-        result, aux = self._without_aux(result)
+        loss, aux = self._split_aux(result)
         if self.reduction != "weighted":
-            return _scalar(result, "loss_fn must return a scalar loss", outputs), aux
-        total = _scalar(result[0], "the total must be a scalar", outputs)
-        return (total, result[1]), aux
+            return _scalar(loss, "loss_fn must return a scalar loss", outputs), aux
+        total, weight = loss
+        total = _scalar(total, "the total must be a scalar", outputs)
+        return (total, weight), aux
 
-    def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
+    def _split_aux(self, result: Any) -> tuple[Any, PyTree]:
+        """Splits a result into the loss, or ``(total, weight)``, and aux."""
         is_weighted = self.reduction == "weighted"
-        fits = _is_pair(result) or not self.has_aux
-        loss, aux = result if fits and self.has_aux else (result, ())
-        fits &= _is_pair(loss) if is_weighted else not isinstance(loss, Sequence)
-        if not fits:
+        loss = result
+        aux = ()
+        is_complete = True
+        if self.has_aux:
+            is_complete = _is_pair(result)
+            if is_complete:
+                loss, aux = result
+        has_loss = _is_pair(loss) if is_weighted else not isinstance(loss, Sequence)
+        if not (is_complete and has_loss):
             raise TypeError(
                 f"reduction={self.reduction!r}, has_aux={self.has_aux}: loss_fn must "
                 f"return {_RETURNS[is_weighted, self.has_aux]}; it returned "
@@ -126,17 +133,17 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) == 2
 
 
-def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:
+def _scalar(value: Any, requirement: str, outputs: PyTree) -> jax.Array:
+    """Checks that a value is a scalar of a floating dtype."""
     dtype = getattr(value, "dtype", None)
     is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    if not is_floating or jnp.shape(value) != ():
-        given = (
-            f"the Python number {value}"
-            if isinstance(value, int | float)
-            else shapes(value)
-        )
-        raise TypeError(
-            f"{needed} of a floating dtype; it returned {given} for outputs "
-            f"{shapes(outputs)}"
-        )
-    return value
+    if is_floating and jnp.shape(value) == ():
+        return value
+    if isinstance(value, int | float):
+        description = f"the Python number {value}"
+    else:
+        description = shapes(value)
+    raise TypeError(
+        f"{requirement} of a floating dtype; it returned {description} for outputs "
+        f"{shapes(outputs)}"
+    )

@@ -1,9 +1,9 @@
-"""Which parameters are trained: what users give as ``trainable=``."""
+"""The selection of parameters that are trained: the argument ``trainable=``."""
 
 import difflib
 import fnmatch
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, cast
 
@@ -27,11 +27,11 @@ _NEEDS = (
 
 
 class _Leaf(NamedTuple):
-    """A floating leaf of the parameters: what a rule receives.
+    """A floating leaf of the parameters, which a rule receives.
 
     Attributes:
-      path: from the layer's number on, within "params".
-      value: its spec; of an nnx layer as a Variable of its type and metadata.
+      path: the path from the layer's number on, within "params".
+      value: the spec; in an nnx layer as a Variable of its type and metadata.
     """
 
     path: Path
@@ -39,40 +39,46 @@ class _Leaf(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The path as text, and those of the subtrees that it is in."""
+        """The path as text, and the paths of the subtrees that hold the leaf."""
         parts = list(map(str, self.path))
         return ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+Rule = Callable[[_Leaf], bool]
 
 
 class Trainable:
     """A selection of parameters.
 
     Args:
-      given: see `Pipeline.value_and_grad`; ``None``: all floating leaves.
+      selection: see `Pipeline.value_and_grad`; ``None``: all floating leaves.
       by_layer: True if a path starts with the number of a layer.
 
     Raises:
       TypeError: if it is not a selection.
     """
 
-    def __init__(self, given: Any = None, by_layer: bool = True) -> None:
-        self.selects_all = given is None
-        self._first = 0 if by_layer else 1
-        several = (
-            given if isinstance(given, list | tuple | set | frozenset) else [given]
-        )
-        if not several:
-            raise TypeError(f"trainable={given!r} names nothing; {_NEEDS}")
-        self._rules = [] if given is None else [(r, _rule(r)) for r in several]
+    def __init__(self, selection: Any = None, by_layer: bool = True) -> None:
+        self.selects_all = selection is None
+        self._by_layer = by_layer
+        selectors = [selection]
+        if isinstance(selection, list | tuple | set | frozenset):
+            selectors = list(selection)
+        if not selectors:
+            raise TypeError(f"trainable={selection!r} names nothing; {_NEEDS}")
+        # Pairs of a part of the selection, as the user wrote it, and its rule.
+        self._rules: list[tuple[Any, Rule]] = []
+        if not self.selects_all:
+            self._rules = [(selector, _rule(selector)) for selector in selectors]
 
     def marks(
         self, layers: Sequence[LayerAdapter], variables: Sequence[PyTree]
     ) -> tuple[PyTree, ...]:
-        """True if each leaf is trained.
+        """Marks the leaves that are trained.
 
         Args:
-          layers: all of them.
-          variables: one entry per layer, or their specs.
+          layers: all layers.
+          variables: the variables or their specs, one entry per layer.
 
         Returns:
           A boolean in place of each leaf: those of other collections than "params"
@@ -81,130 +87,164 @@ class Trainable:
         Raises:
           ValueError: with every part of the selection that selects nothing.
         """
-        flat, tree = jax.tree_util.tree_flatten_with_path(tuple(variables))
-        floating = {
-            i: _names(path)
-            for i, (path, leaf) in enumerate(flat)
-            if is_params(path) and is_inexact(leaf)
-        }
-        chosen = set(floating)
+        flat, structure = jax.tree_util.tree_flatten_with_path(tuple(variables))
+        # index of a floating leaf of the parameters -> its path
+        floating: dict[int, Path] = {}
+        for i, (path, leaf) in enumerate(flat):
+            if is_params(path) and is_inexact(leaf):
+                floating[i] = _names(path)
+
+        selected = set(floating)
         if not self.selects_all:
             _check_types(self._rules, layers)
-            kinds = {
-                n: _nnx_values.parameters(layer.owner) for n, layer in enumerate(layers)
+            # layer -> its parameters as Variables, by path; nothing for a loss function
+            variables_of = {
+                i: _nnx_values.parameters(layer.owner) for i, layer in enumerate(layers)
             }
-            leaves = {}
-            for i, at in floating.items():
-                path = (at[0], *at[2:])[self._first :]
-                leaves[i] = _Leaf(path, _as_given(at, flat[i][1], kinds.get(at[0], {})))
-            chosen = self._chosen(leaves)
-        return jax.tree.unflatten(tree, [i in chosen for i in range(len(flat))])
+            leaves: dict[int, _Leaf] = {}
+            for i, (layer, _, *inner_path) in floating.items():
+                value = _rule_value(
+                    tuple(inner_path),
+                    flat[i][1],
+                    variables=variables_of.get(layer, {}),
+                )
+                first = (layer,) if self._by_layer else ()
+                leaves[i] = _Leaf((*first, *inner_path), value)
+            selected = self._selected(leaves)
+        return structure.unflatten([i in selected for i in range(len(flat))])
 
-    def _chosen(self, leaves: dict[int, _Leaf]) -> set[int]:
-        """Which of the floating leaves the rules select, by their numbers."""
-        chosen, idle = set[int](), []
-        for given, rule in self._rules:
-            found = {i for i, leaf in leaves.items() if rule(leaf)}
-            chosen |= found
-            if not found:
-                idle.append(f"{_text(given)}: {_instead(given, list(leaves.values()))}")
+    def _selected(self, leaves: dict[int, _Leaf]) -> set[int]:
+        """The indices of the floating leaves that the rules select."""
+        selected: set[int] = set()
+        faults: list[str] = []
+        for selector, rule in self._rules:
+            matches = {i for i, leaf in leaves.items() if rule(leaf)}
+            selected |= matches
+            if not matches:
+                candidates = _describe(selector, list(leaves.values()))
+                faults.append(f"{_text(selector)}: {candidates}")
+        advice = (
+            f"\nthe types of Variables that are trained are derived from nnx.Param. "
+            f"{_NEEDS}"
+        )
+        if self._by_layer:
+            advice = f"\nA path starts with the layer's number;{advice}"
         raise_all(
             "trainable= selects none of the floating parameters by",
-            idle,
-            advice=("" if self._first else "\nA path starts with the layer's number;")
-            + f"\nthe types of Variables that are trained are derived from nnx.Param. "
-            f"{_NEEDS}",
+            faults,
+            advice=advice,
         )
-        return chosen
+        return selected
 
 
 def _check_types(
-    rules: Sequence[tuple[Any, Any]], layers: Sequence[LayerAdapter]
+    rules: Sequence[tuple[Any, Rule]], layers: Sequence[LayerAdapter]
 ) -> None:
     """Refuses filters of nnx that mean a Variable which a pipeline does not train."""
-    filters = [(given, rule) for given, rule in rules if _is_filter(given)]
+    filters = [(selector, rule) for selector, rule in rules if _is_filter(selector)]
+    if not filters:
+        return
+    faults: list[str] = []
+    for layer_index, layer in enumerate(layers):
+        for path, variable in _nnx_values.untrained(layer.owner).items():
+            value = _rule_value(path, variable, variables={path: variable})
+            leaf = _Leaf((layer_index, *path), value)
+            for selector, rule in filters:
+                if rule(leaf):
+                    faults.append(
+                        f"trainable={_text(selector)} selects {leaf.path}, a "
+                        f"{type(variable).__name__}"
+                    )
     raise_all(
         "a pipeline trains what is an nnx.Param; derive the type from it, or name what "
         "is trained, such as trainable=nnx.Param",
-        (
-            f"trainable={_text(given)} selects {(n, *path)}, a {type(leaf).__name__}"
-            for n, layer in enumerate(layers if filters else ())
-            for path, leaf in _nnx_values.untrained(layer.owner).items()
-            for given, rule in filters
-            if rule(_Leaf((n, *path), _as_given((n, "", *path), leaf, {path: leaf})))
-        ),
+        faults,
     )
 
 
-def _is_filter(given: Any) -> bool:
-    """True if a rule is one of nnx, which selects by the types of Variables."""
-    if isinstance(given, bool | EllipsisType):
-        return bool(given)
-    return isinstance(given, type) or type(given).__module__.startswith("flax.nnx")
+def _is_filter(selector: Any) -> bool:
+    """True for a filter of nnx, which selects by the types of Variables."""
+    if isinstance(selector, bool | EllipsisType):
+        return bool(selector)
+    is_of_nnx = type(selector).__module__.startswith("flax.nnx")
+    return isinstance(selector, type) or is_of_nnx
 
 
-def _rule(given: Any) -> Callable[[_Leaf], bool]:
-    if isinstance(given, str):
-        return lambda leaf: any(fnmatch.fnmatchcase(n, given) for n in leaf.names)
-    if not (callable(given) or isinstance(given, bool | EllipsisType)):
-        kind = type(given).__name__
-        raise TypeError(f"trainable={reprlib.repr(given)} is a {kind}; {_NEEDS}")
-    predicate = nnx.filterlib.to_predicate(cast(Any, given))
-    of_types = _is_filter(given) and callable(given)
+def _rule(selector: Any) -> Rule:
+    """The rule for a part of a selection: a path, a predicate or a filter of nnx."""
+    if isinstance(selector, str):
+        return lambda leaf: any(fnmatch.fnmatchcase(n, selector) for n in leaf.names)
+    if not (callable(selector) or isinstance(selector, bool | EllipsisType)):
+        type_name = type(selector).__name__
+        raise TypeError(
+            f"trainable={reprlib.repr(selector)} is a {type_name}; {_NEEDS}"
+        )
+    predicate = nnx.filterlib.to_predicate(cast(Any, selector))
+    needs_variable = _is_filter(selector) and callable(selector)
 
-    def selects(leaf: _Leaf) -> bool:
+    def rule(leaf: _Leaf) -> bool:
         value = leaf.value
-        if of_types and not isinstance(value, nnx.Variable):
+        if needs_variable and not isinstance(value, nnx.Variable):
             value = nnx.Param(value)  # as nnx would hold it
         try:
-            answer = predicate(leaf.path, value)
+            is_selected = predicate(leaf.path, value)
         except Exception as error:
-            error.add_note(f"raised by trainable={_text(given)} on {tuple(leaf)}")
+            error.add_note(f"raised by trainable={_text(selector)} on {tuple(leaf)}")
             raise
-        if not isinstance(answer, bool | np.bool_):
+        if not isinstance(is_selected, bool | np.bool_):
             raise TypeError(
-                f"trainable={_text(given)} answers {answer!r} for {leaf.path}; needs "
-                f"True or False"
+                f"trainable={_text(selector)} answers {is_selected!r} for {leaf.path}; "
+                f"needs True or False"
             )
-        return bool(answer)
+        return bool(is_selected)
 
-    return selects
+    return rule
 
 
 def _names(path: Any) -> Path:
     """The keys of a path of JAX, as they are written in the tree."""
-    names = "key", "idx", "name"
-    return tuple(next(getattr(k, n) for n in names if hasattr(k, n)) for k in path)
+    names: list[Any] = []
+    for key in path:
+        attributes = [a for a in ("key", "idx", "name") if hasattr(key, a)]
+        names.append(getattr(key, attributes[0]))
+    return tuple(names)
 
 
-def _as_given(at: Path, leaf: Any, kinds: dict[Path, nnx.Variable]) -> Any:
-    """What a rule receives of a leaf; a Variable may hold a pytree."""
+def _rule_value(path: Path, leaf: Any, variables: Mapping[Path, nnx.Variable]) -> Any:
+    """The value of a leaf for a rule: its spec, or a Variable with its spec.
+
+    Args:
+      path: the path in the parameters of the layer.
+      leaf: the leaf.
+      variables: path -> Variable, which may hold a pytree.
+    """
     spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    parts = (at[2:end] for end in range(len(at), 2, -1))
-    variable = next((kinds[part] for part in parts if part in kinds), None)
-    if variable is None:
+    prefixes = [path[:end] for end in range(len(path), 0, -1)]
+    prefix = next((prefix for prefix in prefixes if prefix in variables), None)
+    if prefix is None:
         return spec
-    copy = variable.replace(spec)
-    # Hooks compute with values.
-    metadata = copy.get_metadata().items()
-    copy.set_metadata({k: v for k, v in metadata if not k.startswith("on_")})
-    return copy
+    variable = variables[prefix].replace(spec)
+    # Hooks would compute with the spec.
+    metadata = variable.get_metadata().items()
+    variable.set_metadata({k: v for k, v in metadata if not k.startswith("on_")})
+    return variable
 
 
-def _text(given: Any) -> str:
-    return getattr(given, "__name__", None) or reprlib.repr(given)
+def _text(selector: Any) -> str:
+    return getattr(selector, "__name__", None) or reprlib.repr(selector)
 
 
-def _instead(given: Any, leaves: Sequence[_Leaf]) -> str:
-    """What there is, where a rule selects nothing."""
+def _describe(selector: Any, leaves: Sequence[_Leaf]) -> str:
+    """Describes the leaves that there are, for a rule that selects none of them."""
     if not leaves:
         return "there are none"
-    if isinstance(given, str):
+    if isinstance(selector, str):
         names = list(dict.fromkeys(leaf.names[0] for leaf in leaves))
-        close = difflib.get_close_matches(given, names, n=3, cutoff=0)
+        close = difflib.get_close_matches(selector, names, n=3, cutoff=0)
         return f"the nearest are {', '.join(map(repr, close))}"
-    kinds = {type(x.value) for x in leaves if isinstance(x.value, nnx.Variable)}
-    listed = ", ".join(sorted(kind.__name__ for kind in kinds))
+    values = [leaf.value for leaf in leaves]
+    types = {type(value) for value in values if isinstance(value, nnx.Variable)}
+    listed = ", ".join(sorted(type_.__name__ for type_ in types))
     return (
         f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
         f"Variable types: {listed or 'none, as no layer is of nnx'}"

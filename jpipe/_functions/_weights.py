@@ -10,7 +10,7 @@ from ._vjp import Leaves
 
 
 def is_params(path: Any) -> bool:
-    """Whether the path of a leaf, from the layer's number on, is one of params."""
+    """True if a leaf is a parameter; its path begins with the index of its layer."""
     return getattr(path[1], "key", None) == "params"
 
 
@@ -39,6 +39,7 @@ def extend_mean(mean: jax.Array, value: jax.Array, weight: jax.Array) -> jax.Arr
     return jnp.where(value == mean, mean, both)
 
 
-def accumulate(sums: Leaves, new: Leaves) -> list[Any]:
+def accumulate(sums: Leaves, terms: Leaves) -> list[Any]:
     """Adds leaves to sums, in the precision of the sums."""
-    return [old + x.astype(old.dtype) for old, x in zip(sums, new, strict=True)]
+    pairs = zip(sums, terms, strict=True)
+    return [total + term.astype(total.dtype) for total, term in pairs]

@@ -65,11 +65,15 @@ REACHED_BY = {
 
 CHECK = [("_loss", "n / sum(sizes) for n", "0.5 for n")]
 FUNCTIONS = [
-    ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
+    ("_microbatch", "(i < remainder)", "(i >= num_microbatches - remainder)"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
     ("_vjp", "stored = [i == 2 for", "stored = [i >= 1 for"),
-    ("_weights", "[old + x.astype(old.dtype) for", "[x.astype(old.dtype) for"),
     ("_weights", "jnp.where(value == mean, mean, both)", "both"),
+    (
+        "_weights",
+        "[total + term.astype(total.dtype) for",
+        "[term.astype(total.dtype) for",
+    ),
     ("_weights", "dtype.itemsize < 4", "dtype.itemsize < 2"),
 ]
 JAXPRS = [
