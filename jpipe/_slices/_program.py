@@ -1,8 +1,11 @@
-"""The user's function as one jaxpr, and what each of its equations follows from.
+"""Traces the user's function as one jaxpr, and says which stages run each equation.
 
-Equations that follow from parameters alone, or cheaply from what a micro-batch is given
-alone, belong to no stage: each stage that reads what they make computes it. All others
-are divided among the stages.
+    (*params, *constants, *batch, microbatch index, *folded numbers)
+        -> (*loss, *loss weight, *aux, *penalty)
+
+An equation is run by one stage, by each stage that reads its results, or once per step:
+see `EqnKind`. What follows from parameters alone, or cheaply from the inputs of a
+micro-batch alone, belongs to no stage. All other equations are divided among the stages.
 """
 
 import enum
@@ -28,8 +31,9 @@ from ._folds import lifted
 
 PyTree = Any
 
-# What makes so few bytes of so few, as a key that is folded, is cheap whatever it is.
-_FEW = 1024
+# An equation with so few bytes of operands and results, such as a key that is folded, is
+# cheap whatever it computes.
+_FEW_BYTES = 1024
 _user_context = jax.make_user_context()
 OTHER_READS = (
     "the function reads other parameters, or other arrays from outside, for "
@@ -50,22 +54,22 @@ class Traced:
     """A function on micro-batches of one size.
 
     Attributes:
-      closed: its jaxpr: ``(*params, *batch, number, *numbers) -> (*loss, *weight, *aux,
-        *rest)``. The loss is that of examples; the rest are summands that depend on
-        none, if there are.
-      num_params: how many of its inputs are the same for all micro-batches: the
+      closed: its jaxpr: see the head of the file. The loss is the part that follows
+        from examples; the penalty is the sum of its other terms, if there are any.
+      num_params: the number of inputs that are the same for all micro-batches: the
         parameters, and then the arrays that the function closes over.
-      aux: specs of what it returns besides the loss.
-      constants: those arrays.
+      aux: specs of the results besides the loss.
+      constants: the arrays that the function closes over.
       has_loss: whether its first result is a loss.
-      is_weighted: whether the next is the weight by whose sum the loss is divided.
-      numbers: those that are folded into keys: see `_folds`.
-      known_kinds: what each equation is, where that is known: see `kinds`.
-      num_inputs: how many of the inputs after the parameters are those of a model.
-      num_local: how many of these inputs are not given to all stages: the first reads
-        the input of a list, the last the targets.
+      is_weighted: whether the next result is the weight by whose sum the loss is
+        divided.
+      numbers: the numbers that are folded into keys: see `_folds`.
+      known_kinds: the kinds of the equations, where they are decided: see `kinds`.
+      num_inputs: the number of inputs after the parameters that are those of a model.
+      num_local: the number of these inputs that not all stages read: the first stage
+        reads the input of a list, the last one the targets.
       is_split: whether a micro-batch is a part of a mini-batch. Where it is the whole,
-        the arrays that the function closes over may be what it computes with.
+        the function may compute with the arrays that it closes over.
     """
 
     closed: core.ClosedJaxpr
@@ -92,7 +96,7 @@ class Traced:
 
     @property
     def aux_vars(self) -> list[Any]:
-        """What is returned besides the loss and its weight."""
+        """The results besides the loss and its weight."""
         end = self._num_first + len(jax.tree.leaves(self.aux))
         return self.closed.jaxpr.outvars[self._num_first : end]
 
@@ -102,7 +106,7 @@ class Traced:
 
     @property
     def outputs(self) -> list[Any]:
-        """The loss, its weight and what is returned besides it, which stages make."""
+        """The results that stages make: the loss, its weight and aux."""
         return [*self.loss, *self.weight, *self.aux_vars]
 
     @property
@@ -122,7 +126,7 @@ class Traced:
 
     @cached_property
     def inputs(self) -> set[core.Var]:
-        """Those of them that are the input of a model."""
+        """The inputs of a micro-batch that are the input of a model."""
         return set(self.given[: self.num_inputs])
 
     @cached_property
@@ -132,21 +136,21 @@ class Traced:
 
     @cached_property
     def of_batch(self) -> set[core.Var]:
-        """All that follows from what a micro-batch brings."""
-        brought = [] if self.is_split else self.closed_over
-        return self.reached([*self.given, *brought])
+        """The variables that follow from the inputs of a micro-batch."""
+        constants = [] if self.is_split else self.closed_over
+        return self.reached([*self.given, *constants])
 
     @cached_property
     def of_params(self) -> set[core.Var]:
-        """All that follows from parameters."""
+        """The variables that follow from parameters."""
         return self.reached(self.params)
 
     def reached(self, inputs: Sequence[core.Var]) -> set[core.Var]:
-        """All that follows from some inputs, and these."""
+        """The variables that follow from some inputs, and these."""
         return _jaxpr.descendants(self.closed.jaxpr, inputs)
 
     def constant(self, atom: Any) -> core.ClosedJaxpr | None:
-        """``() -> value`` of what follows from no input; ``None`` if it follows."""
+        """The jaxpr ``() -> value`` of an atom that follows from no input, or ``None``."""
         jaxpr = self.closed.jaxpr
         computed = _jaxpr.computable_from(
             jaxpr, jaxpr.constvars, lambda eqn: not eqn.effects
@@ -159,7 +163,7 @@ class Traced:
 
     @cached_property
     def producer(self) -> dict[core.Var, int]:
-        """The number of the equation that makes each variable."""
+        """The index of the equation that makes each variable."""
         return _jaxpr.producers(self.closed.jaxpr)
 
     @cached_property
@@ -189,7 +193,7 @@ class Traced:
 
     @cached_property
     def _copied(self) -> set[core.Var]:
-        """What follows from the batch by cheap equations, without parameters."""
+        """The variables that follow from the batch by cheap equations alone."""
         jaxpr = self.closed.jaxpr
         sources = [*jaxpr.constvars, *self.given[self.num_local :]]
         if not self.is_split:
@@ -204,9 +208,9 @@ class Traced:
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
-    """Whether each stage may compute it for itself."""
+    """True if each stage may compute an equation for itself."""
     atoms = [*eqn.invars, *eqn.outvars]
-    return _cheapest.is_cheap(eqn) or sum(map(_cheapest.nbytes, atoms)) <= _FEW
+    return _cheapest.is_cheap(eqn) or sum(map(_cheapest.nbytes, atoms)) <= _FEW_BYTES
 
 
 def traced(
@@ -225,10 +229,10 @@ def traced(
       function: ``(params, *args) -> loss``, or ``(loss, aux)``.
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
-      num_stages: in about how many stages it is to be divided.
+      num_stages: the number of stages that it will be divided into, or about that.
       has_aux: whether it returns something besides the loss.
-      has_loss: whether it returns a loss; else what it returns is aux.
-      is_weighted: whether this is a pair, of a total and a weight.
+      has_loss: whether it returns a loss; else all that it returns is aux.
+      is_weighted: whether the loss is a pair, of a total and a weight.
       folds_params: whether keys among the parameters are folded too.
 
     Returns:
@@ -236,9 +240,9 @@ def traced(
       that is not scaled yet: see `_summands`.
     """
 
-    def whole(params: PyTree, args: Sequence[PyTree], number: jax.Array) -> Any:
+    def run(params: PyTree, args: Sequence[PyTree], index: jax.Array) -> Any:
         def fold(leaf: Any) -> Any:
-            return microbatch_key(leaf, number) if is_single_key(leaf) else leaf
+            return microbatch_key(leaf, index) if is_single_key(leaf) else leaf
 
         args = jax.tree.map(fold, tuple(args))
         params = jax.tree.map(fold, params) if folds_params else params
@@ -246,35 +250,54 @@ def traced(
         if not has_loss:
             return (), (), jax.tree.map(jnp.asarray, result)
         loss, aux = pair(result, "(loss, aux)") if has_aux else (result, ())
-        weight = []
+        weights = []
         if is_weighted:
-            loss, *weight = pair(loss, "(total, weight) in place of a loss")
+            loss, *weights = pair(loss, "(total, weight) in place of a loss")
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
                 f"returned {shapes(loss)}; for (loss, aux) type has_aux=True, for "
                 f"(total, weight) reduction='weighted'"
             )
-        weight = [as_weight(x, loss) for x in weight]
-        return loss, weight, jax.tree.map(jnp.asarray, aux)
+        weights = [as_weight(weight, loss) for weight in weights]
+        return loss, weights, jax.tree.map(jnp.asarray, aux)
 
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    index_spec = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
-        closed, (_, _, aux) = _jaxpr.trace(whole, params, tuple(args), number)
+        closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
+    num_params = len(jax.tree.leaves(params))
     closed = _checkpoints.opened(closed, num_stages)
-    count = len(jax.tree.leaves(params))
-    closed = _with_raw_keys_folded(closed, 0 if folds_params else count)
+    closed = _with_raw_keys_folded(closed, 0 if folds_params else num_params)
     closed, numbers = lifted(closed)
+    closed, constants = _with_arrays_as_inputs(closed, num_params)
+    return Traced(
+        closed=closed,
+        num_params=num_params + len(constants),
+        aux=aux,
+        constants=constants,
+        has_loss=has_loss,
+        is_weighted=is_weighted,
+        numbers=numbers,
+    )
+
+
+def _with_arrays_as_inputs(
+    closed: core.ClosedJaxpr, num_params: int
+) -> tuple[core.ClosedJaxpr, list[Any]]:
+    """Turns arrays that a jaxpr closes over into inputs behind the parameters.
+
+    Keys and refs stay in the programs that read them.
+
+    Returns:
+      The jaxpr, and the arrays.
+    """
     jaxpr = closed.jaxpr
-    # Keys and refs stay in the programs that read them.
-    pairs = [*zip(jaxpr.constvars, closed.consts, strict=True)]
-    arrays = {var: value for var, value in pairs if _is_array(value)}
-    others = {var: value for var, value in pairs if var not in arrays}
-    invars = [*jaxpr.invars[:count], *arrays, *jaxpr.invars[count:]]
-    jaxpr = jaxpr.replace(constvars=[*others], invars=invars)
-    closed, constants = core.ClosedJaxpr(jaxpr, [*others.values()]), [*arrays.values()]
-    kind = has_loss, is_weighted
-    return Traced(closed, count + len(constants), aux, constants, *kind, numbers)
+    constants = [*zip(jaxpr.constvars, closed.consts, strict=True)]
+    arrays = {var: value for var, value in constants if _is_array(value)}
+    kept = {var: value for var, value in constants if var not in arrays}
+    invars = [*jaxpr.invars[:num_params], *arrays, *jaxpr.invars[num_params:]]
+    jaxpr = jaxpr.replace(constvars=[*kept], invars=invars)
+    return core.ClosedJaxpr(jaxpr, [*kept.values()]), [*arrays.values()]
 
 
 def _is_array(constant: Any) -> bool:
@@ -283,65 +306,77 @@ def _is_array(constant: Any) -> bool:
 
 
 def with_equal_arrays(programs: Mapping[int, Traced]) -> Mapping[int, Traced]:
-    """Programs of several sizes, which close over equal arrays, in the same order.
+    """Programs that close over equal arrays, in the same order.
+
+    Args:
+      programs: the programs by the sizes of their micro-batches.
 
     Raises:
-      ValueError: if they do not, but for arrays of NumPy, which are put inside.
+      ValueError: if they close over others, but for arrays of NumPy, which become
+        constants of the programs.
     """
     if _have_equal_arrays([*programs.values()]):
         return programs
-    found = {size: _with_numpy_inside(one) for size, one in programs.items()}
-    if not _have_equal_arrays([*found.values()]):
+    programs = {
+        size: _with_numpy_as_constants(program) for size, program in programs.items()
+    }
+    if not _have_equal_arrays([*programs.values()]):
         raise ValueError(OTHER_READS)
-    return found
+    return programs
 
 
 def _have_equal_arrays(programs: Sequence[Traced]) -> bool:
-    first, *others = (one.constants for one in programs)
-    return all(len(own) == len(first) for own in others) and all(
+    first, *others = [program.constants for program in programs]
+    return all(_are_equal(first, constants) for constants in others)
+
+
+def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """True if two lists hold equal arrays."""
+    return len(first) == len(second) and all(
         a is b or np.array_equal(a, b, equal_nan=is_inexact(a))
-        for own in others
-        for a, b in zip(first, own, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _with_numpy_inside(program: Traced) -> Traced:
-    """The same, with the arrays of NumPy in the programs that read them."""
-    jaxpr, first = program.closed.jaxpr, program.num_params - len(program.constants)
-    hoisted = jaxpr.invars[first : program.num_params]
-    pairs = [*zip(hoisted, program.constants, strict=True)]
-    inner = {var: array for var, array in pairs if isinstance(array, np.ndarray)}
+def _with_numpy_as_constants(program: Traced) -> Traced:
+    """The program with arrays of NumPy as constants, and not as inputs."""
+    jaxpr = program.closed.jaxpr
+    arrays = [*zip(program.closed_over, program.constants, strict=True)]
+    numpy_arrays = {
+        var: array for var, array in arrays if isinstance(array, np.ndarray)
+    }
     jaxpr = jaxpr.replace(
-        constvars=[*jaxpr.constvars, *inner],
-        invars=[var for var in jaxpr.invars if var not in inner],
+        constvars=[*jaxpr.constvars, *numpy_arrays],
+        invars=[var for var in jaxpr.invars if var not in numpy_arrays],
     )
+    consts = [*program.closed.consts, *numpy_arrays.values()]
     return replace(
         program,
-        closed=core.ClosedJaxpr(jaxpr, [*program.closed.consts, *inner.values()]),
-        num_params=program.num_params - len(inner),
-        constants=[array for var, array in pairs if var not in inner],
+        closed=core.ClosedJaxpr(jaxpr, consts),
+        num_params=program.num_params - len(numpy_arrays),
+        constants=[array for var, array in arrays if var not in numpy_arrays],
     )
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJaxpr:
-    """The same, where an input that is wrapped as a key is folded as typed ones are.
+    """Folds the micro-batch's index into raw keys, where these are wrapped.
 
     Args:
-      closed: the jaxpr.
-      first: the number of the first such input.
+      closed: the jaxpr; its last input is the index.
+      first: the index of the first input that may be such a key.
     """
     # Inputs, and what hands them on to the next stage.
     inputs = _jaxpr.descendants(
         closed.jaxpr, closed.jaxpr.invars[first:], lambda eqn, _: _marks.is_mark(eqn)
     )
-    raw = {
+    wraps = {
         id(eqn)
         for eqn in closed.jaxpr.eqns
         if eqn.primitive.name == "random_wrap"
         and eqn.invars[0] in inputs
         and is_single_key(eqn.outvars[0].aval)
     }
-    if not raw:
+    if not wraps:
         return closed
 
     def run(*args: Any) -> list[Any]:
@@ -350,7 +385,7 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
             return [microbatch_key(key, args[-1])]
 
         def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-            return functools.partial(folded, eqn) if id(eqn) in raw else None
+            return functools.partial(folded, eqn) if id(eqn) in wraps else None
 
         return _jaxpr.evaluate(closed, args, rule)
 
@@ -375,7 +410,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def is_single_key(leaf: Any) -> bool:
-    """Whether a leaf is one typed random key."""
+    """True if a leaf is a single typed random key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.shape == ()
 
 
