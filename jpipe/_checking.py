@@ -9,7 +9,7 @@ import jax
 
 from ._check._layers import Checking
 from ._check._report import CheckReport, check_microbatch_sizes
-from ._functions import _microbatch, _remat
+from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._instructions import _transfer
 from ._instructions._transfer import OnPaper
@@ -18,11 +18,11 @@ from ._layers._sequence import Sequential
 from ._layers._stage import fuse
 from ._pipelined_model import PipelinedModel
 from ._run import _variables
-from ._run._pipe import Pipe
 from ._slices import _arguments, _model_functions
-from ._slices._division import ByLayer
+from ._slices._config import PipelineConfig
 from ._slices._join import MEAN, SUM
 from ._slices._model import Model
+from ._slices._partition import Partition
 from ._slices._sliced import Sliced
 from .schedules import gpipe
 
@@ -54,9 +54,9 @@ def checked(
       tolerance: how far numbers may be apart.
       microbatch_sizes: how many examples each micro-batch has.
     """
-    model, division = pipelined.model, pipelined.division
+    model, partition = pipelined.model, pipelined.partition
     entries = model.entries(variables)
-    if len({device.process_index for device in division.places}) > 1:
+    if len({device.process_index for device in partition.places}) > 1:
         raise ValueError(
             "what several processes have cannot be checked in one of them; check "
             "jpipe.sequential of the same layers, in one process"
@@ -69,7 +69,7 @@ def checked(
     specs = [*map(_microbatch.specs, given, names)]
     x_axes, target_axes = _arguments.axes_of(axes[:2], specs, names)
     count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
-    number = division.num_microbatches * division.num_shards
+    number = partition.num_microbatches * partition.num_shards
     microbatch = -(-count // number)
     if microbatch_sizes is None:
         microbatch_sizes = _sizes(count, microbatch)
@@ -78,7 +78,7 @@ def checked(
     _variables.check_alive(jax.tree.leaves(variables))
     own = _apart(pipelined, entries, x, rngs, train)
     is_known = pipelined.num_stages is not None
-    first = pipelined.pipe.devices[0] if is_known else division.devices[0]
+    first = pipelined.pipe.devices[0] if is_known else partition.config.ranks[0]
     with jax.default_device(_transfer.one_of(first)):
         checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
         found = [checking.layer(i, *given) for i, given in enumerate(own[:-1])]
@@ -129,13 +129,16 @@ def _apart(
     """Each layer behind those whose variables it reads, and the variables of these."""
     layers, number = pipelined.model.layers, len(entries)
     stage_of_layer = pipelined.model.stage_of_layer
-    schedule = gpipe(number, 1)
-    ranks = tuple(OnPaper(rank) for rank in range(number))
-    one_each = fuse(layers, [1] * number)
-    own = Pipe(one_each, ranks, schedule, _remat.per_stage("none", number))
-    model = Model(layers, pipelined.model.axes, own.stage_of_layer)
+    config = PipelineConfig(
+        num_microbatches=1,
+        ranks=[OnPaper(rank) for rank in range(number)],
+        schedule=gpipe(number, 1),
+        remat="none",
+    )
+    partition = Partition(config, fuse(layers, [1] * number))
+    model = Model(layers, pipelined.model.axes, partition.stage_of_layer)
     work = _model_functions.forward(model, train=train)
-    stages = Sliced(work, ByLayer(own)).divided(tuple(entries), (x, rngs)).stages
+    stages = Sliced(work, partition).divided(tuple(entries), (x, rngs)).stages
     entry_of = [i for i, own in enumerate(entries) for _ in jax.tree.leaves(own)]
     found = []
     for i in range(number):

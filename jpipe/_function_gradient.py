@@ -17,7 +17,7 @@ from ._report import Report, compiled
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _arguments, _checked, _join
-from ._slices._division import Division
+from ._slices._partition import Partition
 from ._slices._results import Results
 from ._slices._sliced import Sliced, Work
 from .planning._describe import describe, of_function
@@ -33,7 +33,7 @@ class FunctionGradient(OwnLoop):
 
     Args:
       function: the loss function.
-      division: in which stages it is divided.
+      partition: in which stages it is divided.
       argnums: which argument is the parameters, or which ones are.
       has_aux: whether it returns something besides the loss.
       aux_axes: on which axes that is joined.
@@ -45,7 +45,7 @@ class FunctionGradient(OwnLoop):
     def __init__(
         self,
         function: Callable[..., Any],
-        division: Division,
+        partition: Partition,
         *,
         argnums: int | Sequence[int],
         has_aux: bool,
@@ -54,9 +54,13 @@ class FunctionGradient(OwnLoop):
         reduction: str,
         trainable: Trainable,
     ) -> None:
-        self._function, self._division, self._reduction = function, division, reduction
+        self._function, self._partition, self._reduction = (
+            function,
+            partition,
+            reduction,
+        )
         self._has_aux, self._trainable = has_aux, trainable
-        self._places, self._in_axes = division.places, in_axes
+        self._places, self._in_axes = partition.places, in_axes
         self._is_one = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 
@@ -72,7 +76,7 @@ class FunctionGradient(OwnLoop):
             reduction=reduction,
             check=_FixedNumbers(self._argnums),
         )
-        self._sliced = Sliced(self._work, division, self._trained)
+        self._sliced = Sliced(self._work, partition, self._trained)
         self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
 
     @outside_of_meshes
@@ -169,7 +173,7 @@ class FunctionGradient(OwnLoop):
         params, trees = self._apart((params, *args), kwargs)
         return _checked.check(
             self._work,
-            self._division,
+            self._partition,
             self._trained,
             params,
             trees,
@@ -221,7 +225,7 @@ class FunctionGradient(OwnLoop):
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
         return (
-            f"<jpipe.value_and_grad: {name}, {self._division.num_microbatches} "
+            f"<jpipe.value_and_grad: {name}, {self._partition.num_microbatches} "
             f"micro-batches, reduction {self._reduction!r}>"
         )
 

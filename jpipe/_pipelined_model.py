@@ -22,9 +22,9 @@ from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices import _model_functions
 from ._slices._built import Built, Layout
-from ._slices._division import ByLayer, Division
 from ._slices._initial import Initial, strong
 from ._slices._model import Model
+from ._slices._partition import Partition
 from ._slices._sliced import Sliced, Work
 from ._train._gradients import Gradients
 from ._variable_checks import VariableChecks
@@ -42,20 +42,20 @@ class PipelinedModel:
 
     Args:
       model: the model.
-      division: in which stages it runs.
+      partition: in which stages it runs.
 
     Attributes:
       model: likewise.
-      division: likewise.
+      partition: likewise.
       checks: the checks of its variables.
       places: the devices, each once.
     """
 
-    def __init__(self, model: Model, division: Division | ByLayer) -> None:
+    def __init__(self, model: Model, partition: Partition) -> None:
         self.model = model
-        self.division = division
-        self.checks = VariableChecks(model, division)
-        self.places = division.places
+        self.partition = partition
+        self.checks = VariableChecks(model, partition)
+        self.places = partition.places
         # train -> the forward pass
         self._forwards = {
             train: self._pipelined(_model_functions.forward(model, train=train))
@@ -68,12 +68,12 @@ class PipelinedModel:
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a mini-batch."""
-        return self.division.num_microbatches
+        return self.partition.num_microbatches
 
     @property
     def num_stages(self) -> int | None:
         """The number of stages, once it is known."""
-        return self.division.count
+        return self.partition.num_stages
 
     @cached_property
     def pipe(self) -> Pipe:
@@ -84,7 +84,7 @@ class PipelinedModel:
         """
         if self.num_stages is None:
             raise ValueError(UNKNOWN)
-        return self.division.pipe(self.num_stages)
+        return self.partition.placement(self.num_stages)
 
     def feed(self) -> Feed:
         """Returns what tells this process of mini-batches that others are given."""
@@ -120,7 +120,7 @@ class PipelinedModel:
 
     def _layout_of_list(self, specs: PyTree) -> Layout:
         """Returns where the variables of a list are, of which nothing was divided."""
-        owner_stages = self.division.owners(specs) or []
+        owner_stages = self.partition.owner_stages(specs) or []
         return Layout(
             self.pipe,
             specs,
@@ -181,7 +181,7 @@ class PipelinedModel:
     def _pipelined(self, work: Work, *marks: Any) -> Sliced:
         """Returns a function in stages, which checks its variables first."""
         work = replace(work, check=self.checks.check_call, explain=self.checks.explain)
-        return Sliced(work, self.division, *marks)
+        return Sliced(work, self.partition, *marks)
 
     # ---------------------------------------------------------------------- variables
 
@@ -202,7 +202,7 @@ class PipelinedModel:
         self.look_again()
         given_entries = given or [None] * len(self.model.layers)
         initial = self.model.initial(
-            self.model.sample(x, self.division),
+            self.model.sample(x, self.partition),
             [{} if entry is None else entry for entry in given_entries],
             key,
         )
@@ -296,7 +296,7 @@ class PipelinedModel:
           ValueError: if it is not known, and there is no input.
         """
         self.model.entries(variables)
-        if x is None and self.division.owners(variables) is None:
+        if x is None and self.partition.owner_stages(variables) is None:
             raise ValueError(
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"

@@ -218,22 +218,23 @@ def _check_shards(ranks: Sequence[Device]) -> None:
                 )
 
 
-def warn_of_idle(devices: Any, schedule: Schedule) -> None:
+def warn_of_idle(ranks: Sequence[Device], schedule: Schedule) -> None:
     """Warns of devices that are idle though each stage could have its own.
 
     Args:
-      devices: as for `choose_devices`.
+      ranks: the device of each rank that there could be.
       schedule: that of a name or a builder.
     """
-    count = len(dict.fromkeys(jax.devices() if devices is None else _ranks(devices)))
-    stages, ranks = schedule.num_stages, schedule.num_ranks
-    if ranks < stages <= count:
-        each, idle = stages // ranks, count - ranks
+    count = len(dict.fromkeys(ranks))
+    stages, num_ranks = schedule.num_stages, schedule.num_ranks
+    if num_ranks < stages <= count:
+        each, idle = stages // num_ranks, count - num_ranks
         warn(
             f"{schedule.name} runs {each} stages per rank: {stages} stages make "
-            f"{ranks} rank{'s' * (ranks > 1)}, {idle} of {count} devices are idle; "
+            f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {idle} of {count} "
+            f"devices are idle; "
             f"give balance= {each * count} entries, or, if that is meant, "
-            f"devices=jax.devices()[:{ranks}]"
+            f"devices=jax.devices()[:{num_ranks}]"
         )
 
 
@@ -241,7 +242,8 @@ def ranks(devices: Any) -> Sequence[Device]:
     """Returns the devices of all ranks that there could be.
 
     Args:
-      devices: as for `choose_devices`.
+      devices: one device per rank, or a mesh with those of each rank along the axis
+        ``stage``; ``None`` means `jax.devices`.
 
     Raises:
       ValueError: if meshes of ranks do not go together.
@@ -267,33 +269,3 @@ def ranks(devices: Any) -> Sequence[Device]:
             f"devices=jax.devices()[:{len(given)}]"
         )
     return given
-
-
-def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
-    """Returns the device of each rank.
-
-    Args:
-      devices: one device per rank, or a mesh with those of each rank along the axis
-        ``stage``; surplus ones are left idle; ``None`` means `jax.devices`.
-      schedule: who runs which stage.
-
-    Raises:
-      ValueError: if there are fewer devices than ranks.
-      TypeError: if an entry is not a device.
-    """
-    given, needed = ranks(devices), schedule.num_ranks
-    if len(given) >= needed:
-        return tuple(given[:needed])
-    what = "stages" if schedule.num_stages == needed else "ranks"
-    fewer = "take fewer stages (balance= of layers, num_stages= of a model)"
-    if isinstance(devices, Mesh):
-        raise ValueError(
-            f"{needed} {what} need a mesh of at least as many along {_STAGE!r}, which "
-            f"has {len(given)}; {fewer}, or give a longer mesh"
-        )
-    raise ValueError(
-        f"{needed} {what} need {needed} devices, there are {len(given)}; repeat "
-        f"devices, as in devices=[jax.devices()[i % {max(len(given), 1)}] for i in "
-        f"range({needed})], {fewer}, or, on CPU, make more devices at the start of the "
-        f"program with jax.config.update('jax_num_cpu_devices', {needed})"
-    )

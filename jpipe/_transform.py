@@ -7,17 +7,17 @@ import jax
 from jax.sharding import Mesh
 
 from . import _setup
+from ._config import configure
 from ._functions._batch import Axes
 from ._instructions._transfer import Device
 from ._layers._layer import adapt_layers, is_model
-from ._layers._stage import check_balance, fuse
-from ._options import Options
+from ._layers._stage import fuse
 from ._pipeline import Pipeline
 from ._pipelined_model import PipelinedModel
 from ._processes._start import check_joined
 from ._run import _param_sharding
-from ._slices._division import ByLayer
 from ._slices._model import Model
+from ._slices._partition import Partition
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
 
@@ -141,7 +141,9 @@ def pipeline(
             f"num_stages={num_stages} is for one model that is divided by itself; "
             f"{instead}"
         )
-    options = Options(
+    config = configure(
+        plan=plan,
+        layers=None if is_one else layers,
         num_microbatches=num_microbatches,
         num_stages=num_stages,
         devices=devices,
@@ -153,19 +155,15 @@ def pipeline(
         remat=remat,
         balance=balance,
     )
-    options = options.planned(plan, None if is_one else layers).checked()
+    groups = None if config.balance is None else fuse(layers, config.balance)
+    partition = Partition(config, groups, is_lasting=is_one)
     axes = Axes(in_axes, target_axes, out_axes)
-    forecast = getattr(plan, "forecast", None)
-    if is_one:
-        division = options.division(is_lasting=True)
-        return Pipeline(PipelinedModel(Model(layers, axes), division), forecast)
-    groups = fuse(layers, check_balance(options.balance, len(layers)))
-    pipe = options.division(len(groups)).pipe(len(groups), groups)
-    if replicas is None and not isinstance(options.schedule, Schedule):
-        _setup.warn_of_idle(options.devices, pipe.schedule)
-    model = Model(layers, axes, pipe.stage_of_layer)
-    division = ByLayer(pipe, options.planned_shapes)
-    return Pipeline(PipelinedModel(model, division), forecast)
+    model = Model(layers, axes, partition.stage_of_layer)
+    pipelined = PipelinedModel(model, partition)
+    is_chosen = isinstance(config.schedule, Schedule) or replicas is not None
+    if groups is not None and not is_chosen:
+        _setup.warn_of_idle(config.ranks, pipelined.pipe.schedule)
+    return Pipeline(pipelined, getattr(plan, "forecast", None))
 
 
 def sequential(

@@ -5,13 +5,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ._config import configure
 from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
 from ._functions._trainable import Trainable
 from ._layers._layer import is_module
-from ._options import Options
 from ._processes._start import check_joined
 from ._run._param_sharding import Rule
+from ._slices._partition import Partition
 from .planning._plan import Plan
 
 
@@ -118,7 +119,9 @@ def value_and_grad(
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
-    options = Options(
+    config = configure(
+        plan=plan,
+        layers=None,
         num_microbatches=num_microbatches,
         num_stages=num_stages,
         devices=devices,
@@ -131,7 +134,7 @@ def value_and_grad(
     )
     return FunctionGradient(
         fun,
-        options.planned(plan, None).checked().division(),
+        Partition(config),
         argnums=argnums,
         has_aux=has_aux,
         aux_axes=aux_axes,

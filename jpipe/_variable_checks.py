@@ -14,9 +14,9 @@ from ._functions import _microbatch
 from ._layers._stage import shapes
 from ._run import _signature, _variables
 from ._run._recent import Recent
-from ._slices._division import ByLayer, Division
 from ._slices._initial import Initial
 from ._slices._model import Model
+from ._slices._partition import Partition
 
 PyTree = Any
 
@@ -26,15 +26,15 @@ class VariableChecks:
 
     Args:
       model: the model.
-      division: the stages that it runs in.
+      partition: the stages that it runs in.
 
     Attributes:
       specs: the variables that were seen last, as specs; ``None`` before the first.
     """
 
-    def __init__(self, model: Model, division: Division | ByLayer) -> None:
+    def __init__(self, model: Model, partition: Partition) -> None:
         self._model = model
-        self._division = division
+        self._partition = partition
         self.specs: PyTree = None
         # signature of variables -> the input that they fit, in words
         self._inputs = Recent[Any, str]()
@@ -90,7 +90,7 @@ class VariableChecks:
         return variables
 
     def _initial(self, x: PyTree, given: Sequence[PyTree] | None = None) -> Initial:
-        return self._model.initial(self._model.sample(x, self._division), given)
+        return self._model.initial(self._model.sample(x, self._partition), given)
 
     def _check(self, variables: PyTree, x: PyTree) -> Initial | None:
         """Compares variables with what the layers would make for an input.
@@ -139,9 +139,13 @@ class VariableChecks:
         """The beginning of an error on variables and an input that do not fit."""
         fitting_input = self._inputs.get(self._signature(variables))
         if fitting_input in (None, shapes(x)):
+            sample = f"x of {shapes(x)}"
+            if not self._model.is_list:
+                (first,) = self._model.sample(x, self._partition).first
+                sample = f"micro-batches of {shapes(first)}"
             return (
-                f"the variables are not those of this model for x of {shapes(x)}; one "
-                f"of the two is wrong"
+                f"the variables are not those of this model for {sample}; one of the "
+                f"two is wrong"
             )
         return (
             f"x is {shapes(x)}, and the variables fit {fitting_input}, with which they "

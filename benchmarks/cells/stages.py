@@ -22,7 +22,7 @@ from jpipe._jaxprs import _jaxpr
 from jpipe._pipelined_model import PipelinedModel
 from jpipe._run._pipe import Pipe
 from jpipe._slices._built import Built
-from jpipe._slices._division import ByLayer
+from jpipe._slices._partition import Partition
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key
@@ -41,6 +41,14 @@ class _Apart(Pipe):
         return stage
 
 
+class _PartitionApart(Partition):
+    """The same for a list of layers."""
+
+    def placement(self, num_stages: int) -> _Apart:
+        pipe = super().placement(num_stages)
+        return _Apart(*(getattr(pipe, field.name) for field in fields(Pipe)))
+
+
 def gradient_of(
     pipe: jpipe.Pipeline, loss: Callable[..., Any], x: PyTree, targets: PyTree
 ) -> Built:
@@ -55,10 +63,11 @@ def gradient_of(
     Returns:
       The mini-batch, with the rngs of a train step.
     """
-    known = pipe._pipelined.pipe
-    apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
-    layers = PipelinedModel(pipe._pipelined.model, ByLayer(apart))
-    sample = layers.model.sample(x, layers.division)
+    known = pipe._pipelined
+    layers = PipelinedModel(
+        known.model, _PartitionApart(known.partition.config, known.pipe.stages)
+    )
+    sample = layers.model.sample(x, layers.partition)
     variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
     return layers.gradients(Objective(loss), Trainable())(

@@ -22,8 +22,9 @@ from .._jaxprs import _flow
 from .._layers._half import half_key
 from .._messages import WarnOnce
 from ._built import Built
+from ._config import PipelineConfig
 from ._cuts import Cuts
-from ._division import Division
+from ._partition import Partition
 from ._program import is_single_key, pair
 from ._sliced import Sliced, Work
 
@@ -48,7 +49,7 @@ class _Computed:
 
 def check(
     work: Work,
-    division: Division,
+    partition: Partition,
     trained: Callable[[PyTree], list[bool]],
     params: PyTree,
     args: Sequence[PyTree],
@@ -60,7 +61,7 @@ def check(
 
     Args:
       work: the loss function.
-      division: the stages that it is divided into by a call.
+      partition: the stages that it is divided into by a call.
       trained: ``specs of params -> one bool per leaf``; True if it has a gradient.
       params: the parameters.
       args: the rest of a mini-batch.
@@ -68,7 +69,7 @@ def check(
       tolerance: the largest difference that passes.
     """
     args = jax.tree.map(_without_chance, tuple(args))
-    batch = _splittable_batch(work, division, args)
+    batch = _splittable_batch(work, partition, args)
     count = sum(batch.sizes)
     if microbatch_sizes is None:
         first = max(1, count // 3)
@@ -80,7 +81,7 @@ def check(
     with jax.default_matmul_precision("highest"):
         programs: list[Built] = []
         for own_sizes in ((count,), sizes):
-            function = Sliced(loss, _one_stage(division, len(own_sizes)), trained)
+            function = Sliced(loss, _one_stage(partition, len(own_sizes)), trained)
             own_batch = replace(batch, sizes=own_sizes)
             programs.append(function.of_batch(params, own_batch))
         if programs[0].pipe.copies is not None:
@@ -133,32 +134,33 @@ def _without_aux(work: Work) -> Work:
     return replace(work, function=loss, has_aux=False, joins=lambda _: [])
 
 
-def _one_stage(division: Division, num_microbatches: int) -> Division:
+def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
     """One stage on the first device, wherever a call divides the function."""
-    device = one_of(division.devices[0])
-    one_stage = Division(
+    config = PipelineConfig(
         num_microbatches=num_microbatches,
+        ranks=[one_of(partition.config.ranks[0])],
         num_stages=1,
-        devices=(device,),
-        choose=lambda _: (device,),
         schedule="gpipe",
         remat="none",
         cuts=Cuts.none(about=1),
     )
+    one_stage = Partition(config)
     one_stage.warnings = WarnOnce(is_muted=True)  # a call gives all warnings
     return one_stage
 
 
-def _splittable_batch(work: Work, division: Division, args: Sequence[PyTree]) -> Batch:
+def _splittable_batch(
+    work: Work, partition: Partition, args: Sequence[PyTree]
+) -> Batch:
     """The mini-batch, which need not be split by a call.
 
     Raises:
       ValueError: if it cannot be split.
     """
     try:
-        batch = Sliced(work, _one_stage(division, 2)).batch(args, few=True)
+        batch = Sliced(work, _one_stage(partition, 2)).batch(args, few=True)
     except ValueError as error:
-        if division.num_microbatches == 1:
+        if partition.num_microbatches == 1:
             error.add_note(
                 "with num_microbatches=1 nothing is split, as it need not be: then "
                 "there is nothing that check could compare"

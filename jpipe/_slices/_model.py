@@ -28,8 +28,8 @@ from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from .._run._recent import Recent
 from . import _arguments, _marks
-from ._division import ByLayer, Division
 from ._initial import Initial
+from ._partition import Partition
 from ._stages import Stages
 
 PyTree = Any
@@ -145,19 +145,19 @@ class Model:
             )
         return shardings
 
-    def sample(self, x: PyTree, division: Division | ByLayer) -> Batch:
+    def sample(self, x: PyTree, partition: Partition) -> Batch:
         """Returns an input from which variables are made, as a mini-batch.
 
         Args:
           x: the input; it may have few examples.
-          division: how many micro-batches and shards it is split in, if it can be.
+          partition: how many micro-batches and shards it is split in, if it can be.
         """
         return _arguments.batch(
             [x],
             (self.axes.in_axes,),
             ["x"],
-            num_microbatches=division.num_microbatches,
-            num_shards=division.num_shards,
+            num_microbatches=partition.num_microbatches,
+            num_shards=partition.num_shards,
             few=True,
         )
 

@@ -5,7 +5,7 @@
 
 An equation is run by one stage, by each stage that reads its results, or once per step:
 see `EqnKind`. What follows from parameters alone, or cheaply from the inputs of a
-micro-batch alone, belongs to no stage. All other equations are divided among the stages.
+micro-batch alone, belongs to no stage. All other equations are divided among stages.
 """
 
 import enum
@@ -31,8 +31,8 @@ from ._folds import lifted
 
 PyTree = Any
 
-# An equation with so few bytes of operands and results, such as a key that is folded, is
-# cheap whatever it computes.
+# An equation with so few bytes of operands and results, such as a key that is folded,
+# is cheap whatever it computes.
 _FEW_BYTES = 1024
 _user_context = jax.make_user_context()
 OTHER_READS = (
@@ -150,7 +150,7 @@ class Traced:
         return _jaxpr.descendants(self.closed.jaxpr, inputs)
 
     def constant(self, atom: Any) -> core.ClosedJaxpr | None:
-        """The jaxpr ``() -> value`` of an atom that follows from no input, or ``None``."""
+        """The jaxpr ``() -> value`` of an atom, or ``None`` if it follows from inputs."""
         jaxpr = self.closed.jaxpr
         computed = _jaxpr.computable_from(
             jaxpr, jaxpr.constvars, lambda eqn: not eqn.effects

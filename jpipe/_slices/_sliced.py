@@ -27,9 +27,9 @@ from . import (
 )
 from ._built import Built, Layout
 from ._cuts import Cuts
-from ._division import ByLayer, Division
 from ._join import Join
 from ._model import Model
+from ._partition import Partition
 from ._program import Traced
 from ._results import Results
 from ._stages import Stages
@@ -114,17 +114,17 @@ class Sliced:
 
     Args:
       work: what is computed.
-      division: in which stages.
+      partition: in which stages.
       trained: of specs of the parameters whether each leaf has a gradient.
     """
 
     def __init__(
         self,
         work: Work,
-        division: Division | ByLayer,
+        partition: Partition,
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
     ) -> None:
-        self._work, self._division, self._trained = work, division, trained
+        self._work, self._partition, self._trained = work, partition, trained
         self._known = Recent[Any, Built]()
         # What was built last, without a whole mini-batch if there was none yet.
         self.last: Built | None = None
@@ -161,16 +161,16 @@ class Sliced:
             than a plan is of.
         """
         self._check_planned(params)
-        division, count = self._division, len(jax.tree.leaves(params))
-        if division.owners(params) is None:
+        partition, count = self._partition, len(jax.tree.leaves(params))
+        if partition.owner_stages(params) is None:
             self.last = self.last or self.divided(params, args)
-        owners = division.owners(params) or []
+        owners = partition.owner_stages(params) or []
         if len(owners) != count:
             raise ValueError(
                 f"the variables have {count} arrays, those of the model {len(owners)}; "
                 f"give a tree such as init makes"
             )
-        pipe = division.pipe(division.count or 1)
+        pipe = partition.placement(partition.num_stages or 1)
         return [*zip(owners, self._work.shardings(pipe, params, owners), strict=True)]
 
     def divided(self, params: PyTree, args: Sequence[PyTree]) -> Built:
@@ -195,7 +195,7 @@ class Sliced:
           args: the arguments.
           few: see `_arguments.batch`.
         """
-        work, division = self._work, self._division
+        work, partition = self._work, self._partition
         names, in_axes = work.names, work.in_axes
         if work.model is None:
             *by_position, keywords = args
@@ -207,8 +207,8 @@ class Sliced:
             args,
             in_axes,
             names,
-            num_microbatches=division.num_microbatches,
-            num_shards=division.num_shards,
+            num_microbatches=partition.num_microbatches,
+            num_shards=partition.num_shards,
             few=few,
         )
 
@@ -233,7 +233,7 @@ class Sliced:
     def _in_stages(
         self, call: _Call, runs: bool
     ) -> tuple[Pipe, Stages, Layout, Cuts | None]:
-        division, sizes = self._division, call.batch.sizes
+        partition, sizes = self._partition, call.batch.sizes
         programs = self._traced(call)
         state = State()
         if writes := self._work.writes:
@@ -246,18 +246,18 @@ class Sliced:
                 programs[n] = without_the_rest(one, *writes(one, specs), state)
         self._check_planned(call.specs)
         count = len(call.trained)
-        cuts, positions = division.positions(programs, count)
-        pipe = division.pipe(len(positions[sizes[0]]) + 1)
-        known = call.trained, division.owners(call.specs) or (), state
+        cuts, positions = partition.cut(programs, count)
+        pipe = partition.placement(len(positions[sizes[0]]) + 1)
+        known = call.trained, partition.owner_stages(call.specs) or (), state
         stages = Stages(programs, positions, sizes, pipe.remat, *known)
         owner_stages, work = stages.owner_stages[:count], self._work
-        division.note(owner_stages)
+        partition.keep_owner_stages(owner_stages)
         shardings = work.shardings(pipe, call.specs, owner_stages)
         known = call.trained, work.model is not None, work.advice
         layout = Layout(pipe, call.specs, owner_stages, shardings, *known)
         tree = "variables" if work.model else "params"
         names = [f"{tree}{jax.tree_util.keystr(path)}" for path in layout.paths]
-        _stacked.check(stages, names, division.warnings)
+        _stacked.check(stages, names, partition.warnings)
         return pipe, stages, layout, cuts
 
     def _check_planned(self, specs: PyTree) -> None:
@@ -266,7 +266,7 @@ class Sliced:
         Raises:
           ValueError: with all that are of another shape.
         """
-        planned_shapes = self._division.planned_shapes
+        planned_shapes = self._partition.config.planned_shapes
         if planned_shapes is None:
             return
         params = _variables.numbers_of_params(specs, self._work.model is not None)
@@ -316,7 +316,7 @@ class Sliced:
             params,
             built,
             model=self._work.model,
-            warnings=self._division.warnings,
+            warnings=self._partition.warnings,
         )
         return built
 
@@ -371,10 +371,10 @@ class Sliced:
         whole = sum(sizes) * batch.num_shards
         programs = {}
         for n in dict.fromkeys(sizes):
-            traced = self._trace(call, n, self._division.about)
-            division = self._division
+            traced = self._trace(call, n, self._partition.num_traced_stages)
+            partition = self._partition
             closed = _meshes.on_places(
-                traced.closed, division.places, division.warnings
+                traced.closed, partition.places, partition.warnings
             )
             traced = replace(traced, closed=closed)
             if work.model:
@@ -393,4 +393,4 @@ class Sliced:
                     traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
         programs = _program.with_equal_arrays(programs)
-        return _order.late(programs, moves=self._division.moves)
+        return _order.late(programs, moves=self._partition.moves_equations)
