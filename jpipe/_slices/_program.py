@@ -150,7 +150,7 @@ class Traced:
         return _jaxpr.descendants(self.closed.jaxpr, inputs)
 
     def constant(self, atom: Any) -> core.ClosedJaxpr | None:
-        """The jaxpr ``() -> value`` of an atom, or ``None`` if it follows from inputs."""
+        """The jaxpr ``() -> value`` of an atom; ``None`` if it follows from inputs."""
         jaxpr = self.closed.jaxpr
         computed = _jaxpr.computable_from(
             jaxpr, jaxpr.constvars, lambda eqn: not eqn.effects
