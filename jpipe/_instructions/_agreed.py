@@ -85,7 +85,7 @@ def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
 def _text(function: Function) -> list[str]:
     """A function in words that are equal in all processes."""
     lines = [function.name, str(function.results)]
-    for closed in function.parts:
-        lines.append(_ADDRESS.sub("", str(closed.jaxpr)))
-        lines += map(fingerprint, closed.consts)
+    if function.closed is not None:
+        lines.append(_ADDRESS.sub("", str(function.closed.jaxpr)))
+        lines += map(fingerprint, function.closed.consts)
     return lines

@@ -109,7 +109,7 @@ def _takeable(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
     for instruction in instructions:
         if instruction.source == OUTSIDE:  # it may be an array of the user's
             continue
-        aliases = instruction.function.same if instruction.function else ()
+        aliases = instruction.function.aliases if instruction.function else ()
         for i, value in enumerate(instruction.writes):
             if i not in aliases:
                 takeable.add(value)
@@ -126,7 +126,7 @@ def _live_results(
     live: list[int] = []
     for i in range(len(function.results)):
         is_read = any(call.instruction.writes[i] in last for call in calls)
-        if is_read and i not in function.same:
+        if is_read and i not in function.aliases:
             live.append(i)
     return sorted(live, key=lambda i: on_host(function.results[i]))
 

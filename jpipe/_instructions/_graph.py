@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._jaxprs._function import Function, composed
+from .._jaxprs._function import Argument, Function, Result
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
 from ._transfer import Device
@@ -53,7 +53,6 @@ class Graph:
     _sent: dict[Value, Value] = field(default_factory=dict)
     _alike: dict[Value, dict[int, Value]] = field(default_factory=dict)
     _constants: dict[Any, Value] = field(default_factory=dict)
-    _composed: dict[Any, Function] = field(default_factory=dict)
 
     def _make(self, spec: Any, place: Place, sharding: Sharding = WHOLE) -> Value:
         if len(sharding.spec) and isinstance(device := self.devices[place], SubMesh):
@@ -119,11 +118,13 @@ class Graph:
         here = [self.at(value, place) for value in reads]
         writes: list[Value] = []
         for i, spec in enumerate(function.results):
-            at = function.same.get(i)
-            if at is None:
-                writes.append(self._make(spec, place, shardings[i]))
-            else:
-                writes.append(here[at] if at >= 0 else writes[~at])
+            match function.aliases.get(i):
+                case Argument(index):
+                    writes.append(here[index])
+                case Result(index):
+                    writes.append(writes[index])
+                case None:
+                    writes.append(self._make(spec, place, shardings[i]))
         label = label or function.name
         self.calls.append(
             Instruction(place, None, function, here, writes, label, layers, mapped)
@@ -244,26 +245,6 @@ class Graph:
         for key, value in values.items():
             keys.setdefault(self.places[value], []).append(key)
         return keys
-
-    def fuse(self) -> None:
-        """Makes one call of the last two, which run in one place."""
-        second, first = self.calls.pop(), self.calls.pop()
-        assert (first.place, first.mapped) == (second.place, second.mapped)
-        # What the first hands on as it came is an argument of both.
-        number = {value: ~i for i, value in enumerate(first.writes)}
-        number |= {value: i for i, value in enumerate(first.reads)}
-        reads = list(first.reads)
-        for value in second.reads:
-            if value not in number:
-                number[value] = len(reads)
-                reads.append(value)
-        wires = tuple(number[value] for value in second.reads)
-        parts: Any = first.function, second.function, len(first.reads), wires
-        if parts not in self._composed:
-            self._composed[parts] = composed(*parts)
-        second.function, second.reads = self._composed[parts], reads
-        second.writes = [*first.writes, *second.writes]
-        self.calls.append(second)
 
     def crosses(self, instruction: Instruction) -> bool:
         """Whether it is a move from one process to another."""

@@ -12,6 +12,24 @@ from . import _constraints, _jaxpr
 Leaves = Sequence[Any]
 
 
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a function, by its index."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result of a function, by its index."""
+
+    index: int
+
+
+# Where a value comes from.
+Source = Argument | Result
+
+
 @dataclass(frozen=True, eq=False)
 class Function:
     """A function of flat leaves; its calls in one place share a compiled program.
@@ -20,24 +38,21 @@ class Function:
       name: how profiles call it.
       run: ``run(*leaves) -> leaves``, which JAX can trace.
       results: the specs of its results.
-      same: results for which no array is made, by position: as argument ``i`` came;
-        or, as ``~i``, what result ``i`` is. Two names of one array could both be
-        donated.
+      aliases: result index -> the argument, or the earlier result, that it is. No array
+        is made for it: two names of one array could both be donated.
       has_effects: whether it is to run though nobody reads its results.
       reads: which of the arguments that it is offered it reads, and ``run`` is given;
         ``None``: all.
       closed: the jaxpr over what it reads, if it was made of one.
-      parts: the jaxprs of which it is made.
     """
 
     name: str
     run: Callable[..., Leaves]
     results: Sequence[Any]
-    same: dict[int, int] = field(default_factory=dict)
+    aliases: dict[int, Source] = field(default_factory=dict)
     has_effects: bool = False
     reads: Sequence[int] | None = None
     closed: core.ClosedJaxpr | None = None
-    parts: Sequence[core.ClosedJaxpr] = ()
 
     @classmethod
     def of(cls, name: str, closed: core.ClosedJaxpr) -> "Function":
@@ -47,29 +62,32 @@ class Function:
         reads = [i for i, yes in enumerate(live) if yes]
         invars = [closed.jaxpr.invars[i] for i in reads]
         closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=invars), closed.consts)
-        at = {var: i for i, var in enumerate(invars)}
-        same = {}
+        # variable -> the argument or the first result that it is
+        sources: dict[core.Var, Source] = {
+            var: Argument(i) for i, var in enumerate(invars)
+        }
+        aliases: dict[int, Source] = {}
         for i, var in enumerate(closed.jaxpr.outvars):
             if isinstance(var, core.Literal):
                 continue
-            if var in at:
-                same[i] = at[var]
-            at.setdefault(var, ~i)
+            if var in sources:
+                aliases[i] = sources[var]
+            else:
+                sources[var] = Result(i)
         return cls(
             name,
-            core.jaxpr_as_fun(closed),
-            closed.out_avals,
-            same,
-            bool(closed.effects),
-            reads,
-            closed,
-            (closed,),
+            run=core.jaxpr_as_fun(closed),
+            results=closed.out_avals,
+            aliases=aliases,
+            has_effects=bool(closed.effects),
+            reads=reads,
+            closed=closed,
         )
 
     @cached_property
     def has_constraints(self) -> bool:
         """Whether it holds constraints of a user's program: see `_constraints`."""
-        return any(map(_constraints.are_in, self.parts))
+        return self.closed is not None and _constraints.are_in(self.closed)
 
     @classmethod
     def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Function":
@@ -77,38 +95,42 @@ class Function:
         return cls.of(name, _jaxpr.trace(lambda *leaves: list(run(*leaves)), *specs)[0])
 
 
-def composed(
-    first: Function, second: Function, count: int, wires: tuple[int, ...]
-) -> Function:
-    """Two functions as one: what passes between them alone needs no memory.
+def compose(
+    first: core.ClosedJaxpr, second: core.ClosedJaxpr, sources: Sequence[Source | None]
+) -> core.ClosedJaxpr:
+    """Two jaxprs as one: what passes between them alone needs no memory.
 
     Args:
       first: runs first.
       second: runs after it.
-      count: how many arguments the first has.
-      wires: what each argument of the second is: an argument of both together, by its
-        position; or, as ``~i``, result ``i`` of the first.
+      sources: one per input of the second: the argument or the result of the first that
+        it is; ``None`` for an input of both together.
 
     Returns:
-      Of the arguments of the first, then those that only the second has: the results of
-      the first, then those of the second.
+      ``(*inputs of the first, *other inputs of the second) -> (*results of the first,
+      *results of the second)``.
     """
+    inputs = second.jaxpr.invars
+    atoms: dict[core.Var, Any] = {}
+    for var, source in zip(inputs, sources, strict=True):
+        if isinstance(source, Argument):
+            atoms[var] = first.jaxpr.invars[source.index]
+        elif isinstance(source, Result):
+            atoms[var] = first.jaxpr.outvars[source.index]
 
-    def run(*leaves: Any) -> list[Any]:
-        made = first.run(*leaves[:count])
-        return [*made, *second.run(*[made[~i] if i < 0 else leaves[i] for i in wires])]
+    def replaced(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)
 
-    before = len(first.results)
-    same = dict(first.same)
-    for i, at in second.same.items():
-        # A wire that is a result of the first is that of both, at the same position.
-        wire = wires[at] if at >= 0 else ~(before + ~at)
-        same[before + i] = first.same.get(~wire, wire) if wire < 0 else wire
-    return Function(
-        f"{first.name}_{second.name}",
-        run,
-        [*first.results, *second.results],
-        same,
-        first.has_effects or second.has_effects,
-        parts=(*first.parts, *second.parts),
+    eqns = [*first.jaxpr.eqns]
+    for eqn in second.jaxpr.eqns:
+        if atoms.keys() & _jaxpr.variables(eqn.invars):
+            eqn = eqn.replace(invars=[*map(replaced, eqn.invars)])
+        eqns.append(eqn)
+    jaxpr = first.jaxpr.replace(
+        constvars=[*first.jaxpr.constvars, *second.jaxpr.constvars],
+        invars=[*first.jaxpr.invars, *(var for var in inputs if var not in atoms)],
+        outvars=[*first.jaxpr.outvars, *map(replaced, second.jaxpr.outvars)],
+        eqns=eqns,
+        effects={effect for eqn in eqns for effect in eqn.effects},
     )
+    return core.ClosedJaxpr(jaxpr, [*first.consts, *second.consts])

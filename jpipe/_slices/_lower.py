@@ -1,12 +1,25 @@
-"""From a schedule and slices to a graph: who reads which variable.
+"""Lowers a schedule to a graph of calls, one for each action.
 
-Who sends what where follows from who reads what is made.
+    F(s, m):  p, x, b             -> y, residuals[s, m]
+    B(s, m):  residuals[s, m], dy -> dp, added to grads[s], and dx
+    I(s, m):  residuals[s, m], dy -> dx, more residuals[s, m]     (B in two halves)
+    W(s, m):  residuals[s, m], dy -> dp, added to grads[s]
+
+p are the weights of stage s, x the activations of earlier stages and b the leaves of
+micro-batch m that it reads. Among the residuals is all that the forward read. dy is the
+sum of the dx of the stages that read y; for the loss it is what the loss is divided by.
+A forward also adds the loss, and what it writes, such as statistics, to sums[s]. The
+last stage runs F and B, or F and I, as one call where nothing comes between them.
+
+No transfer is written here: where a value is read in another place, `Graph.at` makes a
+copy, sent as soon as the value is there.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -16,14 +29,15 @@ from .._functions._batch import Batch
 from .._functions._weights import accumulate, sum_spec
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, SubMesh
-from .._jaxprs._function import Function
+from .._jaxprs import _jaxpr
+from .._jaxprs._function import Argument, Function, Result, Source
 from .._run import _divisors, _sums
 from .._run._incoming import Incoming
 from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._functions import ResultSums, StageFunctions
 from ._once import Once
-from ._slice import Slice
 from ._stages import Stages
 from ._totals import Totals
 
@@ -72,7 +86,10 @@ class Lowering:
         # of what micro-batches write.
         self._grads: dict[tuple[int, Place], Values] = {}
         self._sums: dict[tuple[int, Place], Values] = {}
-        self._known: dict[Any, Function] = {}
+        # (number of cotangents, shape, dtype) -> the function that adds them
+        self._cotangent_sums: dict[Any, Function] = {}
+        # (stage, size of the micro-batch) -> how its results are added to the sums
+        self._known_result_sums: dict[tuple[int, int], ResultSums] = {}
         self._names = [str(stage) for stage in pipe.stages]
 
     @property
@@ -119,19 +136,16 @@ class Lowering:
         """
         self._start_sums()
         self._divisor = self._known_divisor() if self._stages.divides else []
-        deferred = self._deferred()
+        joined = self._joined()
         for action in self._pipe.schedule.order():
-            cell, mode = action[1:], self._stages.mode(*action[1:])
+            cell = _cell(action)
             if action.op == FORWARD:
-                if cell not in deferred:
-                    self._forward(action, mode)
-                continue
-            if cell in deferred:
-                mode = _remat.in_one(mode, whole=action.op == BACKWARD)
-            follows = cell in deferred and action.op != WEIGHT
-            if follows:
-                self._forward(action, mode)
-            self._backward(action, mode, follows)
+                if cell not in joined:
+                    self._forward(action, self._stages.mode(*cell))
+            elif cell in joined and action.op != WEIGHT:
+                self._forward_backward(action)
+            else:
+                self._backward(action, self._mode(action, joined))
         grads, sums = (
             [
                 [known[s, place] for place in self._pipe.places_of(s)]
@@ -161,8 +175,9 @@ class Lowering:
         """The forwards of the schedule alone."""
         for action in self._pipe.schedule.order():
             if action.op == FORWARD:
-                cell = action[1:]
-                self._forward_of(action, self._stages.forward(*cell))
+                function = self._stages.forward(*_cell(action))
+                results = self._call(function, action, self._operands(*_cell(action)))
+                self._keep_outputs(action.stage, action.microbatch, results)
 
     def aux(self, count: int) -> list[Values]:
         """What each micro-batch returned besides the loss, the first so many leaves."""
@@ -180,7 +195,7 @@ class Lowering:
             return self._weights[params.index(atom)]
         return self._made[atom, m]
 
-    def _deferred(self) -> set[Cell]:
+    def _joined(self) -> set[Cell]:
         """Forwards of the last stage that run as one program with their backwards."""
         schedule, last = self._pipe.schedule, self._stages.num_stages - 1
         full = {
@@ -196,16 +211,18 @@ class Lowering:
             for rank in schedule.ranks_of[last]
         ]
         return full | {
-            action[1:]
+            _cell(action)
             for row in rows
             for action, after in itertools.pairwise(row)
-            if action.op == FORWARD and action.stage == last and after[1:] == action[1:]
+            if action.op == FORWARD
+            and action.stage == last
+            and _cell(after) == _cell(action)
         }
 
     def _does(self, action: Action) -> bool:
         if action.op == FORWARD:
             return True
-        return self._stages.does(*action[1:], action.op == WEIGHT)
+        return self._stages.does(*_cell(action), action.op == WEIGHT)
 
     def _start_sums(self) -> None:
         count, by_place = self._stages.num_stages, dict[Place, list[int]]()
@@ -259,55 +276,197 @@ class Lowering:
         reads: Values,
         shardings: Sequence[Sharding] | None = None,
     ) -> Values:
-        place = self._pipe.place(*action[1:])
-        name = self._names[action.stage]
-        given = function, place, reads, action, name
-        return self._graph.call(*given, mapped=self._is_mapped, shardings=shardings)
+        return self._graph.call(
+            function,
+            self._pipe.place(action.stage, action.microbatch),
+            reads,
+            label=action,
+            layers=self._names[action.stage],
+            mapped=self._is_mapped,
+            shardings=shardings,
+        )
 
-    def _forward_of(self, action: Action, function: Function) -> tuple[Values, Values]:
-        """What a stage reads, and what it makes of that."""
-        stage, m = cell = action[1:]
-        part = self._stages.part(*cell)
-        reads = [self._weights[i] for i in self._stages.weights(*cell)]
-        reads += [self._made[var, m] for var in part.arrives]
-        reads += self._given[stage][m]
-        results = self._call(function, action, reads)
-        made = [*part.leaves, *part.aux]
-        self._made |= {(v, m): x for v, x in zip(made, results, strict=False)}
-        return reads, results
+    def _operands(self, stage: int, m: int) -> Values:
+        """What a forward reads: weights, activations and leaves of the micro-batch."""
+        weights = [self._weights[i] for i in self._stages.weights(stage, m)]
+        activations = [self._made[v, m] for v in self._stages.part(stage, m).arrives]
+        return [*weights, *activations, *self._given[stage][m]]
+
+    def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
+        """Notes what a forward made for other stages, or for the user."""
+        part = self._stages.part(stage, m)
+        outputs = [*part.leaves, *part.aux]
+        for var, value in zip(outputs, results, strict=False):
+            self._made[var, m] = value
+
+    def _keep_forward(
+        self, action: Action, functions: StageFunctions, results: Values
+    ) -> None:
+        """Notes the results of `StageFunctions.forward_adding`."""
+        stage, m = cell = _cell(action)
+        part = self._stages.part(stage, m)
+        num_outputs = len(part.leaves) + len(part.aux)
+        num_saved = num_outputs + functions.num_residuals
+
+        self._keep_outputs(stage, m, results)
+        residuals = results[num_outputs:num_saved]
+        self._residuals[cell] = [*self._operands(stage, m), *residuals]
+        if self._sum_specs[stage]:
+            self._sums[stage, self._pipe.place(stage, m)] = results[num_saved:]
+
+    def _keep_backward(
+        self, action: Action, functions: StageFunctions, results: Values
+    ) -> None:
+        """Notes the results of `StageFunctions.backward_adding`."""
+        stage, m = cell = _cell(action)
+        num_input_grads = 0 if action.op == WEIGHT else functions.num_input_grads
+        input_grads, others = results[:num_input_grads], results[num_input_grads:]
+
+        if action.op == INPUT:
+            self._residuals[cell] += others
+        elif others:
+            self._grads[stage, self._pipe.place(stage, m)] = others
+
+        if action.op == WEIGHT:
+            return
+        arrives = self._stages.part(stage, m).arrives
+        pairs = zip(arrives, functions.arrives, strict=True)
+        differentiated = [var for var, has_gradient in pairs if has_gradient]
+        for var, value in zip(differentiated, input_grads, strict=True):
+            self._cotangents.setdefault((var, m), {})[stage] = value
 
     def _forward(self, action: Action, mode: Any) -> None:
-        cell, part = action[1:], self._stages.part(*action[1:])
-        function = self._stages.functions(*cell, mode).forward
-        reads, results = self._forward_of(action, function)
-        count = len(part.leaves) + len(part.aux)
-        self._residuals[cell] = [*reads, *results[count:]]
-        if self._sum_specs[action.stage]:
-            self._add_results(action, results[:1])
-            self._graph.fuse()
+        """A forward by itself."""
+        stage, m = _cell(action)
+        functions = self._stages.functions(stage, m, mode)
+        function = functions.forward_adding(self._result_sums(stage, m))
+        reads = [*self._operands(stage, m), *self._result_operands(stage, m)]
+        results = self._call(function, action, reads)
+        self._keep_forward(action, functions, results)
 
-    def _add_results(self, action: Action, loss: Values) -> None:
-        """Adds the loss of a micro-batch, where it is, and what it writes."""
-        stage, m = action[1:]
-        state, place = self._stages.states[stage], self._pipe.place(stage, m)
-        losses = loss * (stage == self._stages.num_stages - 1)
-        aux = self._stages.program(m).aux_vars
-        new = [self._returned(aux[i], m) for i in state.leaves]
-        share = [self._share(m, place)] if state.has_means else []
-        count, first = len(losses), len(self._sums[stage, place])
-        end = first + count + len(new)
+    def _forward_backward(self, action: Action) -> None:
+        """A forward, and the backward, or its first half, that comes right after it."""
+        stage, m = _cell(action)
+        mode = self._mode(action, {_cell(action)})
+        if not self._does(action):
+            self._forward(action, mode)
+            return
+        functions = self._stages.functions(stage, m, mode)
+        result_sums = self._result_sums(stage, m)
+        cotangents = self._received(action)
 
-        def add(*leaves: Any) -> list[Any]:
-            sums, made = leaves[:first], leaves[first:end]
-            total = accumulate(sums[:count], made[:count])
-            return [*total, *state.add(sums[count:], made[count:], *leaves[end:])]
+        function = functions.forward_backward(action.op, result_sums)
+        results = self._call(
+            function,
+            action,
+            [
+                *self._operands(stage, m),
+                *self._result_operands(stage, m),
+                *cotangents,
+                *self._grads_of(action),
+            ],
+            self._backward_shardings(action, function),
+        )
 
-        reads = [*self._sums[stage, place], *losses, *new, *share]
-        key = "add_results", stage
-        if key not in self._known:
-            specs = [self._graph.specs[value] for value in reads]
-            self._known[key] = Function.like("add_results", add, *specs)
-        self._sums[stage, place] = self._call(self._known[key], action, reads)
+        num_outputs = len(self._stages.part(stage, m).closed.jaxpr.outvars)
+        num_sums = len(self._sum_specs[stage])
+        num_forward = num_outputs + functions.num_residuals + num_sums
+        self._keep_forward(action, functions, results[:num_forward])
+        self._residuals[stage, m] += cotangents
+        self._keep_backward(action, functions, results[num_forward:])
+
+    def _backward(self, action: Action, mode: Any) -> None:
+        """A backward, or a half of one, by itself."""
+        if not self._does(action):
+            return
+        stage, m = _cell(action)
+        functions = self._stages.functions(stage, m, mode)
+        if action.op != WEIGHT:
+            self._residuals[stage, m] += self._received(action)
+
+        function = functions.backward_adding(action.op)
+        reads = [*self._residuals[stage, m], *self._grads_of(action)]
+        shardings = self._backward_shardings(action, function)
+        results = self._call(function, action, reads, shardings)
+        self._keep_backward(action, functions, results)
+
+    def _mode(self, action: Action, joined: Collection[Cell]) -> Any:
+        """What the forward stored that a backward follows."""
+        mode = self._stages.mode(*_cell(action))
+        if _cell(action) in joined:
+            return _remat.in_one(mode, whole=action.op == BACKWARD)
+        return mode
+
+    def _grads_of(self, action: Action) -> Values:
+        """The sums to which a backward adds the gradients of weights."""
+        if action.op == INPUT:
+            return []
+        return self._grads[action.stage, self._pipe.place(*_cell(action))]
+
+    def _backward_shardings(
+        self, action: Action, function: Function
+    ) -> list[Sharding] | None:
+        """The shardings of results, of which the last are sums of gradients."""
+        if not self._is_spread or action.op == INPUT:
+            return None
+        sums = self._grads_shardings[action.stage]
+        others = len(function.results) - len(sums)
+        return [*[Sharding(stacked=self._is_mapped)] * others, *sums]
+
+    def _summed(self, stage: int, m: int) -> list[Any]:
+        """What a forward adds to sums: the loss, where it is, and what it writes."""
+        program = self._stages.program(m)
+        is_last = stage == self._stages.num_stages - 1
+        losses = program.loss if is_last else []
+        written = [program.aux_vars[i] for i in self._stages.states[stage].leaves]
+        return [*losses, *written]
+
+    def _result_sums(self, stage: int, m: int) -> ResultSums | None:
+        """The function that adds these; ``None`` if there are none."""
+        key = stage, self._batch.sizes[m]
+        if self._sum_specs[stage] and key not in self._known_result_sums:
+            self._known_result_sums[key] = self._new_result_sums(stage, m)
+        return self._known_result_sums.get(key)
+
+    def _new_result_sums(self, stage: int, m: int) -> ResultSums:
+        state, sum_specs = self._stages.states[stage], self._sum_specs[stage]
+        summed = self._summed(stage, m)
+        num_losses = len(summed) - len(state.leaves)
+
+        def add(sums: list[Any], new: list[Any], share: list[Any]) -> list[Any]:
+            total = accumulate(sums[:num_losses], new[:num_losses])
+            return [*total, *state.add(sums[num_losses:], new[num_losses:], *share)]
+
+        new_specs = [_spec(atom) for atom in summed]
+        share = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        share_specs = [share] if state.has_means else []
+        closed, _ = _jaxpr.trace(add, sum_specs, new_specs, share_specs)
+
+        # variable that the stage reads or makes -> which argument or result it is
+        part = self._stages.part(stage, m)
+        reads = [*part.weights, *part.arrives, *part.given]
+        sources: dict[Any, Source] = {v: Argument(i) for i, v in enumerate(reads)}
+        outputs = [*part.leaves, *part.aux]
+        sources |= {v: Result(i) for i, v in enumerate(outputs)}
+        return ResultSums(
+            closed,
+            [
+                *[None] * len(sum_specs),
+                *[_source(atom, sources) for atom in summed],
+                *[None] * len(share_specs),
+            ],
+        )
+
+    def _result_operands(self, stage: int, m: int) -> Values:
+        """What `_result_sums` reads besides arguments and results of the forward."""
+        if (adds := self._result_sums(stage, m)) is None:
+            return []
+        place = self._pipe.place(stage, m)
+        sums = self._sums[stage, place]
+        new = zip(self._summed(stage, m), adds.sources[len(sums) :], strict=False)
+        others = [self._returned(atom, m) for atom, source in new if source is None]
+        has_means = self._stages.states[stage].has_means
+        return [*sums, *others, *([self._share(m, place)] if has_means else [])]
 
     def _share(self, m: int, place: Place) -> Value:
         """The part of the examples that a micro-batch has, of one shard."""
@@ -315,72 +474,47 @@ class Lowering:
         part = sizes[m] / sum(sizes) / self._batch.num_shards
         return self._graph.constant(np.asarray(part, jnp.result_type(float)), place)
 
-    def _function(self, name: str, run: Any, specs: Sequence[Any]) -> Function:
-        """A function of which there is one for each kind of results."""
-        key = name, *((x.shape, x.dtype) for x in specs)
-        return self._known.setdefault(key, Function(name, run, specs))
+    def _add_cotangents(self, count: int, spec: Any) -> Function:
+        """``(*cotangents) -> sum`` of so many of one spec."""
+        key = count, spec.shape, spec.dtype
+        if key not in self._cotangent_sums:
+            self._cotangent_sums[key] = Function(
+                f"add_{count}_cotangents", lambda *x: [sum(x[1:], x[0])], [spec]
+            )
+        return self._cotangent_sums[key]
 
-    def _backward(self, action: Action, mode: Any, follows: bool) -> None:
-        op, (stage, m) = action.op, action[1:]
-        cell, part = (stage, m), self._stages.part(stage, m)
-        if not self._does(action):
-            return
-        functions = self._stages.functions(stage, m, mode)
-        given, count = self._residuals[cell], functions.num_grads
-        if op != WEIGHT:
-            given = self._residuals[cell] = [*given, *self._received(part, m, action)]
-        results: list[Any]
-        if op == BACKWARD:
-            results = self._call(functions.backward, action, given)
-        elif op == INPUT:
-            results = [None] * count + self._call(functions.input_grad, action, given)
-        else:
-            results = self._call(functions.weight_grad, action, given)
-        pairs = zip(part.arrives, functions.arrives, strict=True)
-        arrives = [var for var, yes in pairs if yes]
-        back = results[count : count + len(arrives)]
-        if op == INPUT:
-            self._residuals[cell] = [*given, *results[count + len(arrives) :]]
-        elif count:
-            at = stage, self._pipe.place(stage, m)
-            reads = [*self._grads[at], *results[:count]]
-            shardings = self._grads_shardings[stage] if self._is_spread else None
-            self._grads[at] = self._call(self._adding(stage), action, reads, shardings)
-            self._graph.fuse()
-        if follows:
-            self._graph.fuse()
-        for var, value in zip(arrives, back, strict=False):
-            self._cotangents.setdefault((var, m), {})[stage] = value
-
-    def _adding(self, stage: int) -> Function:
-        """``(sums, gradients) -> sums`` of what a stage trains."""
-        if ("add_grads", stage) not in self._known:
-            specs = self._specs_of_grads(stage)
-            count = len(specs)
-
-            def add(*leaves: Any) -> list[Any]:
-                return accumulate(leaves[:count], leaves[count:])
-
-            self._known["add_grads", stage] = self._function("add_grads", add, specs)
-        return self._known["add_grads", stage]
-
-    def _received(self, part: Slice, m: int, action: Action) -> Values:
+    def _received(self, action: Action) -> Values:
         """The cotangents of what a stage made: of each the sum over its readers.
 
         Of the loss what it is divided by.
         """
         if action.stage == self._stages.num_stages - 1:
             return self._divisor
-        found = []
-        for var in part.leaves:
-            own = self._cotangents.pop((var, m))
-            terms = [own[s] for s in sorted(own, reverse=True)]
+        stage, m = _cell(action)
+        cotangents = []
+        for var in self._stages.part(stage, m).leaves:
+            of_readers = self._cotangents.pop((var, m))
+            terms = [of_readers[s] for s in sorted(of_readers, reverse=True)]
             if len(terms) > 1:
-                spec = self._graph.specs[terms[0]]
-                count = len(terms)
-                name = f"add_{count}_cotangents"
-                add = self._function(name, lambda *x: [sum(x[1:], x[0])], [spec])
-                place, mapped = self._pipe.place(*action[1:]), self._is_mapped
-                terms = self._graph.call(add, place, terms, mapped=mapped)
-            found.append(terms[0])
-        return found
+                terms = self._graph.call(
+                    self._add_cotangents(len(terms), self._graph.specs[terms[0]]),
+                    self._pipe.place(stage, m),
+                    terms,
+                    mapped=self._is_mapped,
+                )
+            cotangents.append(terms[0])
+        return cotangents
+
+
+def _cell(action: Action) -> Cell:
+    return action.stage, action.microbatch
+
+
+def _spec(atom: Any) -> Any:
+    """The spec of what a program returns, as a value of the graph."""
+    is_literal = isinstance(atom, core.Literal)
+    return _jaxpr.spec(np.asarray(atom.val) if is_literal else atom.aval)
+
+
+def _source(atom: Any, sources: Mapping[core.Var, Source]) -> Source | None:
+    return None if isinstance(atom, core.Literal) else sources.get(atom)

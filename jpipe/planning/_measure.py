@@ -154,7 +154,7 @@ class _Program:
     ) -> None:
         assert function.closed is not None
         specs = list(map(_jaxpr.spec, function.closed.in_avals))
-        used = [i for i in range(len(function.results)) if i not in function.same]
+        used = [i for i in range(len(function.results)) if i not in function.aliases]
         self.compiled = Compiled(
             function, specs, used, (), device, [0] * len(specs), function.name
         )

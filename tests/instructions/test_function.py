@@ -1,6 +1,6 @@
 """What is known of a function before it is compiled.
 
-`composed` is imported because a pipeline shows nothing of its functions but programs.
+`compose` is imported because a pipeline shows nothing of its functions but programs.
 """
 
 import jax
@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._instructions._compile import on_host
-from jpipe._jaxprs._function import composed
+from jpipe._jaxprs._function import Argument, Function, Result, compose
 
 from .graphs import ADD, BOTH, SPEC, function
+
+
+def composed(first, second, sources):
+    return Function.of("both", compose(first.closed, second.closed, sources))
 
 
 def test_reads_what_its_results_need():
@@ -29,7 +33,7 @@ def test_tells_results_that_are_no_new_arrays():
 
     made = function(run, SPEC, SPEC)
     # The second argument; the result before; the second argument again.
-    assert made.same == {0: 1, 2: ~1, 4: 1}
+    assert made.aliases == {0: Argument(1), 2: Result(1), 4: Argument(1)}
 
 
 def test_knows_what_is_on_the_host_and_what_has_effects():
@@ -45,27 +49,47 @@ def test_knows_what_is_on_the_host_and_what_has_effects():
     assert function(printing, SPEC).has_effects
 
 
-def test_composed_functions_give_the_results_of_both():
-    both = composed(BOTH, ADD, 1, (~1, 0))
+def test_composed_jaxprs_give_the_results_of_both():
+    # (x) -> (sin x, cos x), and (cos x) + x of the results and arguments of the first.
+    both = composed(BOTH, ADD, [Result(1), Argument(0)])
     x = jnp.arange(3.0)
     sine, cosine, added = both.run(x)
     np.testing.assert_array_equal(sine, jnp.sin(x))
     np.testing.assert_array_equal(cosine, jnp.cos(x))
     np.testing.assert_array_equal(added, jnp.cos(x) + x)
-    assert both.name == "both_add"
-    assert list(both.results) == [*BOTH.results, *ADD.results]
-    assert both.same == {}
+    assert len(both.results) == 3
+    assert both.aliases == {}
+
+
+def test_what_the_second_reads_besides_comes_after_the_arguments_of_the_first():
+    both = composed(BOTH, ADD, [None, Result(0)])
+    x, y = jnp.arange(3.0), jnp.ones(3)
+    np.testing.assert_array_equal(both.run(x, y)[2], y + jnp.sin(x))
 
 
 def test_what_the_second_hands_on_is_found_through_the_first():
     first = function(lambda x, y: [x, x + y, y], SPEC, SPEC)
     second = function(lambda a, b, c: [a, b, c, b + c, c + 1], *[SPEC] * 3)
-    assert first.same == {0: 0, 2: 1}
-    assert second.same == {0: 0, 1: 1, 2: 2}
+    assert first.aliases == {0: Argument(0), 2: Argument(1)}
+    assert second.aliases == {i: Argument(i) for i in range(3)}
     # Given are what the first makes, what it hands on, and an argument of its own.
-    both = composed(first, second, 2, (~1, ~0, 2))
-    assert both.same == {0: 0, 2: 1, 3: ~1, 4: 0, 5: 2}
+    both = composed(first, second, [Result(1), Result(0), None])
+    handed_on = {3: Result(1), 4: Argument(0), 5: Argument(2)}
+    assert both.aliases == first.aliases | handed_on
     twice = function(lambda a: [2 * a, 2 * a + 1], SPEC)
     again = function(lambda a: (lambda b: [b, b])(3 * a), SPEC)
-    assert again.same == {1: ~0}
-    assert composed(twice, again, 1, (~0,)).same == {3: ~2}
+    assert again.aliases == {1: Result(0)}
+    assert composed(twice, again, [Result(0)]).aliases == {3: Result(2)}
+
+
+def test_constants_and_effects_of_both_are_those_of_the_whole():
+    table = np.arange(3, dtype=np.float32)
+
+    def printing(x):
+        jax.debug.print("{}", x)
+        return [x + jnp.asarray(table)]
+
+    first = function(lambda x: [x * jnp.asarray(table)], SPEC)
+    both = composed(first, function(printing, SPEC), [Result(0)])
+    assert both.has_effects
+    np.testing.assert_array_equal(both.run(jnp.ones(3))[1], 2 * table)

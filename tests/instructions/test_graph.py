@@ -4,12 +4,11 @@ Private names are imported because a pipeline shows what it runs, not what it le
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
 
-from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf, moves
+from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, moves
 from .graphs import program as program_of
 
 
@@ -93,49 +92,3 @@ def test_equal_constants_are_one_in_a_place():
     add = function(lambda x, y: [x + y], *[graph.specs[one]] * 2)
     made = program_of(graph, graph.call(add, 0, [one, one]))
     assert float(made([])[0]) == float(made([])[0]) == 2
-
-
-class TestFuse:
-    def graphs(self, fused):
-        graph, (x, y) = arguments(2)
-        sine, cosine = graph.call(BOTH, 0, [x], "first", "a")
-        (out,) = graph.call(ADD, 0, [cosine, y], "second", "b")
-        if fused:
-            graph.fuse()
-        return program_of(graph, [sine, out])
-
-    def test_gives_the_same_numbers_in_one_call(self):
-        apart, fused = self.graphs(False), self.graphs(True)
-        assert [len(calls(made)) for made in (apart, fused)] == [2, 1]
-        given = [leaf(2), leaf(3)]
-        for expected, actual in zip(apart(given), fused(given), strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-    def test_is_what_the_second_was_and_makes_no_more_than_is_read(self):
-        (call,) = calls(self.graphs(True))
-        assert (call.label, call.layers) == ("second", "b")
-        assert call.function.name == "both_add"
-        assert len(call.writes) == 2  # the cosine passes within
-
-    def test_equal_pairs_are_one_function(self):
-        graph, (x, y) = arguments(2)
-        total = y
-        for _ in range(3):
-            (double,) = graph.call(DOUBLE, 0, [x])
-            (total,) = graph.call(ADD, 0, [total, double])
-            graph.fuse()
-        made = program_of(graph, [total])
-        assert len(calls(made)) == 3
-        assert len(made.programs) == 1
-        np.testing.assert_array_equal(made([leaf(1), leaf(0)])[0], [6] * 3)
-
-
-def test_numbers_cross_places():
-    graph, (x,) = arguments(1)
-    (double,) = graph.call(DOUBLE, 1, [x])
-    (out,) = graph.call(ADD, 0, [double, x])
-    made = program_of(graph, [out, double])
-    assert [(i.source, i.place) for i in moves(made)] == [(0, 1), (1, 0)]
-    first, second = made([leaf(1)])
-    assert (first.device, second.device) == tuple(jax.devices()[:2])
-    np.testing.assert_array_equal(first, jnp.full(3, 3.0))
