@@ -1,4 +1,4 @@
-"""Layers are run at once and in micro-batches: what `Pipeline.check` does."""
+"""Checks layers and a loss on a batch: the settings of `Pipeline.check`."""
 
 import functools
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from ._check._layers import Checking
-from ._check._report import CheckReport, check_microbatch_sizes
+from ._check._layers import LayerChecker, LayerToCheck
+from ._check._report import CheckReport, CheckResult, check_microbatch_sizes
 from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._instructions import _transfer
@@ -51,8 +51,8 @@ def checked(
       objective: the loss; ``None``: layers only.
       rngs: keys.
       train: whether layers are run as in training.
-      tolerance: how far numbers may be apart.
-      microbatch_sizes: how many examples each micro-batch has.
+      tolerance: the largest relative difference that passes.
+      microbatch_sizes: the number of examples of each micro-batch.
     """
     model, partition = pipelined.model, pipelined.partition
     entries = model.entries(variables)
@@ -64,103 +64,126 @@ def checked(
     if rngs is not None:
         _rng.check_rngs(rngs)
     _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
-    given = x, targets
-    names, axes = ("x", "targets"), model.axes
-    specs = [*map(_microbatch.specs, given, names)]
-    x_axes, target_axes = _arguments.axes_of(axes[:2], specs, names)
+
+    names = "x", "targets"
+    axes = model.axes
+    specs = [_microbatch.specs(x, "x"), _microbatch.specs(targets, "targets")]
+    in_axes = axes.in_axes, axes.target_axes
+    x_axes, target_axes = _arguments.axes_of(in_axes, specs, names)
     count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
-    number = partition.num_microbatches * partition.num_shards
-    microbatch = -(-count // number)
+    num_parts = partition.num_microbatches * partition.num_shards
+    microbatch_size = -(-count // num_parts)
     if microbatch_sizes is None:
-        microbatch_sizes = _sizes(count, microbatch)
+        microbatch_sizes = _uneven_sizes(count, microbatch_size)
     sizes = check_microbatch_sizes(microbatch_sizes, count)
+
     pipelined.checks.by_owner(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
-    own = _apart(pipelined, entries, x, rngs, train)
-    is_known = pipelined.num_stages is not None
-    first = pipelined.pipe.devices[0] if is_known else partition.config.ranks[0]
-    with jax.default_device(_transfer.one_of(first)):
-        checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
-        found = [checking.layer(i, *given) for i, given in enumerate(own[:-1])]
-        reductions = functools.partial(_reductions, axes.out_axes, microbatch)
-        found += [checking.layer(len(found), *own[-1], reductions)]
-        loss = None
+    layers = _layers_to_check(model, entries, x, rngs=rngs, train=train)
+    is_divided = pipelined.num_stages is not None
+    first_rank = pipelined.pipe.devices[0] if is_divided else partition.config.ranks[0]
+
+    results: list[CheckResult] = []
+    loss = None
+    with jax.default_device(_transfer.one_of(first_rank)):
+        checker = LayerChecker(
+            x, x_axes, sizes=sizes, rngs=rngs, train=train, tolerance=tolerance
+        )
+        for layer in layers[:-1]:
+            results.append(checker.check(layer))
+        reductions = functools.partial(_reductions, axes.out_axes, microbatch_size)
+        results.append(checker.check(layers[-1], reductions))
         if objective is not None:
-            loss = checking.loss(objective, targets, target_axes)
+            loss = checker.check_loss(objective, targets, target_axes)
     if not model.is_list:
-        found = [replace(found[0], name=f"the model ({model})")]
-    return CheckReport(sizes, tuple(found), loss)
+        results = [replace(results[0], name=f"the model ({model})")]
+    return CheckReport(sizes, tuple(results), loss)
 
 
-def _reductions(out_axes: Any, microbatch: int, outputs: PyTree) -> list[Sequence[str]]:
-    """The reductions of outputs by `Pipeline.apply`: see `Checking.layer`.
+def _layers_to_check(
+    model: Model,
+    entries: Sequence[PyTree],
+    x: PyTree,
+    *,
+    rngs: _rng.Rngs,
+    train: bool,
+) -> list[LayerToCheck]:
+    """Each layer behind those whose variables it reads, and the variables of these.
+
+    Who reads which variable is asked of a pipeline with a stage for each layer.
+    """
+    count = len(model.layers)
+    config = PipelineConfig(
+        num_microbatches=1,
+        ranks=[OnPaper(rank) for rank in range(count)],
+        schedule=gpipe(count, 1),
+        remat="none",
+    )
+    partition = Partition(config, fuse(model.layers, [1] * count))
+    stage_each = Model(model.layers, model.axes, partition.stage_of_layer)
+    function = Sliced(_model_functions.forward(stage_each, train=train), partition)
+    stages = function.divided(tuple(entries), (x, rngs)).stages
+
+    # leaf of the variables -> index of the layer in whose entry it is
+    layer_of_leaf: list[int] = []
+    for i, entry in enumerate(entries):
+        layer_of_leaf += [i] * len(jax.tree.leaves(entry))
+
+    layers: list[LayerToCheck] = []
+    for i in range(count):
+        leaves = [k for k in stages.params_of(i) if k < len(layer_of_leaf)]
+        owners = {layer_of_leaf[k] for k in leaves}  # the others are constants
+        indices = [*sorted(owners - {i}), i]
+        sequential = Sequential(
+            [model.layers[k] for k in indices],
+            [model.stage_of_layer[k] for k in indices],
+            numbers=indices,
+        )
+        layers.append(LayerToCheck(i, sequential, [entries[k] for k in indices]))
+    return layers
+
+
+def _reductions(
+    out_axes: Any, microbatch_size: int, outputs: PyTree
+) -> list[Sequence[str]]:
+    """The reductions of outputs by `Pipeline.apply`: see `LayerChecker.check`.
 
     Args:
-      out_axes: as the pipeline was given it.
-      microbatch: how many examples a micro-batch of the pipeline has.
+      out_axes: the argument of the pipeline.
+      microbatch_size: the number of examples of a micro-batch of the pipeline.
       outputs: specs of the outputs.
     """
     flat = _microbatch.flat_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
-    found: list[Sequence[str]] = []
+    reductions: list[Sequence[str]] = []
     for leaf, axis in zip(jax.tree.leaves(outputs), flat, strict=True):
         if axis is MEAN:
-            found.append(("mean",))
+            reductions.append(("mean",))
         elif axis is SUM:
-            found.append(("sum", "each"))
-        elif axis is None or _has_rows(leaf, axis, microbatch):
-            found.append(("each",))
-        else:  # which it does not join, but a loss may be a mean or a sum of it
-            found.append(("mean", "sum"))
-    return found
+            reductions.append(("sum", "each"))
+        elif axis is None or _has_rows(leaf, axis, microbatch_size):
+            reductions.append(("each",))
+        else:  # which apply does not join, but a loss may be a mean or a sum of it
+            reductions.append(("mean", "sum"))
+    return reductions
 
 
 def _has_rows(leaf: Any, axis: int, count: int) -> bool:
-    """Whether an array has so many rows on an axis."""
+    """True if an array has ``count`` rows on an axis."""
     return -leaf.ndim <= axis < leaf.ndim and leaf.shape[axis] == count
 
 
-def _apart(
-    pipelined: PipelinedModel,
-    entries: Sequence[PyTree],
-    x: PyTree,
-    rngs: _rng.Rngs,
-    train: bool,
-) -> list[tuple[Sequential, list[PyTree]]]:
-    """Each layer behind those whose variables it reads, and the variables of these."""
-    layers, number = pipelined.model.layers, len(entries)
-    stage_of_layer = pipelined.model.stage_of_layer
-    config = PipelineConfig(
-        num_microbatches=1,
-        ranks=[OnPaper(rank) for rank in range(number)],
-        schedule=gpipe(number, 1),
-        remat="none",
-    )
-    partition = Partition(config, fuse(layers, [1] * number))
-    model = Model(layers, pipelined.model.axes, partition.stage_of_layer)
-    work = _model_functions.forward(model, train=train)
-    stages = Sliced(work, partition).divided(tuple(entries), (x, rngs)).stages
-    entry_of = [i for i, own in enumerate(entries) for _ in jax.tree.leaves(own)]
-    found = []
-    for i in range(number):
-        leaves = [leaf for leaf in stages.params_of(i) if leaf < len(entry_of)]
-        read = {entry_of[leaf] for leaf in leaves}  # and no constants
-        needed = [*sorted(read - {i}), i]
-        some = [layers[k] for k in needed]
-        alone = Sequential(some, [stage_of_layer[k] for k in needed], needed)
-        found.append((alone, [entries[k] for k in needed]))
-    return found
-
-
-def _sizes(batch_size: int, microbatch: int) -> tuple[int, int]:
+def _uneven_sizes(batch_size: int, microbatch_size: int) -> tuple[int, int]:
     """Two micro-batches of different sizes, if they can be.
 
     Layers may take examples in groups: the first is as large as a micro-batch of the
     pipeline, or else even.
 
     Args:
-      batch_size: how many examples there are, two at least.
-      microbatch: how many a micro-batch of the pipeline has.
+      batch_size: the number of examples, two at least.
+      microbatch_size: the number of examples of a micro-batch of the pipeline.
     """
-    first = max(min(microbatch, batch_size // 3), min(2, batch_size // 2))
-    first -= first % 2 if 2 < first != microbatch else 0
+    first = max(min(microbatch_size, batch_size // 3), min(2, batch_size // 2))
+    is_odd = first % 2 == 1
+    if is_odd and 2 < first != microbatch_size:
+        first -= 1
     return first, batch_size - first

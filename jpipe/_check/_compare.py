@@ -1,4 +1,4 @@
-"""What is computed of a batch at once, compared with what its parts give."""
+"""Compares numbers that a batch gives at once with those of its micro-batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,24 +14,26 @@ from .._layers._tree import flat
 
 PyTree = Any
 
-# Much smaller numbers than those around them are differences of larger ones, and hold
-# the rounding errors of these. So much the largest counts at least.
-_SMALL = 1e-3
+# Small numbers may be differences of larger ones beside them, and then hold the
+# rounding errors of these: the scale is at least this fraction of the largest number.
+_SMALLEST_SCALE = 1e-3
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a batch at once and its micro-batches differ most.
+    """The largest difference between a batch at once and its micro-batches.
 
     Attributes:
-      what: what differs, such as ``"outputs"``.
-      example: the number of the example; ``None`` if it is of none.
-      at_once: the value that all examples give at once.
-      in_microbatches: the value that they give in micro-batches.
-      size: how far they are apart, in tolerances.
-      reason: what is wrong, where no values can be compared.
+      kind: ``"outputs"``, ``"state"`` or ``"gradients"``.
+      what: the array that differs, in words, such as ``"gradients by input[0]"``.
+      example: the index of the example; ``None`` if it is of none.
+      at_once: the number that all examples give at once.
+      in_microbatches: the number that they give in micro-batches.
+      size: the difference of the two, in tolerances.
+      reason: the fault, where no numbers can be compared.
     """
 
+    kind: str
     what: str
     example: int | None = None
     at_once: complex = 0.0
@@ -40,10 +42,11 @@ class Difference:
     reason: str = ""
 
     def __str__(self) -> str:
+        if self.reason:
+            return f"{self.what} {self.reason}"
         where = "" if self.example is None else f", most in example {self.example}"
-        return f"{self.what} " + (
-            self.reason
-            or f"differ{where}: {self.at_once:.6g} at once, "
+        return (
+            f"{self.what} differ{where}: {self.at_once:.6g} at once, "
             f"{self.in_microbatches:.6g} in micro-batches"
         )
 
@@ -59,7 +62,7 @@ def tolerance(dtypes: Iterable[Any]) -> float:
     of 16 bits and fewer it is four: XLA adds up in 32 bits, and rounds once.
 
     Args:
-      dtypes: those in which something is computed; the narrowest counts.
+      dtypes: the dtypes that are computed in; the narrowest counts.
     """
     floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     eps = max((float(jnp.finfo(dtype).eps) for dtype in floating), default=0.0)
@@ -67,7 +70,7 @@ def tolerance(dtypes: Iterable[Any]) -> float:
 
 
 def axis_of(whole: Any, part: Any) -> int | None:
-    """Where the examples are: the axis of two arrays that has different lengths."""
+    """The axis of the examples: the one in which two arrays have other lengths."""
     pairs = zip(whole.shape, part.shape, strict=False)
     return next((i for i, (n, m) in enumerate(pairs) if n != m), None)
 
@@ -78,106 +81,131 @@ def floating(tree: PyTree, axes: Sequence[int | None]) -> list[int | None]:
     return [axis for leaf, axis in pairs if is_inexact(leaf)]
 
 
-def joined(what: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
-    """What micro-batches give, as that of all examples.
+def join(kind: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
+    """Joins the results of micro-batches along their examples.
 
     Args:
-      what: what it is, for the message.
-      whole: specs of what all examples give at once.
-      parts: what each micro-batch gives.
+      kind: see `Difference`.
+      whole: specs of the results of all examples at once.
+      parts: the results of each micro-batch.
 
     Returns:
-      Arrays; what has no axis of examples, of each micro-batch along a new first axis.
+      Arrays; those without an axis of examples are stacked along a new first axis.
 
     Raises:
-      Unlike: if they cannot be joined.
+      Unlike: if they cannot be joined to arrays like those of all examples.
     """
 
-    def join(leaf: Any, *each: Any) -> jax.Array:
-        axis = axis_of(leaf, each[0])
-        made = jnp.stack(each) if axis is None else jnp.concatenate(each, axis)
-        if made.shape[axis is None :] != leaf.shape:
-            raise TypeError(f"{made.shape} is not {leaf.shape}")
-        return made
+    def join_leaf(leaf: Any, *leaves: Any) -> jax.Array:
+        axis = axis_of(leaf, leaves[0])
+        if axis is None:
+            array = jnp.stack(leaves)
+            shape = array.shape[1:]
+        else:
+            array = jnp.concatenate(leaves, axis)
+            shape = array.shape
+        if shape != leaf.shape:
+            raise TypeError(f"{array.shape} is not {leaf.shape}")
+        return array
 
     structures = {*map(jax.tree.structure, (whole, *parts))}
     try:
         if len(structures) == 1:
-            return jax.tree.map(join, whole, *parts)
+            return jax.tree.map(join_leaf, whole, *parts)
     except (TypeError, ValueError):  # of shapes that do not fit
         pass
-    given = " and ".join(map(shapes, parts))
-    reason = f"are {shapes(whole)} at once, {given} in micro-batches"
-    raise Unlike(Difference(what, reason=reason))
+    part_shapes = " and ".join(map(shapes, parts))
+    reason = f"are {shapes(whole)} at once, {part_shapes} in micro-batches"
+    raise Unlike(Difference(kind, kind, reason=reason))
 
 
-def named(state: Mapping[str, PyTree]) -> dict[str, Any]:
-    """What training changes besides parameters, by name, to be compared as ``"state"``.
+def comparable_state(state: Mapping[str, PyTree]) -> dict[str, Any]:
+    """The variables that training changes besides parameters, by their paths.
 
-    In place of each variance next to a mean, as of a batch norm, is the mean square: of
+    In place of each variance beside a mean, as of a batch norm, is the mean square: of
     all examples that is the mean of those of its parts.
     """
-    found = flat(state)
-    for names, leaf in found.items():
-        mean = found.get((*names[:-1], "mean"))
-        if names[0] == "batch_stats" and names[-1] == "var" and mean is not None:
-            found[names] = leaf + jnp.abs(mean) ** 2
-    return {"/".join(map(str, names)): leaf for names, leaf in found.items()}
+    leaves = flat(state)
+    for path, leaf in leaves.items():
+        mean = leaves.get((*path[:-1], "mean"))
+        if path[0] == "batch_stats" and path[-1] == "var" and mean is not None:
+            leaves[path] = leaf + jnp.abs(mean) ** 2
+    return {"/".join(map(str, path)): leaf for path, leaf in leaves.items()}
 
 
 def compare(
-    what: str,
+    kind: str,
+    *,
+    by: str = "",
     whole: PyTree,
     parts: PyTree,
     axes: Sequence[int | None],
     sizes: Sequence[int],
     limit: float,
-    least: float = 0.0,
+    smallest_scale: float = 0.0,
     reductions: Sequence[Sequence[str]] | None = None,
 ) -> Difference | None:
-    """The largest difference of all leaves, if there is one.
+    """The largest difference of all leaves; ``None`` if all are within tolerance.
 
     Args:
-      what: what is compared, for the message.
-      whole: that of all examples at once.
-      parts: that of micro-batches: see `joined`.
-      axes: where the examples are in each leaf.
-      sizes: how many examples each micro-batch has.
-      limit: how far numbers may be apart, relative to the largest next to them.
-      least: how large the largest is at least.
-      reductions: what a leaf without an axis of examples may be of those of the
-        micro-batches, for each leaf: the ``"mean"``, which of integers is the last,
-        the ``"sum"``, or ``"each"`` of them; default: the mean.
+      kind: see `Difference`.
+      by: of gradients, the inputs by which they are, in words.
+      whole: the arrays of all examples at once.
+      parts: the arrays of micro-batches: see `join`.
+      axes: the axis of the examples in each leaf.
+      sizes: the number of examples of each micro-batch.
+      limit: the tolerance, relative to the largest number of the same example.
+      smallest_scale: the least number that differences are relative to.
+      reductions: what each leaf without an axis of examples may be of those of the
+        micro-batches: their ``"mean"``, which of integers is the last, their ``"sum"``,
+        or ``"each"`` of them; default: the mean.
     """
-    paths, found = jax.tree_util.tree_leaves_with_path(whole), []
+    what = f"{kind} by {by}" if by else kind
+    paths = jax.tree_util.tree_leaves_with_path(whole)
     if reductions is None:
         reductions = [("mean",)] * len(paths)
-    for (path, leaf), other, axis, names in zip(
+    differences: list[Difference] = []
+    for (path, leaf), part_leaf, axis, names in zip(
         paths, jax.tree.leaves(parts), axes, reductions, strict=True
     ):
-        leaf, other = numbers(leaf), numbers(other)
-        made, around = [other], least
-        if other.ndim > leaf.ndim:
-            # A mean or a sum is rounded as what it is made of.
-            around = max(least, size(other))
-            made = [_reduce(leaf, other, name, sizes) for name in names]
-        gaps = [_apart(leaf, one, axis, limit, around) for one in made]
-        best = min(range(len(made)), key=lambda i: np.max(gaps[i], initial=0))
-        gap, nearest = gaps[best], made[best]
-        if np.max(gap, initial=0) > 1:
-            at = np.unravel_index(np.argmax(gap), gap.shape)
-            # Tokens may be merged with examples.
-            example = None
-            if axis is not None:
-                example = int(at[axis] * sum(sizes) // leaf.shape[axis])
-            label = what + (jax.tree_util.keystr(path) if len(paths) > 1 else "")
-            values = leaf[at].item(), nearest[at].item()
-            found.append(Difference(label, example, *values, float(gap[at])))
-    return max(found, key=lambda one: one.size, default=None)
+        at_once = numbers(leaf)
+        stacked = numbers(part_leaf)
+        candidates = [stacked]
+        scale = smallest_scale
+        if stacked.ndim > at_once.ndim:
+            # A mean or a sum is rounded as the numbers that it is made of.
+            scale = max(scale, size(stacked))
+            candidates = [_reduce(at_once, stacked, name, sizes) for name in names]
+
+        gaps = [
+            _distances(at_once, one, axis, limit=limit, smallest_scale=scale)
+            for one in candidates
+        ]
+        best = min(range(len(gaps)), key=lambda i: np.max(gaps[i], initial=0))
+        gap = gaps[best]
+        if np.max(gap, initial=0) <= 1:
+            continue
+
+        index = np.unravel_index(np.argmax(gap), gap.shape)
+        example = None
+        if axis is not None:  # tokens may be merged with examples
+            example = int(index[axis] * sum(sizes) // at_once.shape[axis])
+        label = jax.tree_util.keystr(path) if len(paths) > 1 else ""
+        differences.append(
+            Difference(
+                kind=kind,
+                what=what + label,
+                example=example,
+                at_once=at_once[index].item(),
+                in_microbatches=candidates[best][index].item(),
+                size=float(gap[index]),
+            )
+        )
+    return max(differences, key=lambda one: one.size, default=None)
 
 
 def _reduce(whole: Any, parts: Any, name: str, sizes: Sequence[int]) -> Any:
-    """The values of micro-batches, stacked on a first axis, as one: see `compare`."""
+    """Reduces the arrays of micro-batches, stacked on a first axis: see `compare`."""
     if name == "sum":
         return parts.sum(0)
     if name == "each":  # the one that differs most
@@ -188,27 +216,30 @@ def _reduce(whole: Any, parts: Any, name: str, sizes: Sequence[int]) -> Any:
 
 def size(tree: PyTree) -> float:
     """The largest finite number of a pytree."""
-    sizes = [np.abs(numbers(leaf)) for leaf in jax.tree.leaves(tree)]
-    found = [np.max(one, initial=0, where=np.isfinite(one)) for one in sizes]
-    return float(max(found, default=0.0))
+    arrays = [np.abs(numbers(leaf)) for leaf in jax.tree.leaves(tree)]
+    largest = [np.max(x, initial=0, where=np.isfinite(x)) for x in arrays]
+    return float(max(largest, default=0.0))
 
 
-def _apart(one: Any, two: Any, axis: int | None, limit: float, least: float) -> Any:
-    """How far each two numbers are apart, in tolerances.
+def _distances(
+    x: Any, y: Any, axis: int | None, *, limit: float, smallest_scale: float
+) -> Any:
+    """The distance of each two numbers of two arrays, in tolerances.
 
-    These are relative to the largest number of the same example. NaN is as NaN, and
-    infinity as infinity.
+    These are relative to the largest number of the same example. NaN equals NaN, and
+    infinity equals infinity.
     """
-    if one.dtype.kind not in "fc":
-        return np.where(one == two, 0.0, np.inf)
+    if x.dtype.kind not in "fc":
+        return np.where(x == y, 0.0, np.inf)
     with np.errstate(all="ignore"):
-        gap = np.abs(one - two)
-        gap = np.where((one == two) | (np.isnan(one) & np.isnan(two)), 0.0, gap)
-        values = np.maximum(np.abs(one), np.abs(two))
+        gap = np.abs(x - y)
+        gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, gap)
+        values = np.maximum(np.abs(x), np.abs(y))
         values = np.where(np.isfinite(values), values, 0.0)
-        others = tuple(i for i in range(values.ndim) if i != axis)
-        scale = np.max(values, axis=others, keepdims=True, initial=0.0)
-        scale = np.maximum(scale, max(least, _SMALL * np.max(values, initial=0.0)))
+        other_axes = tuple(i for i in range(values.ndim) if i != axis)
+        scale = np.max(values, axis=other_axes, keepdims=True, initial=0.0)
+        least = max(smallest_scale, _SMALLEST_SCALE * np.max(values, initial=0.0))
+        scale = np.maximum(scale, least)
         gap = np.where(gap == 0, 0.0, gap / (limit * scale))
     return np.where(np.isnan(gap), np.inf, gap)
 

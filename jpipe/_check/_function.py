@@ -1,8 +1,17 @@
-"""A function, run with all examples at once and in micro-batches."""
+"""Runs a function with all examples at once and in micro-batches.
+
+    function:       (inputs, fixed)              -> (outputs, results)
+    at once:        (inputs, fixed, cotangents)  -> (results, gradient by inputs)
+    in micro-batches:  likewise
+
+``outputs`` are the arrays that are differentiated, ``results`` is what is compared. The
+gradient is that of one projection of the outputs: its cotangents are given.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +23,18 @@ from .._jaxprs._jaxpr import is_inexact
 from . import _compare
 
 PyTree = Any
-# Is given what a function is differentiated by, and what is fixed; returns arrays that
-# are differentiated, and results.
-Way = Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
+# ``(inputs, fixed) -> (outputs, results)``
+Differentiated = Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
 
 
-class Result(NamedTuple):
-    """What a function computed, as arrays of NumPy.
+@dataclass(frozen=True)
+class Computed:
+    """The numbers that a function computed, as arrays of NumPy.
 
     Attributes:
-      results: what it returned.
-      gradient: of a projection; ``None`` for each leaf that is not of floating numbers,
-        and where nothing is differentiated.
+      results: the results of the function.
+      gradient: the gradient by its inputs; ``None`` for each leaf that is not of
+        floating numbers, and where nothing is differentiated.
     """
 
     results: PyTree
@@ -33,75 +42,89 @@ class Result(NamedTuple):
 
 
 class Function:
-    """A function, to be run at once and in micro-batches.
+    """A function to be run at once and in micro-batches.
 
     Args:
       at_once: the function.
       in_parts: the same, of micro-batches.
-      free: by what both are differentiated.
-      fixed: what is fixed.
+      inputs: the arguments by which both are differentiated.
+      fixed: the other arguments.
 
     Attributes:
-      projected: specs of what is differentiated.
+      outputs: specs of the arrays that are differentiated.
       limit: the tolerance for the narrowest dtype in which anything is computed.
-      error: why it cannot be differentiated; empty if it can.
-      form: what is equal for functions that compute the same.
+      error: the reason why it cannot be differentiated; empty if it can.
+      fingerprint: equal for functions that compute the same.
     """
 
     def __init__(
-        self, at_once: Way, in_parts: Way, free: PyTree, fixed: PyTree
+        self,
+        at_once: Differentiated,
+        in_parts: Differentiated,
+        inputs: PyTree,
+        fixed: PyTree,
     ) -> None:
-        ways = at_once, in_parts
-        traced = [_jaxpr.trace(way, free, fixed) for way in ways]
-        (self._whole, (self.projected, _)), _ = traced
-        trees = jax.tree.structure((free, fixed, [made for _, made in traced]))
-        self.form = trees, *(_alike.form(closed) for closed, _ in traced)
-        self.limit = _compare.tolerance(
-            dtype for closed, _ in traced for dtype in _flow.dtypes(closed)
-        )
+        whole, whole_results = _jaxpr.trace(at_once, inputs, fixed)
+        parts, part_results = _jaxpr.trace(in_parts, inputs, fixed)
+        self.outputs, _ = whole_results
+        self._whole = whole
+        trees = jax.tree.structure((inputs, fixed, whole_results, part_results))
+        self.fingerprint = trees, _alike.form(whole), _alike.form(parts)
+        dtypes = [*_flow.dtypes(whole), *_flow.dtypes(parts)]
+        self.limit = _compare.tolerance(dtypes)
         self.error = ""
-        options = _compat.quick_to_compile()
-        runs = [_constraints.without(_with_gradient(way)) for way in ways]
-        self._runs = [jax.jit(run, compiler_options=options) for run in runs]
+        self._at_once = _compiled(at_once)
+        self._in_parts = _compiled(in_parts)
 
-    def reads(self, last: int) -> bool:
-        """Whether it needs one of its last leaves."""
-        return any(_jaxpr.live_inputs(self._whole)[-last:] if last else ())
+    def reads_any_of_last(self, count: int) -> bool:
+        """True if it reads any of its last inputs, of which there are ``count``."""
+        used_inputs = _jaxpr.live_inputs(self._whole)
+        return any(used_inputs[len(used_inputs) - count :])
 
-    def __call__(
-        self, free: PyTree, fixed: PyTree, cotangents: Sequence[Any]
-    ) -> list[Result]:
+    def run(
+        self, inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]
+    ) -> tuple[Computed, Computed]:
         """Runs it at once, then in micro-batches.
 
         Args:
-          free: by what it is differentiated.
-          fixed: what is fixed.
-          cotangents: of what is differentiated; with none there is no gradient.
+          inputs: the arguments by which it is differentiated.
+          fixed: the other arguments.
+          cotangents: the cotangents of its outputs; with none there is no gradient.
         """
 
-        def run(cotangents: Sequence[Any]) -> list[Result]:
-            found = [run(free, fixed, cotangents) for run in self._runs]
-            return [Result(*jax.tree.map(host, one)) for one in found]
+        def run(cotangents: Sequence[Any]) -> tuple[Computed, Computed]:
+            whole = self._at_once(inputs, fixed, cotangents)
+            parts = self._in_parts(inputs, fixed, cotangents)
+            return _on_host(whole), _on_host(parts)
 
         if cotangents and not self.error:
             try:
                 return run(cotangents)
             except Exception as error:  # as of a jax.lax.while_loop
                 self.error = first_line(error)
-        return run(())
+        return run([])
 
 
-def _with_gradient(way: Way) -> Callable[..., Any]:
-    """``(free, fixed, cotangents) -> (results, gradient)``."""
+def _compiled(function: Differentiated) -> Callable[..., Any]:
+    """``(inputs, fixed, cotangents) -> (results, gradient)``."""
 
-    def run(free: PyTree, fixed: PyTree, cotangents: Sequence[Any]) -> Any:
+    def run(inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]) -> Any:
         if not cotangents:
-            return way(free, fixed)[1], None
-        _, pull, results = jax.vjp(lambda free: way(free, fixed), free, has_aux=True)
-        (gradient,) = pull([*cotangents])
+            _, results = function(inputs, fixed)
+            return results, None
+        _, pullback, results = jax.vjp(
+            lambda inputs: function(inputs, fixed), inputs, has_aux=True
+        )
+        (gradient,) = pullback([*cotangents])
         return results, jax.tree.map(_or_none, gradient)
 
-    return run
+    options = _compat.quick_to_compile()
+    return jax.jit(_constraints.without(run), compiler_options=options)
+
+
+def _on_host(computed: tuple[PyTree, PyTree]) -> Computed:
+    results, gradient = jax.tree.map(host, computed)
+    return Computed(results, gradient)
 
 
 def _or_none(leaf: Any) -> Any:
@@ -109,76 +132,81 @@ def _or_none(leaf: Any) -> Any:
     return None if leaf.dtype == jax.dtypes.float0 else leaf
 
 
-def differentiated(loss: Callable[[PyTree, PyTree], Any]) -> Way:
-    """A loss as a function that is differentiated."""
+def differentiated(loss: Callable[[PyTree, PyTree], Any]) -> Differentiated:
+    """A loss as a function whose output is its result."""
 
-    def run(free: PyTree, fixed: PyTree) -> tuple[list[jax.Array], jax.Array]:
-        value = loss(free, fixed)
+    def run(inputs: PyTree, fixed: PyTree) -> tuple[list[jax.Array], jax.Array]:
+        value = loss(inputs, fixed)
         return [value], value
 
     return run
 
 
-def in_parts(
-    function: Callable[..., PyTree], axes: Sequence[int | None], sizes: Sequence[int]
-) -> Callable[..., list[PyTree]]:
-    """What a function returns for each of several micro-batches.
+def split(
+    tree: PyTree, axes: Sequence[int | None], sizes: Sequence[int]
+) -> list[PyTree]:
+    """Splits the arrays of a mini-batch into those of its micro-batches.
 
     Args:
-      function: of any arguments.
-      axes: where the examples are in each leaf of these.
-      sizes: how many each micro-batch has.
+      tree: the arrays of all examples.
+      axes: the axis of the examples in each of them.
+      sizes: the number of examples of each micro-batch.
     """
     ends = [0, *itertools.accumulate(sizes)]
-
-    def run(*args: PyTree) -> list[PyTree]:
-        return [
-            function(*part(args, axes, start, stop, ends[-1]))
-            for start, stop in itertools.pairwise(ends)
-        ]
-
-    return run
+    return [
+        part(tree, axes, start=start, stop=stop, count=ends[-1])
+        for start, stop in itertools.pairwise(ends)
+    ]
 
 
 def part(
-    tree: PyTree, axes: Sequence[int | None], start: int, stop: int, count: int
+    tree: PyTree, axes: Sequence[int | None], *, start: int, stop: int, count: int
 ) -> PyTree:
-    """Some of as many examples as there are, which may have several rows each.
+    """The arrays of some examples, each of which may have several rows.
 
     Args:
-      tree: what has examples.
-      axes: where they are in each leaf.
-      start: the first of them.
-      stop: where they end.
-      count: how many there are.
+      tree: the arrays of all examples.
+      axes: the axis of the examples in each of them.
+      start: the first example.
+      stop: the first example behind them.
+      count: the number of all examples.
     """
 
-    def some(leaf: Any, axis: int | None) -> Any:
+    def slice_leaf(leaf: Any, axis: int | None) -> Any:
         if axis is None:
             return leaf
         rows = leaf.shape[axis]
-        ends = rows * start // count, rows * stop // count
-        return jax.lax.slice_in_dim(leaf, *ends, axis=axis)
+        first = rows * start // count
+        end = rows * stop // count
+        return jax.lax.slice_in_dim(leaf, first, end, axis=axis)
 
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(some(*pair) for pair in zip(leaves, axes, strict=True))
+    return structure.unflatten(
+        slice_leaf(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)
+    )
 
 
-def with_own(tree: PyTree, own: Sequence[Any], number: int) -> PyTree:
-    """A micro-batch, with what it has by itself in place of what has no examples.
+def with_values_of(
+    tree: PyTree, microbatch_values: Sequence[Any], microbatch: int
+) -> PyTree:
+    """A micro-batch with its own values of the arrays that have no examples.
 
     Args:
-      tree: the micro-batch; what it has no examples in is that of all of them.
-      own: for each leaf what each micro-batch has, along the first axis; ``None``: what
-        all have. The gradients of both are added up. Empty: nothing.
-      number: that of the micro-batch.
+      tree: the micro-batch; its arrays without examples are those of all examples.
+      microbatch_values: for each leaf the values of all micro-batches along the first
+        axis; ``None`` where all have those of the tree. Empty: there are none.
+      microbatch: the index of the micro-batch.
+
+    Returns:
+      Its arrays. The gradients of values are those of the leaves in whose place they
+      are: they are added up.
     """
-    if not own:
+    if not microbatch_values:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(
-        leaf if each is None else _in_place_of(leaf, each[number])
-        for leaf, each in zip(leaves, own, strict=True)
+        leaf if values is None else _in_place_of(leaf, values[microbatch])
+        for leaf, values in zip(leaves, microbatch_values, strict=True)
     )
 
 

@@ -1,14 +1,22 @@
-"""Each layer and the loss, run with all examples at once and in micro-batches.
+"""Runs each layer with all examples at once and in micro-batches, and compares.
+
+    layer:  (params, activations, state, keys) -> (activations, state)
 
 Nothing is proven of what a layer computes: it computes, on the user's data, in both
-ways, and the numbers are compared: what it returns, what it writes, and the gradient
-of one random projection of what it returns. The next layer is given what this one made
-of all examples at once, so that the first difference hides no second one.
+ways. Compared are the activations that it returns, the state that it writes, and the
+gradient of one random projection of these activations. The next layer is given what
+this one made of all examples at once, so that the first difference hides no second one.
+
+Each layer runs alone, in the module tree of those layers whose variables it reads. The
+slices of a pipeline with one layer per stage would not do: a slice returns only what a
+later one reads, so that one of a layer that returns its input returns nothing, and it
+can be traced for a micro-batch only if all layers can.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,274 +32,445 @@ from ._compare import (
     Difference,
     Unlike,
     axis_of,
+    comparable_state,
     compare,
     floating,
-    joined,
-    named,
+    join,
     size,
 )
-from ._function import (
-    Function,
-    Result,
-    first_line,
-    host,
-    in_parts,
-    with_own,
-)
+from ._function import Computed, Function, first_line, host, split, with_values_of
 from ._report import CheckResult
 
 PyTree = Any
-# So much of the largest gradient of a layer counts at least: some are zero but for
-# rounding.
-_OF_LAYER = 1e-2
-# Of specs of outputs, what each leaf without examples may be: see `compare`.
+# Some gradients are zero but for rounding: the scale of one is at least this fraction
+# of the largest number in the gradients of the layer.
+_SMALLEST_SCALE = 1e-2
+# ``specs of outputs -> for each leaf without examples its reductions``: see `compare`.
 Reductions = Callable[[PyTree], list[Sequence[str]]]
 
 
-class Checking:
+@dataclass(frozen=True)
+class Activations:
+    """The arrays that go from one layer to later ones.
+
+    Attributes:
+      x: the output of the last layer, for all examples at once.
+      skips: what was stashed and not popped yet, likewise.
+      axes: the axis of the examples in each leaf of ``x`` and of the skips; ``None`` in
+        one that belongs to no example.
+      microbatch_values: for each leaf that belongs to no example the values of all
+        micro-batches, along a new first axis; ``None`` for the others.
+    """
+
+    x: PyTree
+    skips: Mapping[_skip.Key, PyTree]
+    axes: Sequence[int | None]
+    microbatch_values: Sequence[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Inputs:
+    """The arguments of a layer by which it is differentiated.
+
+    Attributes:
+      params: the parameters, one entry for each layer that runs it.
+      activations: its input, and what it may pop.
+    """
+
+    params: list[PyTree]
+    activations: tuple[PyTree, list[PyTree]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Fixed:
+    """The other arguments of a layer.
+
+    Attributes:
+      microbatch_values: see `Activations`; only micro-batches read it.
+      state: the variables that are no parameters.
+      keys: keys of random numbers, or ``None``; the last of all leaves.
+    """
+
+    microbatch_values: list[Any]
+    state: list[PyTree]
+    keys: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Outputs:
+    """The results of a layer.
+
+    Attributes:
+      activations: its output, and what may be popped after it.
+      state: the variables that it may have changed, by their paths.
+    """
+
+    activations: tuple[PyTree, list[PyTree]]
+    state: list[PyTree]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _WholeOutputs:
+    """The results of a layer for all examples at once.
+
+    Attributes:
+      compared: its results, with batch norms that return their input.
+      activations: what the next layer is given.
+    """
+
+    compared: _Outputs
+    activations: tuple[PyTree, list[PyTree]]
+
+
+@dataclass(frozen=True)
+class LayerToCheck:
+    """A layer, and what runs it.
+
+    Attributes:
+      index: its index among all layers.
+      layers: the layer, behind those whose variables it reads.
+      entries: the variables of these.
+    """
+
+    index: int
+    layers: Sequential
+    entries: Entries
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return f"layer {self.index} ({self.layers.layers[-1].name})"
+
+
+class LayerChecker:
     """Goes through the layers of a model, and then to the loss.
 
     Args:
       x: the input of a mini-batch.
-      axes: where the examples are in each of its leaves.
-      sizes: how many of them each micro-batch has.
+      axes: the axis of the examples in each of its leaves.
+      sizes: the number of examples of each micro-batch.
       rngs: the keys of a step, or ``None``.
       train: whether this is training.
-      tolerance: how far numbers may be apart, relative to those beside them; ``None``:
-        as far as rounding explains.
+      tolerance: the largest relative difference that passes; ``None``: what rounding
+        explains.
     """
 
     def __init__(
         self,
         x: PyTree,
         axes: Sequence[int | None],
+        *,
         sizes: tuple[int, ...],
-        rngs: _rng.Rngs = None,
-        train: bool = True,
-        tolerance: float | None = None,
+        rngs: _rng.Rngs,
+        train: bool,
+        tolerance: float | None,
     ) -> None:
-        # What the last layer returned for all examples, and where these are in it.
-        self._x, self._axes = jax.tree.map(host, x), axes
-        # Why no later layer can be compared; empty if they can.
+        self._activations = Activations(
+            x=jax.tree.map(host, x),
+            skips={},
+            axes=axes,
+            microbatch_values=[None] * len(axes),
+        )
+        # The reason why no later layer can be compared; empty if they can.
         self._stopped = ""
-        self._sizes, self._train, self._tolerance = sizes, train, tolerance
+        self._sizes = sizes
+        self._train = train
+        self._tolerance = tolerance
         self._keys = _half.like(rngs)
-        # What of this each micro-batch has by itself: see `with_own`.
-        self._own: list[Any] = [None] * len(axes)
-        # What was stashed and not popped yet.
-        self._skips: dict[_skip.Key, PyTree] = {}
-        # Equal layers on equal shapes are compiled once.
-        self._known: dict[Any, Function] = {}
+        # fingerprint -> function: equal layers on equal shapes are compiled once
+        self._functions: dict[Any, Function] = {}
 
-    def layer(
-        self,
-        number: int,
-        layers: Sequential,
-        entries: Entries,
-        reductions: Reductions | None = None,
+    def check(
+        self, layer: LayerToCheck, reductions: Reductions | None = None
     ) -> CheckResult:
-        """What is found of the next layer.
+        """Checks the next layer.
 
         Args:
-          number: that of the layer.
-          layers: it, behind those whose variables it reads.
-          entries: the variables of these.
+          layer: the layer.
           reductions: of the last layer, what `Pipeline.apply` makes of its outputs;
             default: what has no examples may be a mean or a sum, as a loss takes it.
         """
-        name = f"layer {number} ({layers.layers[-1].name})"
         if self._stopped:
-            return CheckResult(name, notes=(self._stopped,))
-        entries = jax.tree.map(host, entries)
-        free = _of(entries, True), (self._x, [*self._skips.values()])
-        fixed = self._own, _of(entries, False), self._keys
-        # Those of Flax normalize each micro-batch by itself, which is known: here they
-        # return what they are given.
-        normed = self._train and any("batch_stats" in entry for entry in entries)
-        names: list[_skip.Key] = []
-        apply = functools.partial(self._apply, layers, names)
-        specs = jax.eval_shape(apply, free, fixed)
-        advice = (
-            f"where all examples should count take num_microbatches=1; where those of "
-            f"each micro-batch should, say so: report.raise_if_different("
-            f"accept=[{number}])"
+            return CheckResult(layer.name, notes=(self._stopped,))
+        given = self._activations
+        entries = jax.tree.map(host, layer.entries)
+        skips = [*given.skips.values()]
+        inputs = _Inputs(params=_params_of(entries), activations=(given.x, skips))
+        fixed = _Fixed(
+            microbatch_values=[*given.microbatch_values],
+            state=_state_of(entries),
+            keys=self._keys,
         )
-        if reductions is not None:
-            advice += (
-                "; out_axes= says what apply makes of outputs: an axis, jpipe.MEAN or "
-                "jpipe.SUM"
-            )
+
+        out_keys: list[_skip.Key] = []
+        apply = functools.partial(self._apply, layer.layers, [*given.skips], out_keys)
+        specs = jax.eval_shape(apply, inputs, fixed)
+        # Batch norms of Flax normalize each micro-batch by itself, which is known and
+        # meant: here they return what they are given.
+        bypass = self._train and any("batch_stats" in entry for entry in entries)
+        advice = _advice(layer.index, is_last=reductions is not None)
         try:
-            function, axes = self._function(apply, normed, specs, free, fixed)
+            function, out_axes = self._function(apply, inputs, fixed, specs, bypass)
         except Exception as error:
-            self._stopped = f"not compared, since {name} was not"
+            self._stopped = f"not compared, since {layer.name} was not"
             if isinstance(error, Unlike):
-                return CheckResult(name, error.args, ("outputs",), advice=advice)
-            return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
+                return CheckResult(
+                    layer.name,
+                    differences=error.args,
+                    compared=("outputs",),
+                    advice=advice,
+                )
+            notes = (f"not compared: {first_line(error)}",)
+            return CheckResult(layer.name, notes=notes)
+
         random = np.random.default_rng(0)
         cotangents = [
             random.normal(size=leaf.shape).astype(leaf.dtype)
-            for leaf in function.projected
+            for leaf in function.outputs
         ]
-        whole, parts = function(free, fixed, cotangents)
-        of_leaves: list[Sequence[str]] = [("mean", "sum")] * len(axes)
+        whole, parts = function.run(inputs, fixed, cotangents)
+
+        leaf_reductions: list[Sequence[str]] = [("mean", "sum")] * len(out_axes)
         if reductions is not None:
-            of_outputs = reductions(specs[0][0])
-            of_leaves[: len(of_outputs)] = of_outputs
-        compared, differences = self._compared(
-            function, axes, whole, parts, reductions=of_leaves
+            of_outputs = reductions(specs.activations[0])
+            leaf_reductions[: len(of_outputs)] = of_outputs
+        compared, differences = self._compare(
+            function, whole, parts, out_axes, leaf_reductions
         )
-        (apart, _), made = whole.results
-        notes = []
-        if compare("", made, apart, axes, self._sizes, 0.0):
-            notes.append("batch norms normalize each micro-batch by itself")
-        if function.reads(len(jax.tree.leaves(self._keys))):
-            notes.append("compared without dropout and other random numbers")
-        if function.error:
-            notes.append(f"without gradients: {function.error}")
-        self._x, skips = made
-        self._axes, self._skips = axes, dict(zip(names, skips, strict=True))
-        pairs = zip(jax.tree.leaves(parts.results[0]), axes, strict=True)
-        self._own = [leaf if axis is None else None for leaf, axis in pairs]
-        return CheckResult(name, differences, compared, tuple(notes), advice)
+        notes = self._notes(function, whole, out_axes)
+
+        y, skips = whole.results.activations
+        part_leaves = jax.tree.leaves(parts.results.activations)
+        self._activations = Activations(
+            x=y,
+            skips=dict(zip(out_keys, skips, strict=True)),
+            axes=out_axes,
+            microbatch_values=[
+                leaf if axis is None else None
+                for leaf, axis in zip(part_leaves, out_axes, strict=True)
+            ],
+        )
+        return CheckResult(layer.name, differences, compared, tuple(notes), advice)
+
+    def check_loss(
+        self, objective: Objective, targets: PyTree, target_axes: Sequence[int | None]
+    ) -> CheckResult:
+        """Checks the loss of the outputs of the last layer."""
+        if self._stopped:
+            name = f"loss_fn with reduction={objective.reduction!r}"
+            return CheckResult(name, notes=(self._stopped,))
+        return _loss.check(
+            objective,
+            self._activations.x,
+            targets,
+            output_axes=self._activations.axes,
+            target_axes=target_axes,
+            sizes=self._sizes,
+            tolerance=self._tolerance,
+            microbatch_values=self._activations.microbatch_values,
+        )
 
     def _apply(
         self,
         layers: Sequential,
-        names: list[_skip.Key],
-        free: PyTree,
-        fixed: PyTree,
-        apart: bool = False,
-    ) -> tuple[PyTree, PyTree]:
-        """What the last of some layers returns and stashes, and what it writes.
+        in_keys: Sequence[_skip.Key],
+        out_keys: list[_skip.Key],
+        inputs: _Inputs,
+        fixed: _Fixed,
+        *,
+        bypass: bool = False,
+    ) -> _Outputs:
+        """Applies the last of some layers.
 
         Args:
           layers: the layers.
-          names: becomes the keys of what may be popped after it.
-          free: parameters; its input, and what it may pop.
-          fixed: the other variables, and keys, behind what only parts read.
-          apart: whether batch norms of Flax return their input.
+          in_keys: the keys of what it may pop.
+          out_keys: becomes the keys of what may be popped after it.
+          inputs: its parameters and activations.
+          fixed: its other arguments.
+          bypass: whether batch norms of Flax return their input.
         """
-        (params, (x, skips)), (_, state, keys) = free, fixed
-        after = dict(zip(self._skips, skips, strict=True))
+        x, skips = inputs.activations
+        values = dict(zip(in_keys, skips, strict=True))
         with (
             jax.default_matmul_precision("highest"),
             _batchnorm.merging(True),
             _batchnorm.recording(),
-            _batchnorm.apart() if apart else nullcontext(),
+            _batchnorm.apart() if bypass else nullcontext(),
         ):
-            entries = [{**a, **b} for a, b in zip(params, state, strict=True)]
-            y, changed = layers.last(entries, x, keys, self._train, after)
-        names[:] = after
-        return (y, [*after.values()]), [*map(named, changed)]
+            pairs = zip(inputs.params, fixed.state, strict=True)
+            entries = [{**params, **state} for params, state in pairs]
+            y, changed = layers.last(entries, x, fixed.keys, self._train, values)
+        out_keys[:] = values
+        state = [comparable_state(collections) for collections in changed]
+        return _Outputs((y, [*values.values()]), state)
 
     def _function(
         self,
-        apply: Callable[..., Any],
-        normed: bool,
-        specs: tuple[PyTree, PyTree],
-        free: PyTree,
-        fixed: PyTree,
+        apply: Callable[..., _Outputs],
+        inputs: _Inputs,
+        fixed: _Fixed,
+        specs: _Outputs,
+        bypass: bool,
     ) -> tuple[Function, list[int | None]]:
-        """A layer as a function, and where the examples are in what it returns.
+        """A layer as a function, and the axis of the examples in its activations.
 
         Raises:
           Unlike: if it returns something else in micro-batches.
         """
-        applied = functools.partial(apply, apart=normed)
-        axes = [*_none(free[0]), *self._axes]
-        cut = in_parts(lambda *free: free, axes, self._sizes)
+        in_axes = self._activations.axes
 
-        def each_part(free: PyTree, fixed: PyTree) -> list[PyTree]:
-            return [
-                applied((params, with_own(given, fixed[0], i)), fixed)
-                for i, (params, given) in enumerate(cut(*free))
-            ]
+        def apply_to_parts(inputs: _Inputs, fixed: _Fixed) -> list[_Outputs]:
+            parts = split(inputs.activations, in_axes, self._sizes)
+            outputs: list[_Outputs] = []
+            for i, activations in enumerate(parts):
+                values = with_values_of(activations, fixed.microbatch_values, i)
+                part_inputs = _Inputs(inputs.params, values)
+                outputs.append(apply(part_inputs, fixed, bypass=bypass))
+            return outputs
 
-        outputs, _ = zip(*jax.eval_shape(each_part, free, fixed), strict=True)
-        jax.eval_shape(lambda made: joined("outputs", specs[0], made), outputs)
-        leaves = zip(*map(jax.tree.leaves, (specs[0], outputs[0])), strict=True)
-        out_axes = [axis_of(*pair) for pair in leaves]
+        def join_activations(parts: Sequence[_Outputs]) -> PyTree:
+            activations = [outputs.activations for outputs in parts]
+            return join("outputs", specs.activations, activations)
 
-        def projected(made: PyTree) -> list[jax.Array]:
-            # What is of no example may be a mean or a sum.
-            pairs = zip(jax.tree.leaves(made), out_axes, strict=True)
+        part_specs = jax.eval_shape(apply_to_parts, inputs, fixed)
+        jax.eval_shape(join_activations, part_specs)
+        whole_leaves = jax.tree.leaves(specs.activations)
+        part_leaves = jax.tree.leaves(part_specs[0].activations)
+        out_axes = list(map(axis_of, whole_leaves, part_leaves))
+
+        def differentiated_leaves(activations: PyTree) -> list[jax.Array]:
+            # A leaf of no example may be a mean or a sum.
+            pairs = zip(jax.tree.leaves(activations), out_axes, strict=True)
             return [x for x, axis in pairs if axis is not None and is_inexact(x)]
 
-        def at_once(free: PyTree, fixed: PyTree) -> Any:
-            results = applied(free, fixed)
-            made, _ = apply(free, fixed) if normed else results
-            return projected(results[0]), (results, made)
+        def at_once(inputs: _Inputs, fixed: _Fixed) -> Any:
+            compared = apply(inputs, fixed, bypass=bypass)
+            activations = compared.activations
+            if bypass:
+                activations = apply(inputs, fixed).activations
+            outputs = differentiated_leaves(compared.activations)
+            return outputs, _WholeOutputs(compared, activations)
 
-        def divided(free: PyTree, fixed: PyTree) -> Any:
-            made, states = zip(*each_part(free, fixed), strict=True)
-            made = joined("outputs", specs[0], made)
-            return projected(made), (made, joined("state", specs[1], states))
+        def in_parts(inputs: _Inputs, fixed: _Fixed) -> Any:
+            parts = apply_to_parts(inputs, fixed)
+            activations = join_activations(parts)
+            state = join("state", specs.state, [outputs.state for outputs in parts])
+            return differentiated_leaves(activations), _Outputs(activations, state)
 
-        function = Function(at_once, divided, free, fixed)
-        return self._known.setdefault(function.form, function), out_axes
+        function = Function(at_once, in_parts, inputs, fixed)
+        return self._functions.setdefault(function.fingerprint, function), out_axes
 
-    def _compared(
+    def _compare(
         self,
         function: Function,
-        axes: Sequence[int | None],
-        whole: Result,
-        parts: Result,
+        whole: Computed,
+        parts: Computed,
+        out_axes: Sequence[int | None],
         reductions: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
-        """What was compared of a layer, and what differs."""
-        (results, _), divided = whole.results, parts.results
-        found = [
-            ("outputs", results[0], divided[0], axes, 0.0),
-            ("state", results[1], divided[1], _none(results[1]), 0.0),
-        ]
-        if whole.gradient is not None:
-            params, given = zip(whole.gradient, parts.gradient, strict=True)
-            least = _OF_LAYER * size(params[0])
-            given_axes = floating((self._x, [*self._skips.values()]), self._axes)
-            found += [
-                ("gradients by parameters", *params, _none(params[0]), least),
-                ("gradients by input", *given, given_axes, 0.0),
-            ]
+        """The kinds of results that a layer has, and what differs of them."""
+        compared: list[str] = []
+        differences: list[Difference] = []
         limit = function.limit if self._tolerance is None else self._tolerance
-        compared = [what.split()[0] for what, one, *_ in found if jax.tree.leaves(one)]
-        differences = [
-            compare(
-                what,
-                whole=one,
-                parts=other,
-                axes=at,
+
+        def add(
+            kind: str, whole: PyTree, parts: PyTree, axes: Any = None, **options: Any
+        ) -> None:
+            count = len(jax.tree.leaves(whole))
+            if count and kind not in compared:
+                compared.append(kind)
+            difference = compare(
+                kind,
+                whole=whole,
+                parts=parts,
+                axes=[None] * count if axes is None else axes,
                 sizes=self._sizes,
                 limit=limit,
-                least=least,
-                reductions=reductions if what == "outputs" else None,
+                **options,
             )
-            for what, one, other, at, least in found
-        ]
-        return tuple(dict.fromkeys(compared)), tuple(filter(None, differences))
+            if difference is not None:
+                differences.append(difference)
 
-    def loss(
-        self, objective: Objective, targets: PyTree, target_axes: Sequence[int | None]
-    ) -> CheckResult:
-        """What is found of the loss of what the last layer returned."""
-        if self._stopped:
-            name = f"loss_fn with reduction={objective.reduction!r}"
-            return CheckResult(name, notes=(self._stopped,))
-        axes = self._axes, target_axes
-        return _loss.check(
-            *(objective, self._x, targets, axes, self._sizes, self._tolerance),
-            self._own,
+        at_once, in_parts = whole.results.compared, parts.results
+        add(
+            "outputs",
+            at_once.activations,
+            in_parts.activations,
+            out_axes,
+            reductions=reductions,
         )
+        add("state", at_once.state, in_parts.state)
+        if whole.gradient is not None:
+            add(
+                "gradients",
+                whole.gradient.params,
+                parts.gradient.params,
+                by="parameters",
+                smallest_scale=_SMALLEST_SCALE * size(whole.gradient.params),
+            )
+            given = self._activations
+            activations = given.x, [*given.skips.values()]
+            add(
+                "gradients",
+                whole.gradient.activations,
+                parts.gradient.activations,
+                floating(activations, given.axes),
+                by="input",
+            )
+        return tuple(compared), tuple(differences)
+
+    def _notes(
+        self, function: Function, whole: Computed, out_axes: Sequence[int | None]
+    ) -> list[str]:
+        """Remarks on how a layer was compared."""
+        notes: list[str] = []
+        is_normed = compare(
+            "outputs",
+            whole=whole.results.activations,
+            parts=whole.results.compared.activations,
+            axes=out_axes,
+            sizes=self._sizes,
+            limit=0.0,
+        )
+        if is_normed:
+            notes.append("batch norms normalize each micro-batch by itself")
+        if function.reads_any_of_last(len(jax.tree.leaves(self._keys))):
+            notes.append("compared without dropout and other random numbers")
+        if function.error:
+            notes.append(f"without gradients: {function.error}")
+        return notes
 
 
-def _of(entries: Entries, trained: bool) -> list[PyTree]:
-    """Of each entry the parameters, or its other variables."""
+def _advice(index: int, *, is_last: bool) -> str:
+    """The lines to type where a layer differs."""
+    advice = (
+        f"where all examples should count take num_microbatches=1; where those of each "
+        f"micro-batch should, say so: report.raise_if_different(accept=[{index}])"
+    )
+    if is_last:
+        advice += (
+            "; out_axes= says what apply makes of outputs: an axis, jpipe.MEAN or "
+            "jpipe.SUM"
+        )
+    return advice
+
+
+def _params_of(entries: Entries) -> list[PyTree]:
+    """The parameters of each entry."""
     return [
-        {name: x for name, x in entry.items() if (name == "params") == trained}
+        {name: tree for name, tree in entry.items() if name == "params"}
         for entry in entries
     ]
 
 
-def _none(tree: PyTree) -> list[None]:
-    """The axes of what has no examples."""
-    return [None] * len(jax.tree.leaves(tree))
+def _state_of(entries: Entries) -> list[PyTree]:
+    """The variables of each entry that are no parameters."""
+    return [
+        {name: tree for name, tree in entry.items() if name != "params"}
+        for entry in entries
+    ]

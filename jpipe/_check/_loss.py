@@ -20,17 +20,16 @@ from .. import _compat
 from .._functions._batch import Batch
 from .._functions._objective import Objective, as_weight
 from .._jaxprs import _constraints, _flow
-from . import _compare
-from ._compare import Difference, floating
+from ._compare import Difference, compare, floating
+from ._compare import tolerance as rounding_tolerance
 from ._function import (
     Function,
-    Way,
     differentiated,
     first_line,
     host,
-    in_parts,
     part,
-    with_own,
+    split,
+    with_values_of,
 )
 from ._report import CheckResult
 
@@ -41,40 +40,45 @@ ADVICE = (
     "micro-batch gives by itself type reduction='microbatch_mean'; num_microbatches=1 "
     "computes any loss"
 )
-# The texts of programs of losses that passed: they are not run again.
+# Digests of the programs of losses that passed: they are not run again.
 _passed: set[bytes] = set()
-# What is evaluated at once has at most so many elements.
+# The outputs that a loss is run on have at most this number of elements.
 _MOST = 2**26
-# Two numbers that differ by less are the same but for rounding; by a weight such as
-# mask.sum() + 1e-2 they differ a little, and are meant to.
+# reduction -> relative difference of two numbers that are equal but for rounding; a
+# weight such as mask.sum() + 1e-2 causes a small difference that is intended.
 _TOLERANCE = {"mean": 1e-4, "sum": 1e-4, "weighted": 1e-2}
-# Logits, and probabilities: so many numbers of each, which are repeated.
+# This number of logits, or of probabilities, is drawn, and repeated.
 _PERIOD = 65521
 
 
 def _terms(
     objective: Objective, axes: Sequence[int | None], sizes: Sequence[int]
 ) -> Callable[..., list[jax.Array]]:
-    """``(outputs, targets)`` to what each micro-batch adds to the loss.
+    """``(outputs, targets, microbatch_values) -> terms`` whose sum is the loss.
 
-    A third argument is what each has by itself of the outputs: see `with_own`.
+    There is one term for each micro-batch. For ``microbatch_values`` see
+    `with_values_of`; by default there are none.
 
     Args:
       objective: the loss.
-      axes: where the examples are in outputs and targets.
-      sizes: how many each micro-batch has.
+      axes: the axis of the examples in each leaf of outputs and targets.
+      sizes: the number of examples of each micro-batch.
     """
 
-    def of_part(outputs: PyTree, targets: PyTree) -> Any:
+    def value_of(outputs: PyTree, targets: PyTree) -> Any:
         with jax.default_matmul_precision("highest"):
             value, _ = objective.of_part(outputs, targets)
         return value
 
     def run(
-        outputs: PyTree, targets: PyTree, own: Sequence[Any] = ()
+        outputs: PyTree, targets: PyTree, microbatch_values: Sequence[Any] = ()
     ) -> list[jax.Array]:
-        each = in_parts(lambda *given: given, axes, sizes)(outputs, targets)
-        values = [of_part(with_own(y, own, i), t) for i, (y, t) in enumerate(each)]
+        values = [
+            value_of(with_values_of(part_outputs, microbatch_values, i), part_targets)
+            for i, (part_outputs, part_targets) in enumerate(
+                split((outputs, targets), axes, sizes)
+            )
+        ]
         if objective.reduction == "sum":
             return values
         if objective.reduction == "mean":
@@ -87,97 +91,128 @@ def _terms(
     return run
 
 
-def compared(
-    function: Function,
-    given: tuple[PyTree, PyTree],
-    axes: Sequence[int | None],
-    sizes: Sequence[int],
-    tolerance: float | None,
-    of_all: float = 0.0,
-) -> tuple[Any, tuple[Difference, ...]]:
-    """A loss of all examples, and where it or its gradient is another in micro-batches.
-
-    Args:
-      function: the loss.
-      given: by what it is differentiated, and what is fixed.
-      axes: where the examples are in what it is differentiated by.
-      sizes: how many each micro-batch has.
-      tolerance: how far numbers may be apart; ``None``: as far as rounding explains.
-      of_all: so much of the largest gradient counts at least.
-    """
-    ones = [np.ones((), leaf.dtype) for leaf in function.projected]
-    whole, parts = function(*given, ones)
-    limit = function.limit if tolerance is None else tolerance
-    values = whole.results, parts.results, [None]
-    found = [_compare.compare("outputs", *values, sizes, limit)]
-    if whole.gradient is not None:
-        least = of_all * _compare.size(whole.gradient)
-        gradients = whole.gradient, parts.gradient, floating(given[0], axes)
-        found.append(_compare.compare("gradients", *gradients, sizes, limit, least))
-    return whole.results, tuple(filter(None, found))
-
-
 def check(
     objective: Objective,
     outputs: PyTree,
     targets: PyTree,
-    axes: tuple[Sequence[int | None], Sequence[int | None]],
+    *,
+    output_axes: Sequence[int | None],
+    target_axes: Sequence[int | None],
     sizes: Sequence[int],
     tolerance: float | None,
-    own: Sequence[Any],
+    microbatch_values: Sequence[Any],
 ) -> CheckResult:
-    """What is found of a loss of the outputs of a model.
+    """Checks a loss of the outputs of a model.
 
     Args:
       objective: the loss.
       outputs: the outputs for all examples.
       targets: their targets.
-      axes: where the examples are in each of these.
-      sizes: how many examples each micro-batch has.
-      tolerance: how far numbers may be apart; ``None``: as far as rounding explains.
-      own: what each micro-batch has by itself of the outputs: see `with_own`.
+      output_axes: the axis of the examples in each leaf of the outputs.
+      target_axes: that in each leaf of the targets.
+      sizes: the number of examples of each micro-batch.
+      tolerance: the largest difference that passes; ``None``: what rounding explains.
+      microbatch_values: the outputs that each micro-batch has by itself: see
+        `with_values_of`.
     """
     name = f"loss_fn with reduction={objective.reduction!r}"
     if objective.reduction == "microbatch_mean":
         return CheckResult(name, notes=("not compared: each micro-batch by itself",))
-    targets, count = jax.tree.map(host, targets), sum(sizes)
-    given = outputs, (targets, own)
+    axes = [*output_axes, *target_axes]
+    count = sum(sizes)
+    fixed = jax.tree.map(host, targets), microbatch_values
 
-    def loss(sizes: Sequence[int], order: slice | None = None) -> Way:
-        terms = _terms(objective, [*axes[0], *axes[1]], sizes)
+    def at_once(outputs: PyTree, fixed: PyTree) -> jax.Array:
+        targets, _ = fixed
+        (term,) = _terms(objective, axes, [count])(outputs, targets)
+        return term
 
+    def in_parts(order: slice) -> Callable[[PyTree, PyTree], jax.Array]:
         def run(outputs: PyTree, fixed: PyTree) -> jax.Array:
-            targets, own = fixed
-            each = () if order is None else jax.tree.map(lambda x: x[order], own)
-            return functools.reduce(operator.add, terms(outputs, targets, each))
+            targets, microbatch_values = fixed
+            values = jax.tree.map(lambda x: x[order], microbatch_values)
+            terms = _terms(objective, axes, sizes[order])(outputs, targets, values)
+            return functools.reduce(operator.add, terms)
 
-        return differentiated(run)
+        return run
 
     try:
         # The examples of one micro-batch may count by chance as all do.
         for order in (slice(None), slice(None, None, -1)):
-            divided = loss(sizes[order], order)
-            function = Function(loss([count]), divided, *given)
-            whole, found = compared(function, given, axes[0], sizes[order], tolerance)
-            if found:
+            function = Function(
+                differentiated(at_once),
+                differentiated(in_parts(order)),
+                outputs,
+                fixed,
+            )
+            whole, differences = _compare_loss(
+                function,
+                outputs,
+                fixed,
+                output_axes=output_axes,
+                sizes=sizes[order],
+                tolerance=tolerance,
+            )
+            if differences:
                 break
     except Exception as error:
-        both = outputs, targets
-        y, few = part(both, [*axes[0], *axes[1]], 0, sizes[0], count)
-        first = with_own(y, own, 0), (few, own)
-        if not _runs_on_some(loss([count]), given, first):
-            raise  # what is wrong with any examples
+        some_outputs, some_targets = part(
+            (outputs, targets), axes, start=0, stop=sizes[0], count=count
+        )
+        first = with_values_of(some_outputs, microbatch_values, 0), (some_targets, ())
+        if not _runs_on_some(at_once, (outputs, fixed), first):
+            raise  # the loss cannot run on any examples
         return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
+
     notes = [f"{whole:.6g}"]
+    compared = ["outputs"]
     if function.error:
         notes.append(f"without its gradient: {function.error}")
-    what = ("outputs",) if function.error else ("outputs", "gradients")
-    return CheckResult(name, found, what, tuple(notes), ADVICE)
+    else:
+        compared.append("gradients")
+    return CheckResult(name, differences, tuple(compared), tuple(notes), ADVICE)
 
 
-def _runs_on_some(function: Callable[..., Any], *given: tuple[Any, ...]) -> bool:
-    """Whether a function can be traced with some of several arguments."""
-    for args in given:
+def _compare_loss(
+    function: Function,
+    outputs: PyTree,
+    fixed: PyTree,
+    *,
+    output_axes: Sequence[int | None],
+    sizes: Sequence[int],
+    tolerance: float | None,
+) -> tuple[Any, tuple[Difference, ...]]:
+    """The loss of all examples, and its differences and those of its gradient."""
+    cotangents = [np.ones((), leaf.dtype) for leaf in function.outputs]
+    whole, parts = function.run(outputs, fixed, cotangents)
+    limit = function.limit if tolerance is None else tolerance
+    differences = [
+        compare(
+            "outputs",
+            whole=whole.results,
+            parts=parts.results,
+            axes=[None],
+            sizes=sizes,
+            limit=limit,
+        )
+    ]
+    if whole.gradient is not None:
+        differences.append(
+            compare(
+                "gradients",
+                whole=whole.gradient,
+                parts=parts.gradient,
+                axes=floating(outputs, output_axes),
+                sizes=sizes,
+                limit=limit,
+            )
+        )
+    return whole.results, tuple(filter(None, differences))
+
+
+def _runs_on_some(function: Callable[..., Any], *calls: tuple[Any, ...]) -> bool:
+    """True if a function can be traced with the arguments of one of several calls."""
+    for args in calls:
         with contextlib.suppress(Exception):
             jax.eval_shape(function, *args)
             return True
@@ -188,6 +223,7 @@ def probe(
     objective: Objective,
     outputs: PyTree,
     targets: PyTree,
+    *,
     target_axes: Sequence[int | None],
     batch: Batch,
     axis: int,
@@ -196,14 +232,14 @@ def probe(
 
     Args:
       objective: the loss.
-      outputs: specs of what it receives for the first micro-batch.
-      targets: the targets of the mini-batch, as they were given.
-      target_axes: where the examples are in each of them.
+      outputs: specs of the outputs of the first micro-batch.
+      targets: the targets of the mini-batch, as the user gave them.
+      target_axes: the axis of the examples in each leaf of the targets.
       batch: the mini-batch.
-      axis: where the examples are in an output of one array.
+      axis: the axis of the examples in an output of one array.
 
     Returns:
-      Why it was not checked; empty if it was.
+      The reason why it was not checked; empty if it was.
 
     Raises:
       ValueError: if it is not of its ``reduction``, with both numbers.
@@ -219,13 +255,14 @@ def probe(
     if not sizes:
         return f"its outputs have more than {_MOST:,} elements"
     count = sum(sizes)
-    specs, axes = _whole(outputs, batch.sizes[0], count, axis)
-    ways = [_terms(objective, [*axes, *target_axes], n) for n in ([count], sizes)]
+    specs, axes = _whole(outputs, size=batch.sizes[0], count=count, preferred_axis=axis)
+    at_once = _terms(objective, [*axes, *target_axes], [count])
+    in_parts = _terms(objective, [*axes, *target_axes], sizes)
     total = sum(batch.sizes) * batch.num_shards
 
     def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
-        own = part(targets, target_axes, 0, count, total)
-        return [terms(outputs, own) for terms in ways]
+        some_targets = part(targets, target_axes, start=0, stop=count, count=total)
+        return [terms(outputs, some_targets) for terms in (at_once, in_parts)]
 
     try:
         both = jax.jit(_constraints.without(losses))
@@ -237,34 +274,37 @@ def probe(
         if text in _passed:
             return ""
         run = lowered.compile(compiler_options=_compat.quick_to_compile())
-        found = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
-        eps = _compare.tolerance(_flow.dtypes(traced.jaxpr))
+        results = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
+        rounding = rounding_tolerance(_flow.dtypes(traced.jaxpr))
     except Exception as error:
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"
         )
     finite = [
-        (one, parts) for (one,), parts in found if np.isfinite([one, *parts]).all()
+        (whole, terms)
+        for (whole,), terms in results
+        if np.isfinite([whole, *terms]).all()
     ]
     if not finite:
         return "it gives no finite number for random outputs"
-    limit = max(_TOLERANCE[objective.reduction], eps)
-    for one, parts in finite:
-        combined = sum(parts)
-        if abs(one - combined) > limit * max(map(abs, [one, *parts])):
+    limit = max(_TOLERANCE[objective.reduction], rounding)
+    for whole, terms in finite:
+        combined = sum(terms)
+        if abs(whole - combined) > limit * max(map(abs, [whole, *terms])):
             raise ValueError(
-                f"reduction={objective.reduction!r}: loss_fn is {one:.6g} for {count} "
-                f"examples but {combined:.6g} as combined of two parts of {sizes[0]} "
-                f"and {sizes[1]} (random outputs, the first of these targets), so "
-                f"micro-batches would train another loss; {ADVICE}"
+                f"reduction={objective.reduction!r}: loss_fn is {whole:.6g} for "
+                f"{count} examples but {combined:.6g} as combined of two parts of "
+                f"{sizes[0]} and {sizes[1]} (random outputs, the first of these "
+                f"targets), so micro-batches would train another loss; {ADVICE}"
             )
     _passed.add(text)
     return ""
 
 
 def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
-    """How many examples two parts have; ``None`` if two examples are too many."""
-    size, total = batch.sizes[0], sum(batch.sizes) * batch.num_shards
+    """The sizes of two parts; ``None`` if two examples have too many elements."""
+    size = batch.sizes[0]
+    total = sum(batch.sizes) * batch.num_shards
     elements = sum(leaf.size for leaf in jax.tree.leaves(outputs)) // size + 1
     if (most := _MOST // elements) < 2:
         return None
@@ -274,18 +314,27 @@ def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
 
 
 def _whole(
-    outputs: PyTree, size: int, count: int, axis: int
+    outputs: PyTree, *, size: int, count: int, preferred_axis: int
 ) -> tuple[PyTree, list[int | None]]:
-    """Specs of the outputs of more examples, and where the examples are in each."""
+    """Specs of the outputs of more examples, and the axis of the examples in each.
+
+    Args:
+      outputs: specs of the outputs of ``size`` examples.
+      size: the number of these.
+      count: the number of examples that are wanted.
+      preferred_axis: the axis of the examples where several have that length.
+    """
     leaves, structure = jax.tree.flatten(outputs)
-    specs, axes = [], []
+    specs: list[jax.ShapeDtypeStruct] = []
+    axes: list[int | None] = []
     for leaf in leaves:
-        fitting = [a for a, length in enumerate(leaf.shape) if length == size]
-        chosen = axis % leaf.ndim if leaf.ndim else None
-        at = chosen if chosen in fitting else (*fitting, None)[0]
-        shape = tuple(count if a == at else n for a, n in enumerate(leaf.shape))
+        candidates = [i for i, length in enumerate(leaf.shape) if length == size]
+        axis = candidates[0] if candidates else None
+        if leaf.ndim and preferred_axis % leaf.ndim in candidates:
+            axis = preferred_axis % leaf.ndim
+        shape = tuple(count if i == axis else n for i, n in enumerate(leaf.shape))
         specs.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
-        axes.append(at)
+        axes.append(axis)
     return structure.unflatten(specs), axes
 
 
@@ -298,15 +347,23 @@ def _random(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:
     rng = np.random.default_rng(0)
     leaves, structure = jax.tree.flatten(specs)
 
-    def drawn(values: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
+    def fill(values: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return np.resize(values > np.median(values), leaf.shape).astype(leaf.dtype)
         y = np.resize(values.astype(leaf.dtype), leaf.shape)
         if axis is None:
             return y
-        shape = [n if a == axis else 1 for a, n in enumerate(leaf.shape)]
+        shape = [n if i == axis else 1 for i, n in enumerate(leaf.shape)]
         return y * np.linspace(0.2, 1, shape[axis]).reshape(shape).astype(leaf.dtype)
 
-    for draw in (lambda: 3 * rng.standard_normal(_PERIOD), lambda: rng.random(_PERIOD)):
-        made = [drawn(draw(), *pair) for pair in zip(leaves, axes, strict=True)]
-        yield structure.unflatten(made)
+    def draw_logits() -> Any:
+        return 3 * rng.standard_normal(_PERIOD)
+
+    def draw_probabilities() -> Any:
+        return rng.random(_PERIOD)
+
+    for draw in (draw_logits, draw_probabilities):
+        arrays = [
+            fill(draw(), leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        yield structure.unflatten(arrays)

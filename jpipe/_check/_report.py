@@ -1,4 +1,4 @@
-"""What `Pipeline.check` found."""
+"""The report of a check: a table, and an error with the first difference."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ _COMPARED = ("outputs", "state", "gradients")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found of a layer, or of the loss.
+    """The result of checking a layer, or the loss.
 
     Attributes:
-      name: what to call it.
-      differences: where it gives something else in micro-batches than at once.
-      compared: which were, of ``"outputs"``, ``"state"`` and ``"gradients"``.
+      name: the name of it in the table.
+      differences: the differences between micro-batches and all examples at once.
+      compared: the kinds that were compared, of ``"outputs"``, ``"state"`` and
+        ``"gradients"``.
       notes: further remarks on it.
       advice: what to type where it differs.
     """
@@ -29,31 +30,30 @@ class CheckResult:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differences
 
     def row(self) -> list[str]:
-        """As a row of a table."""
-        differ = {one.what.split()[0].split("[")[0] for one in self.differences}
-        marks = [
-            "DIFFER" if what in differ else "same" if what in self.compared else "-"
-            for what in _COMPARED
-        ]
-        return [
-            self.name,
-            *marks,
-            "; ".join([*map(str, self.differences), *self.notes]),
-        ]
+        """The cells of its row in the table."""
+        marks = [self._mark(kind) for kind in _COMPARED]
+        remarks = [*map(str, self.differences), *self.notes]
+        return [self.name, *marks, "; ".join(remarks)]
+
+    def _mark(self, kind: str) -> str:
+        """The word for one kind of results."""
+        if any(difference.kind == kind for difference in self.differences):
+            return "DIFFER"
+        return "same" if kind in self.compared else "-"
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `Pipeline.check` found; prints as a table, and is true if nothing differs.
+    """The results of `Pipeline.check`: prints as a table, is true if nothing differs.
 
     Attributes:
-      microbatch_sizes: how many examples each micro-batch had.
-      layers: one entry for each layer.
-      loss: that of the loss; ``None`` if none was given.
+      microbatch_sizes: the number of examples of each micro-batch.
+      layers: the result of each layer.
+      loss: the result of the loss; ``None`` if none was given.
     """
 
     microbatch_sizes: tuple[int, ...]
@@ -61,32 +61,37 @@ class CheckReport:
     loss: CheckResult | None = None
 
     @property
+    def _results(self) -> list[CheckResult]:
+        """All results, in the order of the table."""
+        return [*self.layers] if self.loss is None else [*self.layers, self.loss]
+
+    @property
     def is_same(self) -> bool:
-        """Whether micro-batches give what all examples give at once."""
-        return all(one.is_same for one in (*self.layers, self.loss) if one is not None)
+        """True if micro-batches give what all examples give at once."""
+        return all(result.is_same for result in self._results)
 
     def __bool__(self) -> bool:
         return self.is_same
 
     def __str__(self) -> str:
-        found = [one for one in (*self.layers, self.loss) if one is not None]
-        rows = [["", *_COMPARED, ""], *(one.row() for one in found)]
+        rows = [["", *_COMPARED, ""], *(result.row() for result in self._results)]
         return f"{self._title()}:\n{columns(rows, left=range(5))}"
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:
         """Raises where micro-batches give something else.
 
         Args:
-          accept: the numbers of layers of which that is meant.
+          accept: the indices of layers that are meant to differ.
 
         Raises:
           ValueError: with the first difference, and what to type.
         """
-        numbered = [*enumerate(self.layers), (-1, self.loss)]
-        for number, one in numbered:
-            if one is not None and one.differences and number not in accept:
+        for index, result in enumerate(self._results):
+            is_accepted = index < len(self.layers) and index in accept
+            if result.differences and not is_accepted:
                 raise ValueError(
-                    f"{one.name}: {one.differences[0]} ({self._title()}); {one.advice}"
+                    f"{result.name}: {result.differences[0]} ({self._title()}); "
+                    f"{result.advice}"
                 )
 
     def _title(self) -> str:
@@ -96,10 +101,10 @@ class CheckReport:
 
 
 def check_microbatch_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Checks how many examples each micro-batch is to have.
+    """Checks the sizes of micro-batches, of a batch of ``count`` examples.
 
     Raises:
-      ValueError: if there are not two of them, or other examples in all.
+      ValueError: if there are fewer than two, or they do not sum to ``count``.
     """
     if len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != count:
         raise ValueError(

@@ -80,10 +80,10 @@ def check(
     params = jax.tree.map(host, params)
     with jax.default_matmul_precision("highest"):
         programs: list[Built] = []
-        for own_sizes in ((count,), sizes):
-            function = Sliced(loss, _one_stage(partition, len(own_sizes)), trained)
-            own_batch = replace(batch, sizes=own_sizes)
-            programs.append(function.of_batch(params, own_batch))
+        for part_sizes in ((count,), sizes):
+            function = Sliced(loss, _one_stage(partition, len(part_sizes)), trained)
+            split_batch = replace(batch, sizes=part_sizes)
+            programs.append(function.of_batch(params, split_batch))
         if programs[0].pipe.copies is not None:
             raise ValueError(
                 "what several processes have cannot be checked in one of them; check "
@@ -110,7 +110,7 @@ def check(
         axes=[None] * len(jax.tree.leaves(at_once.grads)),
         sizes=sizes,
         limit=tolerance,
-        least=_SMALLEST_SCALE * _compare.size(at_once.grads),
+        smallest_scale=_SMALLEST_SCALE * _compare.size(at_once.grads),
     )
     result = CheckResult(
         f"the loss with reduction={work.reduction!r}",
