@@ -24,7 +24,7 @@ import numpy as np
 
 from .._functions._objective import Objective
 from .._jaxprs._jaxpr import is_inexact
-from .._layers import _batchnorm, _half, _rng, _skip
+from .._layers import _batchnorm, _half, _modes, _rng, _skip
 from .._layers._parent import Entries
 from .._layers._sequence import Sequential
 from . import _loss
@@ -208,7 +208,8 @@ class LayerChecker:
 
         out_keys: list[_skip.Key] = []
         apply = functools.partial(self._apply, layer.layers, [*given.skips], out_keys)
-        specs = jax.eval_shape(apply, inputs, fixed)
+        with _modes.collect_notes() as switch_notes:
+            specs = jax.eval_shape(apply, inputs, fixed)
         # Batch norms of Flax normalize each micro-batch by itself, which is known and
         # meant: here they return what they are given.
         bypass = self._train and any("batch_stats" in entry for entry in entries)
@@ -222,9 +223,10 @@ class LayerChecker:
                     layer.name,
                     differences=error.args,
                     compared=("outputs",),
+                    notes=tuple(switch_notes),
                     advice=advice,
                 )
-            notes = (f"not compared: {first_line(error)}",)
+            notes = f"not compared: {first_line(error)}", *switch_notes
             return CheckResult(layer.name, notes=notes)
 
         random = np.random.default_rng(0)
@@ -241,7 +243,7 @@ class LayerChecker:
         compared, differences = self._compare(
             function, whole, parts, out_axes, leaf_reductions
         )
-        notes = self._notes(function, whole, out_axes)
+        notes = [*self._notes(function, whole, out_axes), *switch_notes]
 
         y, skips = whole.results.activations
         part_leaves = jax.tree.leaves(parts.results.activations)

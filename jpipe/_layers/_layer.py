@@ -273,7 +273,6 @@ def check_unchanged(
 
 def _adapt_functions(layer: Layer) -> LayerAdapter:
     """Adapts the two functions of a `Layer`."""
-    watch = _modes.Watch()
 
     def init(key: chex.PRNGKey, x: PyTree) -> dict[str, PyTree]:
         inputs, named_inputs = _inputs.call_arguments(zeros(x))
@@ -284,7 +283,10 @@ def _adapt_functions(layer: Layer) -> LayerAdapter:
     def call(variables, x, rngs, train):
         function = layer.apply
         leading_args = [variables]
-        with watch(_watched_call(layer.name, function, leading_args, x), train):
+        describe = functools.partial(
+            _describe_call, layer.name, function, leading_args, x
+        )
+        with _modes.watching(describe, train=train):
             return _switches.call(function, leading_args, x, rngs=rngs, train=train)
 
     return LayerAdapter(layer.name, layer, call=call, init=init)
@@ -319,23 +321,23 @@ def _check_variables(variables: Any) -> None:
 
 def _adapt_function(function: Callable[..., PyTree]) -> LayerAdapter:
     name = _function_name(function)
-    watch = _modes.Watch()
 
     def call(variables, x, rngs, train):
         del variables
-        with watch(_watched_call(name, function, [], x), train):
+        describe = functools.partial(_describe_call, name, function, [], x)
+        with _modes.watching(describe, train=train):
             return _switches.call(function, [], x, rngs=rngs, train=train)
 
     return LayerAdapter(name, function, call=call)
 
 
-def _watched_call(
+def _describe_call(
     name: str, function: Callable[..., PyTree], leading_args: Sequence[Any], x: PyTree
-) -> _modes.Call:
-    """A call of a function, for warnings."""
+) -> _modes.LayerCall:
+    """A call of a function, for notes."""
     parameters = _switches.open_parameters(function, len(leading_args), x)
     switch_values = _switches.switch_values(parameters, train=True, rngs=None)
-    return _modes.Call(
+    return _modes.LayerCall(
         name=name,
         asking=parameters,
         offered=[*switch_values],

@@ -1,7 +1,8 @@
 """Flax linen modules as layers."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,7 +89,6 @@ def nothing_asked() -> Iterator[None]:
 
 def adapt_method(method: Method) -> Callable[..., PyTree]:
     """Adapts a method to ``(module, x, rngs, train) -> y`` of a bound module."""
-    watch = _modes.Watch()
 
     def call(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
         parameters = _open_parameters(module, method, x)
@@ -101,8 +101,11 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
             function = method
 
         may_change = train and module.is_mutable_collection("batch_stats")
+        describe = functools.partial(
+            _describe_call, module, method, x, parameters=parameters, values=values
+        )
         with (
-            watch(_watched_call(module, method, x, parameters, values), train),
+            _modes.watching(describe, train=train),
             _batchnorm.intercept_batch_norms(may_change=may_change),
         ):
             bound = _switches.bind_call(
@@ -113,27 +116,28 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
     return call
 
 
-def _watched_call(
+def _describe_call(
     module: linen.Module,
     method: Method,
     x: PyTree,
+    *,
     parameters: Sequence[inspect.Parameter],
-    switch_names: Iterable[str],
-) -> _modes.Call:
-    """A call of a bound module, for warnings."""
+    values: Mapping[str, Any],
+) -> _modes.LayerCall:
+    """A call of a bound module, for notes."""
     if not isinstance(method, str):
-        return _modes.Call(
+        return _modes.LayerCall(
             name=getattr(method, "__name__", "a function"),
             asking=parameters,
-            offered=[*switch_names],
+            offered=[*values],
             keywords=_switches.kwargs_name(method, parameters, x),
             path=(),
         )
     called = _switches.called_function(module, method)
-    return _modes.Call(
+    return _modes.LayerCall(
         name=f"{type(called.module).__name__}.{method}",
         asking=parameters,
-        offered=[*switch_names],
+        offered=[*values],
         keywords=_switches.kwargs_name(called.function, parameters, x),
         passing=_switches.layer_passing_a_switch(x, method),
         path=getattr(called.module, "path", ()),

@@ -4,8 +4,9 @@ An nnx module holds its values itself. A pipeline keeps them outside, by collect
 path, and builds a new module from them in each trace: that of the user is only read.
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -54,7 +55,6 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
     open is trained. In evaluation it is evaluated. The call receives what it names of
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
-    watch = _modes.Watch()
 
     def call(module: nnx.Module, x: PyTree, rngs: Any, train: bool) -> PyTree:
         module = _set_mode(module, train=train)
@@ -63,9 +63,12 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
         parameters = _open_parameters(module, method, x, keep_frozen=train)
         values = _switches.switch_values(parameters, train=train, rngs=call_rngs)
         graphdef = _nnx_values.split(module).graphdef
+        describe = functools.partial(
+            _describe_call, module, method, x, parameters=parameters, values=values
+        )
 
         with (
-            watch(_watched_call(module, method, x, parameters, values), train),
+            _modes.watching(describe, train=train),
             _batchnorm.intercept_batch_norms(may_change=train and _has_norms(module)),
             _nnx_rngs.explain_missing_keys(missing_streams),
         ):
@@ -97,24 +100,25 @@ def _has_norms(module: nnx.Module) -> bool:
     return any(isinstance(node, nnx.BatchStat) for node in nodes)
 
 
-def _watched_call(
+def _describe_call(
     module: nnx.Module,
     method: Method,
     x: PyTree,
+    *,
     parameters: Sequence[inspect.Parameter],
-    switch_names: Iterable[str],
-) -> _modes.Call:
-    """A call of a module, for warnings."""
+    values: Mapping[str, Any],
+) -> _modes.LayerCall:
+    """A call of a module, for notes."""
     if isinstance(method, str):
         function = _switches.called_function(module, method).function
         passing = _switches.layer_passing_a_switch(x, method)
     else:
         function = method
         passing = ""
-    return _modes.Call(
+    return _modes.LayerCall(
         name=module_name(module),
         asking=parameters,
-        offered=[*switch_names],
+        offered=[*values],
         keywords=_switches.kwargs_name(function, parameters, x),
         passing=passing,
     )

@@ -1,4 +1,4 @@
-"""Switches: who receives them, what stays as the user set it, what is warned of."""
+"""Switches: who receives them, what stays as the user set it, what a check notes."""
 
 import re
 import warnings
@@ -21,6 +21,12 @@ RNGS = {"dropout": jax.random.key(1)}
 def apply(listed, train):
     pipe = jpipe.sequential([listed], 2)
     return np.asarray(pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train))
+
+
+def notes(pipe, x=X, train=True):
+    """What a check notes of the only layer."""
+    report = pipe.check(pipe.init(KEY, x), x, rngs=RNGS, train=train)
+    return "; ".join(report.layers[0].notes)
 
 
 def drops(listed, train):
@@ -61,10 +67,9 @@ def function(x, is_eval=True, rngs=None):
     ids=lambda listed: type(listed).__name__,
 )
 def test_layer_receives_its_switch(listed):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert drops(listed, True) is not isinstance(listed, jpipe.Layer)
-        assert not drops(listed, False)
+    assert drops(listed, True) is not isinstance(listed, jpipe.Layer)
+    assert not drops(listed, False)
+    assert "off in training" not in notes(jpipe.sequential([listed], 2))
 
 
 def test_parameter_of_that_name_that_is_no_switch_is_ordinary():
@@ -146,7 +151,7 @@ def by_hand(x, **kwargs):
 
 LEFT = "off in training.*"
 PASSING = "lambda module, x, train: module"
-# What is listed, what the warning says, and what to type by that.
+# What is listed, what the note says, and what to type by that.
 SILENT = [
     (
         Enabled(),
@@ -162,13 +167,13 @@ SILENT = [
     ),
     (
         Outer(),
-        f"{LEFT}dropout Inner_0/drop: Inner.__call__ left train=False\n"
+        f"{LEFT}dropout Inner_0/drop: Inner.__call__ left train=False; "
         f"pass train=train on to Inner.__call__",
         None,
     ),
     (
         jpipe.layer(Inner(), lambda m, x: m(x)),
-        f"{LEFT}Inner.__call__ left train=False\npass train=train on to",
+        f"{LEFT}Inner.__call__ left train=False; pass train=train on to",
         None,
     ),
     (
@@ -195,27 +200,47 @@ SILENT = [
 
 @pytest.mark.parametrize(("listed", "match", "switched"), SILENT)
 @pytest.mark.parametrize("is_model", [False, True])
-def test_part_that_is_off_by_a_default_warns_once(listed, match, switched, is_model):
+def test_check_notes_a_part_that_is_off_by_a_default(listed, match, switched, is_model):
     def built(layer):
         if is_model:
             return jpipe.pipeline(layer, 2, num_stages=1)
         return jpipe.pipeline([layer], 2)
 
-    def dropped(pipe, train=True):
-        y = pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train)
+    def dropped(pipe):
+        y = pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=True)
         return bool((np.asarray(y) == 0).any())
 
     pipe = built(listed)
-    with pytest.warns(UserWarning, match=f"(?s){match}") as record:
-        assert not dropped(pipe)
-    assert len(record) == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # A loss is another function that is built.
-        pipe.value_and_grad(ref.mse)(pipe.init(KEY, X), X, X, rngs=RNGS)
-        assert not dropped(built(listed), train=False)
-        if switched:  # what it says works
-            assert dropped(built(jpipe.layer(listed, switched)))
+        warnings.simplefilter("error")  # a step looks for nothing
+        assert not dropped(pipe)
+    for _ in range(2):  # whatever was traced before
+        assert re.search(match, notes(pipe))
+    assert "default" not in notes(pipe, train=False)
+    if switched:  # what it says works
+        pipe = built(jpipe.layer(listed, switched))
+        assert not re.search(match, notes(pipe))
+        assert dropped(pipe)
+
+
+def test_check_notes_a_part_inside_of_a_compiled_block():
+    class Compiled(nn.Module):
+        @nn.jit
+        @nn.compact
+        def __call__(self, x, enable_dropout=False):
+            return nn.Dropout(0.5)(x, deterministic=not enable_dropout)
+
+    for _ in range(2):  # JAX finds what it has traced for an equal block
+        assert "left enable_dropout=False" in notes(jpipe.sequential([Compiled()], 2))
+
+
+def test_notes_stand_in_the_table():
+    pipe = jpipe.sequential([jnp.sin, Enabled()], 2)
+    report = pipe.check(pipe.init(KEY, X), X, rngs=RNGS)
+    assert report
+    *_, first, second = str(report).splitlines()
+    assert "off in training" not in first
+    assert "off in training, as a parameter was left at its default: dropout" in second
 
 
 def test_line_to_type_names_the_inputs_of_a_model():
@@ -227,8 +252,7 @@ def test_line_to_type_names_the_inputs_of_a_model():
     line = "lambda module, x, mask, train: module(x, mask=mask, is_train=train)"
     x = jpipe.inputs(X, mask=X)
     pipe = jpipe.pipeline(Masked(), 2, num_stages=1)
-    with pytest.warns(UserWarning, match=re.escape(f"layer(module, {line})")):
-        pipe.apply(pipe.init(KEY, x), x, rngs=RNGS, train=True)
+    assert f"layer(module, {line})" in notes(pipe, x)
     pipe = jpipe.pipeline(jpipe.layer(Masked(), eval(line)), 2, num_stages=1)
     y = pipe.apply(pipe.init(KEY, x), x, rngs=RNGS, train=True)
     assert (np.asarray(y) == 0).any()
@@ -290,10 +314,11 @@ def evaluated(module):
     ],
     ids=lambda listed: type(listed).__name__,
 )
-def test_what_the_user_set_stays_without_a_word(listed):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not drops(listed, True)
+def test_what_the_user_set_stays_and_is_not_noted(listed):
+    assert not drops(listed, True)
+    noted = notes(jpipe.sequential([listed], 2))
+    assert "left" not in noted
+    assert "takes" not in noted
 
 
 class Always(NamedNnx):
