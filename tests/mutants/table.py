@@ -93,7 +93,7 @@ INSTRUCTIONS = [
     ("_program", "slot < self._num_arguments for", "slot < 0 for"),
 ]
 LAYERS = [
-    ("_batchnorm", " + squared * (seen * share / total)", ""),
+    ("_batchnorm", " + squared * (share_so_far * share / total)", ""),
     ("_batchnorm", "delta * (share / total)", "delta * share"),
     (
         "_batchnorm",
@@ -102,7 +102,7 @@ LAYERS = [
     ),
     (
         "_rng",
-        "jax.random.fold_in(key, layer) for name",
+        "jax.random.fold_in(key, layer_index) for name",
         "key for name",
     ),
     ("_rng", "fold_in(rng, step)", "fold_in(rng, 0 * step)"),
@@ -112,8 +112,8 @@ LAYERS = [
     ("_sequence", "_rng.layer_rngs(rngs, i)", "_rng.layer_rngs(rngs, 0)"),
     (
         "_skip",
-        "(frame.namespace, name), frame.skips\n    if key not in",
-        "(None, name), frame.skips\n    if key not in",
+        "(frame.namespace, name)\n    if key not in",
+        "(None, name)\n    if key not in",
     ),
 ]
 PLANNING = [
