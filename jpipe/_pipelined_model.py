@@ -15,7 +15,7 @@ from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._layers._layer import check_unchanged
 from ._layers._skip import label
-from ._processes._elsewhere import is_here
+from ._processes._arrays import is_here
 from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._feed import Feed

@@ -13,7 +13,7 @@ from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._messages import warn
 from ._pipelined_model import PipelinedModel
-from ._processes._elsewhere import of_copies
+from ._processes._arrays import replicated_array
 from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._pipe import Pipe
@@ -94,4 +94,4 @@ def _everywhere(pipe: Pipe, *leaves: Any) -> Any:
     """What each process has, as arrays of all copies; as it is where there is one."""
     if pipe.copies is None:
         return leaves
-    return [of_copies(leaf, pipe.copies) for leaf in leaves]
+    return [replicated_array(leaf, pipe.copies) for leaf in leaves]

@@ -15,10 +15,9 @@ import numpy as np
 
 from ._layers._stage import shapes
 from ._messages import raise_all
-from ._processes._elsewhere import is_elsewhere
-from ._processes._gather import agree_on, at_first
+from ._processes._arrays import as_key, as_numbers, is_key, is_non_addressable
+from ._processes._gather import agree_on_tree, gather_to_first
 from ._processes._group import group
-from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
 
 __all__ = ["restore", "save"]
@@ -78,7 +77,7 @@ def save(
             f"{folder} is there already; give another path, or overwrite=True"
         )
     if is_multi_process:
-        agree_on(state)
+        agree_on_tree(state)
     _run_in_all_processes(
         lambda: _write(folder, state, overwrite=overwrite),
         participle="saved",
@@ -90,7 +89,7 @@ def _write(folder: pathlib.Path, state: PyTree, *, overwrite: bool) -> None:
     import orbax.checkpoint as ocp  # takes a second, which a step does not need
 
     if jax.process_count() > 1:
-        state = at_first(state)
+        state = gather_to_first(state)
     if jax.process_index() == 0:
         with _checkpointer() as checkpointer:
             checkpointer.save(folder, ocp.args.PyTreeSave(state), force=overwrite)
@@ -190,7 +189,7 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
             _variables.differences(_leaf_texts(like), _leaf_texts(tree), difference),
         )
         local_leaves = jax.tree.map(
-            lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else leaf, like
+            lambda leaf: ocp.PLACEHOLDER if is_non_addressable(leaf) else leaf, like
         )
         restore_args = ocp.checkpoint_utils.construct_restore_args(local_leaves)
         return checkpointer.restore(
@@ -248,7 +247,7 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
 
 def _as_like(restored: Any, like: Any) -> Any:
     """A leaf that was read, as a number or a key where the leaf of `like` is one."""
-    if is_elsewhere(like):
+    if is_non_addressable(like):
         return like
     if isinstance(like, _NUMBERS):
         return type(like)(restored.item())

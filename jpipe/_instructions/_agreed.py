@@ -1,8 +1,13 @@
-"""Several processes about to run a list of instructions: they compare it first."""
+"""Several processes about to run a list of instructions: they compare it first.
+
+Compared are the *facts*: text by name, of what the instructions were made of, and the
+instructions themselves. Whoever lowers a program adds its facts to the graph.
+"""
 
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import flax
 import jax
@@ -10,12 +15,16 @@ import numpy as np
 import optax
 
 from .. import _compat
+from .._functions._batch import Batch
 from .._jaxprs._function import Function
-from .._processes._digest import digest, fingerprint
+from .._layers._layer import LayerAdapter
+from .._layers._stage import StageLayers, shapes
+from .._processes._digest import array_digest, digest
 from .._processes._group import group
 from .._processes._transport import Crossing
 from ._instruction import Instruction
 
+PyTree = Any
 # An address in the memory of one process, in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # Settings of JAX that change numbers; some are seen in no jaxpr.
@@ -26,6 +35,29 @@ _SETTINGS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
+
+
+def layer_facts(layers: Sequence[LayerAdapter], params: PyTree) -> dict[str, str]:
+    """The trained parameters of each layer; `params` has one entry per layer."""
+    return {
+        f"layer {i}": f"{layer.name} {shapes(entry)}"
+        for i, (layer, entry) in enumerate(zip(layers, params, strict=True))
+    }
+
+
+def stage_facts(
+    stages: Sequence[StageLayers], specs: Sequence[PyTree]
+) -> dict[str, str]:
+    """The layers of each stage, and what the leaves that it owns are like."""
+    return {
+        f"stage {i}": f"{stage}, {shapes(own_specs)}"
+        for i, (stage, own_specs) in enumerate(zip(stages, specs, strict=True))
+    }
+
+
+def batch_facts(batch: Batch) -> dict[str, str]:
+    """The shapes of a mini-batch."""
+    return {"mini-batch": shapes(batch.args)}
 
 
 def agree(
@@ -61,8 +93,8 @@ def agree(
 
     for instruction in instructions:
         crossing = instruction.run
-        if isinstance(crossing, Crossing) and crossing.concerns:
-            instruction.run = crossing.opened(number)
+        if isinstance(crossing, Crossing) and crossing.is_local_part:
+            instruction.run = crossing.connect(number)
 
 
 def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
@@ -87,5 +119,5 @@ def _text(function: Function) -> list[str]:
     lines = [function.name, str(function.results)]
     if function.closed is not None:
         lines.append(_ADDRESS.sub("", str(function.closed.jaxpr)))
-        lines += map(fingerprint, function.closed.consts)
+        lines += map(array_digest, function.closed.consts)
     return lines

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _compat
 from .._jaxprs import _constraints, _jaxpr
 from .._jaxprs._function import Function
-from .._processes._keys import is_key
+from .._processes._arrays import is_key
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, SubMesh
 from ._transfer import Device, array_spec, jax_sharding

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from .._jaxprs._function import Function
-from .._processes._keys import is_key
+from .._processes._arrays import is_key
 from ._compile import Compiled, on_host, program_name
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction

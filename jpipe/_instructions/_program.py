@@ -24,9 +24,8 @@ from jax.sharding import NamedSharding
 
 from .. import _compat
 from .._jaxprs import _invalid, _jaxpr
-from .._processes._elsewhere import copies, is_here, of_copies
+from .._processes._arrays import is_here, is_key, replicated_array, replicated_sharding
 from .._processes._group import group
-from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
@@ -119,7 +118,7 @@ class Program:
             devices: list[Any] = []
             for place in graph.heads.values():
                 devices += _transfer.devices_of(graph.devices[place])
-            self._copies_sharding = copies(devices)
+            self._copies_sharding = replicated_sharding(devices)
 
     def _set_initial_slots(
         self, graph: Graph, outputs: Sequence[Value], slot_of: Mapping[Value, Slot]
@@ -156,7 +155,7 @@ class Program:
     def _is_local(self, instruction: Instruction) -> bool:
         """True if this process has a part in an instruction."""
         if isinstance(instruction.run, Crossing):
-            return instruction.run.concerns
+            return instruction.run.is_local_part
         return is_here(self.devices[instruction.place])
 
     def compile(self) -> None:
@@ -233,7 +232,7 @@ class Program:
         if self._copies_sharding is not None:
             outputs = [*outputs]
             for i in self._copied_outputs:
-                outputs[i] = of_copies(outputs[i], self._copies_sharding)
+                outputs[i] = replicated_array(outputs[i], self._copies_sharding)
         return tuple(outputs)
 
     def _explained(

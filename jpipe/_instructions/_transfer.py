@@ -12,8 +12,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
-from .._processes._elsewhere import ghost, is_elsewhere, is_here, own_copy
-from .._processes._keys import is_key
+from .._processes._arrays import (
+    is_here,
+    is_key,
+    is_non_addressable,
+    local_copy,
+    placeholder,
+)
 from ._sharding import WHOLE, Cut, Sharding, SubMesh
 
 Leaves = Sequence[Any]
@@ -149,7 +154,7 @@ def put(
     shardings = shardings or [WHOLE] * len(leaves)
     if not is_here(device):
         return [
-            ghost(leaf.shape, _jax_dtype(leaf), jax_sharding(device, sharding))
+            placeholder(leaf.shape, _jax_dtype(leaf), jax_sharding(device, sharding))
             for leaf, sharding in zip(leaves, shardings, strict=True)
         ]
     leaves = _local_copies(leaves)
@@ -218,8 +223,8 @@ def _local_copies(leaves: Leaves) -> list[Any]:
     """
     if jax.process_count() == 1:
         return list(leaves)
-    copies = [*map(own_copy, leaves)]
-    remote = [leaf for leaf in copies if is_elsewhere(leaf)]
+    copies = [*map(local_copy, leaves)]
+    remote = [leaf for leaf in copies if is_non_addressable(leaf)]
     if remote:
         raise ValueError(
             f"{len(remote)} arrays, such as one of shape {remote[0].shape}, are in "

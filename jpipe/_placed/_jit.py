@@ -16,7 +16,7 @@ from .._instructions._transfer import Device, devices_of, sharding_of
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._messages import raise_all
-from .._processes._elsewhere import is_copied
+from .._processes._arrays import is_replicated
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from .._run._recent import Recent
@@ -181,7 +181,7 @@ class Jitted:
         devices = frozenset(leaf.devices())
         place = self._place_of.get(devices, OUTSIDE)
         sharding = sharding_of(leaf, self.devices[place]) if place >= 0 else None
-        if sharding is None and (len(devices) == 1 or is_copied(leaf)):
+        if sharding is None and (len(devices) == 1 or is_replicated(leaf)):
             sharding = WHOLE
         return place, sharding
 

@@ -1,4 +1,4 @@
-"""What a process takes from its environment: its number, timeout and transport.
+"""The environment variables of a process: its number, timeout and transport.
 
 `python -m jpipe launch` sets these variables.
 """
@@ -12,51 +12,54 @@ PROCESS = "JPIPE_PROCESS"
 LOCAL_PROCESSES = "JPIPE_LOCAL_PROCESSES"  # those that share the cores of this host
 TIMEOUT = "JPIPE_TIMEOUT"
 TRANSPORT = "JPIPE_TRANSPORT"
-TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
+TRANSFER = "transfer"
+DEVICE_PUT = "device_put"
+TRANSPORTS = (TRANSFER, DEVICE_PUT)
 
 
-def own_job() -> tuple[str, int, int] | tuple[None, None, None]:
+def read_job() -> tuple[str, int, int] | tuple[None, None, None]:
     """The address of the first process, how many there are, and the number of this one.
 
     Raises:
       ValueError: if only some of the variables are set, or not to whole numbers.
     """
-    address, *numbers = map(os.environ.get, (COORDINATOR, PROCESSES, PROCESS))
+    address = os.environ.get(COORDINATOR)
     if address is None:
         return None, None, None
+    processes = os.environ.get(PROCESSES)
+    process = os.environ.get(PROCESS)
     try:
-        processes, process = (int(str(number)) for number in numbers)
+        return address, int(str(processes)), int(str(process))
     except ValueError:
         raise ValueError(
-            f"{COORDINATOR} is {address!r}, {PROCESSES} is {numbers[0]!r}, and "
-            f"{PROCESS} is {numbers[1]!r}: set {COORDINATOR}=host:port, {PROCESSES}, "
+            f"{COORDINATOR} is {address!r}, {PROCESSES} is {processes!r}, and "
+            f"{PROCESS} is {process!r}: set {COORDINATOR}=host:port, {PROCESSES}, "
             f"how many there are, and {PROCESS}, which of them this is, from 0 on"
         ) from None
-    return address, processes, process
 
 
-def seconds(name: str, given: Any) -> float:
-    """The seconds in an argument or a variable, by its name.
+def parse_seconds(name: str, value: Any) -> float:
+    """The seconds in an argument or a variable; `name` is its name.
 
     Raises:
       ValueError: if they are not a number above 0.
     """
     try:
-        found = float(given)
+        seconds = float(value)
     except (TypeError, ValueError):
-        found = 0.0
-    if not found > 0:
-        raise ValueError(f"{name}={given!r}: needs seconds, more than 0")
-    return found
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"{name}={value!r}: needs seconds, more than 0")
+    return seconds
 
 
-def known_transport(name: str, given: str) -> str:
-    """The transport in an argument or a variable, by its name; empty for the default.
+def check_transport(name: str, value: str) -> str:
+    """Returns the transport in an argument or a variable; empty for the default.
 
     Raises:
       ValueError: if there is no such transport.
     """
-    if given and given not in TRANSPORTS:
+    if value and value not in TRANSPORTS:
         listed = ", ".join(map(repr, TRANSPORTS))
-        raise ValueError(f"{name}={given!r}: choose from {listed}")
-    return given
+        raise ValueError(f"{name}={value!r}: choose from {listed}")
+    return value

@@ -18,12 +18,12 @@ import jax
 
 from .. import _compat
 from .._messages import raise_all
-from ._digest import fingerprint
-from ._environment import TIMEOUT, TRANSPORT, known_transport, seconds
+from ._digest import array_digest
+from ._environment import TIMEOUT, TRANSPORT, check_transport, parse_seconds
 
-_SECONDS = 600.0  # the default timeout
+_DEFAULT_TIMEOUT = 600.0
 RUNS = "calls of the pipelines so far"
-_SLICE = 1.0  # Ctrl-C does not end a longer wait
+_LONGEST_WAIT = 1.0  # Ctrl-C does not end a longer one
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Group:
     """The processes of a job.
 
     Attributes:
-      timeout: for how many seconds one process waits for another.
-      transport: how arrays pass between them: see `_transport`.
-      runs: how many shared programs this process has run: as many as the others.
+      timeout: the seconds for which one process waits for another.
+      transport: the name of what moves arrays between them: see `_transport`.
+      runs: the number of shared programs that this process has run, as the others have.
     """
 
     timeout: float
@@ -42,13 +42,13 @@ class Group:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
-    def me(self) -> int:
+    def process_index(self) -> int:
         """The number of this process."""
         return _compat.own_process()[0]
 
     @property
-    def size(self) -> int:
-        """How many there are."""
+    def num_processes(self) -> int:
+        """The number of processes."""
         return _compat.own_process()[1]
 
     def next_number(self) -> int:
@@ -66,31 +66,42 @@ class Group:
     def receive(
         self, keys: Mapping[int, str], purpose: str, limit: float = 0.0
     ) -> list[str]:
-        """The messages of some processes, once all are there.
+        """Waits for a message of each of some processes.
 
         Args:
-          keys: the key of each, by its process.
-          purpose: what they are for, which the error names.
-          limit: how many seconds they may take; default: the timeout.
+          keys: process -> key of its message.
+          purpose: the name of what they are for, in the error.
+          limit: the seconds that they may take; 0: the timeout.
+
+        Returns:
+          The messages, in the order of the keys.
 
         Raises:
           TimeoutError: with the processes that are late.
         """
-        limit = limit or self.timeout
+        if limit == 0.0:
+            limit = self.timeout
         until = time.monotonic() + limit
-        found = {process: self._wait(key, until) for process, key in keys.items()}
-        late = [process for process, message in found.items() if message is None]
+        messages: list[str] = []
+        late: list[int] = []
+        for process, key in keys.items():
+            message = self._wait(key, until)
+            if message is None:
+                late.append(process)
+            else:
+                messages.append(message)
         if late:
             raise TimeoutError(
-                f"{_listed(late)} of {self.size} did not come to {purpose} within "
-                f"{limit:g} s; process {self.me} waited. All run the same calls of the "
-                f"pipeline in the same order, or one has failed"
+                f"{_listed(late)} of {self.num_processes} did not come to {purpose} "
+                f"within {limit:g} s; process {self.process_index} waited. All run the "
+                f"same calls of the pipeline in the same order, or one has failed"
             )
-        return [message for message in found.values() if message is not None]
+        return messages
 
     def _wait(self, key: str, until: float) -> str | None:
+        """Waits for a message until a time; returns ``None`` if it does not come."""
         while True:
-            left = min(max(until - time.monotonic(), 0.001), _SLICE)
+            left = min(max(until - time.monotonic(), 0.001), _LONGEST_WAIT)
             try:
                 return _compat.coordination().blocking_key_value_get(
                     f"jpipe/{key}", int(1000 * left) + 1
@@ -102,18 +113,19 @@ class Group:
                 return None
 
     def post(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Publishes facts of this process, and how many programs it has run."""
-        self.publish(f"{key}/{self.me}", json.dumps({RUNS: str(self.runs), **facts}))
+        """Publishes facts of this process, and the number of programs it has run."""
+        message = json.dumps({RUNS: str(self.runs), **facts})
+        self.publish(f"{key}/{self.process_index}", message)
 
     def collect(self, key: str, purpose: str, limit: float = 0.0) -> list[Any]:
-        """The facts that each process has posted: see `receive`."""
-        keys = {process: f"{key}/{process}" for process in range(self.size)}
+        """Waits for the facts that each process posts: see `receive`."""
+        keys = {process: f"{key}/{process}" for process in range(self.num_processes)}
         return [*map(json.loads, self.receive(keys, purpose, limit))]
 
     def gather(
         self, facts: Mapping[str, Any], purpose: str, limit: float = 0.0
     ) -> list[Any]:
-        """The facts of all processes, each of which calls this: see `receive`."""
+        """Exchanges facts; all processes call this: see `receive`."""
         key = f"{purpose}/{self.next_number()}"
         self.post(key, facts)
         return self.collect(key, purpose, limit)
@@ -122,26 +134,26 @@ class Group:
         """Checks that all processes have the same facts.
 
         Args:
-          facts: what must be the same, by name.
-          purpose: what they are about to do.
+          facts: name -> text that must be the same in all.
+          purpose: the name of what they are about to do.
 
         Raises:
           ValueError: with each fact that differs, and between whom.
           TimeoutError: with the processes that are late.
         """
-        refuse_differences(differing(self.gather(facts, purpose)), purpose)
+        raise_differences(find_differences(self.gather(facts, purpose)), purpose)
 
     def leave(self, why: str) -> None:
         """Posts that this process runs nothing more, and the error that ended it."""
         self.post("left", {"why": why})
 
     def departure(self, process: int) -> dict[str, str] | None:
-        """What a process has posted when it left; ``None`` if it has not."""
+        """The facts that a process has posted when it left; ``None`` if it has not."""
         try:
-            found = _compat.coordination().key_value_try_get(f"jpipe/left/{process}")
+            message = _compat.coordination().key_value_try_get(f"jpipe/left/{process}")
         except jax.errors.JaxRuntimeError:
             return None
-        return json.loads(found)
+        return json.loads(message)
 
     def check_runs(self) -> None:
         """Waits until all have left, and checks that they ran as many programs.
@@ -150,59 +162,61 @@ class Group:
           ValueError: with how many each ran, if that differs.
           TimeoutError: with the processes that are late.
         """
-        every = self.collect("left", "the end of the program")
-        if faults := differing([{RUNS: facts[RUNS]} for facts in every]):
+        facts_by_process = self.collect("left", "the end of the program")
+        runs = [{RUNS: facts[RUNS]} for facts in facts_by_process]
+        if differences := find_differences(runs):
             raise ValueError(
-                f"what came after the first of these calls was wrong: {faults[0]}"
+                f"what came after the first of these calls was wrong: {differences[0]}"
             )
 
 
-def refuse_differences(
-    faults: Sequence[str], purpose: str, so: str = "nothing was sent"
+def raise_differences(
+    differences: Sequence[str], purpose: str, *, consequence: str = "nothing was sent"
 ) -> None:
-    """Raises in all processes alike, if there are faults that all have found.
+    """Raises if there are differences, in all processes, which know the same ones.
 
     Args:
-      faults: what differs.
-      purpose: what it is about.
-      so: what follows from it.
+      differences: a sentence for each.
+      purpose: the name of what differs.
+      consequence: the end of the sentence that begins with the purpose.
 
     Raises:
       ValueError: with all of them.
     """
     raise_all(
-        f"the processes do not run the same program: {purpose} differs, and {so}",
-        faults,
+        f"the processes do not run the same program: {purpose} differs, and "
+        f"{consequence}",
+        differences,
     )
 
 
-def differing(every: Sequence[Mapping[str, str]]) -> list[str]:
-    """The facts of all processes that are not the same in each."""
-    faults = []
-    for name in dict.fromkeys(name for facts in every for name in facts):
-        found: dict[str, list[int]] = {}
-        for process, facts in enumerate(every):
-            found.setdefault(facts.get(name, "nothing"), []).append(process)
-        if len(found) > 1:
-            values = (f"{_listed(who)}: {value}" for value, who in found.items())
-            faults.append(f"{name}: {'; '.join(values)}")
-    return faults
+def find_differences(facts_by_process: Sequence[Mapping[str, str]]) -> list[str]:
+    """A sentence for each fact that is not the same in all processes."""
+    differences = []
+    for name in dict.fromkeys(name for facts in facts_by_process for name in facts):
+        processes: dict[str, list[int]] = {}  # value -> the processes that have it
+        for process, facts in enumerate(facts_by_process):
+            processes.setdefault(facts.get(name, "nothing"), []).append(process)
+        if len(processes) > 1:
+            values = (f"{_listed(who)}: {value}" for value, who in processes.items())
+            differences.append(f"{name}: {'; '.join(values)}")
+    return differences
 
 
 def _listed(processes: Sequence[int]) -> str:
-    listed = ", ".join(map(str, processes))
-    return f"process{'es' * (len(processes) > 1)} {listed}"
+    numbers = ", ".join(map(str, processes))
+    return f"processes {numbers}" if len(processes) > 1 else f"process {numbers}"
 
 
 @functools.cache
 def group() -> Group:
     """The processes of this job."""
     return Group(
-        seconds(TIMEOUT, os.environ.get(TIMEOUT, _SECONDS)),
-        known_transport(TRANSPORT, os.environ.get(TRANSPORT, "")),
+        parse_seconds(TIMEOUT, os.environ.get(TIMEOUT, _DEFAULT_TIMEOUT)),
+        check_transport(TRANSPORT, os.environ.get(TRANSPORT, "")),
     )
 
 
 def agree_on_key(key: jax.Array) -> None:
     """Checks that all processes have the same key: each makes its own layers."""
-    group().agree({"key": fingerprint(key)}, "init")
+    group().agree({"key": array_digest(key)}, "init")

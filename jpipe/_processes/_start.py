@@ -14,9 +14,9 @@ from ._environment import (
     LOCAL_PROCESSES,
     PROCESS,
     PROCESSES,
-    known_transport,
-    own_job,
-    seconds,
+    check_transport,
+    parse_seconds,
+    read_job,
 )
 from ._group import group
 from ._watch import FAILED, watch
@@ -24,12 +24,17 @@ from ._watch import FAILED, watch
 # Threads of XLA for each CPU device of several: programs of a stage's devices wait in
 # them for each other. With as many threads as devices, or one more, they wait for ever
 # where parameters are cut (jax 0.10.2); with twice as many they did not.
-_WAITING, _FEWEST = 4, 2
-# Seconds: beyond our timeout for JAX, to start, and until the watch has explained.
-_LATER, _TO_START, _TO_EXPLAIN = 30, 300, 2.0
-# So long the first process, without which JAX ends the others, lets them explain.
-_FAREWELL = 5.0
-_LONGEST = 200  # letters of an error that others print
+_THREADS_PER_DEVICE = 4
+_FEWEST_THREADS_PER_DEVICE = 2
+# Seconds by which the timeouts of JAX are longer than ours, whose errors say more.
+_EXTRA_TIMEOUT = 30
+_START_TIMEOUT = 300
+# Seconds in which the watch may name a process that has failed.
+_SECONDS_TO_EXPLAIN = 2.0
+# Seconds for which the first process, without which JAX ends the others, waits for
+# their explanations.
+_SECONDS_OF_FAREWELL = 5.0
+_LONGEST_ERROR = 200  # letters that others print
 
 
 def distributed(
@@ -56,13 +61,13 @@ def distributed(
     Args:
       coordinator_address: host and port of the first process, such as
         ``"10.0.0.1:1234"``.
-      num_processes: how many there are.
+      num_processes: the number of processes.
       process_id: the number of this one, from 0.
-      timeout: for how many seconds a process waits for another one before it ends with
+      timeout: the seconds for which a process waits for another one before it ends with
         the name of what it awaited; default: the environment variable
         ``JPIPE_TIMEOUT``, or 600. A step whose first backward comes later needs more.
-      transport: how arrays pass between processes: ``"transfer"``, through sockets, or
-        ``"device_put"``, through the links of the accelerators; default:
+      transport: what moves arrays between processes: ``"transfer"``, through sockets,
+        or ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
       **options: for `jax.distributed.initialize`.
 
@@ -76,9 +81,9 @@ def distributed(
     """
     peers = group()
     if timeout is not None:
-        peers.timeout = seconds("timeout", timeout)
+        peers.timeout = parse_seconds("timeout", timeout)
     if transport is not None:
-        peers.transport = known_transport("transport", transport)
+        peers.transport = check_transport("transport", transport)
     if not jax.distributed.is_initialized():
         _initialize(coordinator_address, num_processes, process_id, options)
     _leave_together()
@@ -89,16 +94,16 @@ def _initialize(
 ) -> None:
     """Starts `jax.distributed`, with our timeouts: see `distributed`."""
     if (address, num_processes, process_id) == (None, None, None):
-        address, num_processes, process_id = own_job()
+        address, num_processes, process_id = read_job()
     # Read when the devices are made.
-    os.environ.setdefault("PJRT_NPROC", str(_threads()))
+    os.environ.setdefault("PJRT_NPROC", str(_num_threads()))
     timeout = max(int(group().timeout), 1)
     waits = {
-        # Some come later than others, as schedulers start them.
-        "initialization_timeout": max(timeout, _TO_START),
-        # Later than our own, whose errors name what was awaited.
-        "heartbeat_timeout_seconds": timeout + _LATER,
-        "shutdown_timeout_seconds": timeout + _LATER,
+        # Schedulers start some processes later than others.
+        "initialization_timeout": max(timeout, _START_TIMEOUT),
+        # Our own end before, with an error that names what was awaited.
+        "heartbeat_timeout_seconds": timeout + _EXTRA_TIMEOUT,
+        "shutdown_timeout_seconds": timeout + _EXTRA_TIMEOUT,
     }
     try:
         jax.distributed.initialize(
@@ -140,27 +145,27 @@ def check_threads() -> None:
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     devices = jax.local_device_count()
-    limit = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or _cores()
+    limit = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or _num_cores()
     threads = max(int(limit), devices)
-    if threads < _FEWEST * devices:
+    if threads < _FEWEST_THREADS_PER_DEVICE * devices:
+        enough = _THREADS_PER_DEVICE * devices
         raise RuntimeError(
             f"process {jax.process_index()} has {devices} CPU devices and {threads} "
             f"threads for their programs, which would wait for each other for ever: "
             f"call jax.config.update('jax_num_cpu_devices', {devices}) before "
-            f"jpipe.distributed(), or set PJRT_NPROC={_WAITING * devices} before "
-            f"Python starts"
+            f"jpipe.distributed(), or set PJRT_NPROC={enough} before Python starts"
         )
 
 
-def _threads() -> int:
-    """How many XLA may use for CPU devices: more than its cores make it slow."""
+def _num_threads() -> int:
+    """The threads that XLA may use for CPU devices: more than cores make it slow."""
     devices = getattr(jax.config, "jax_num_cpu_devices", 1)  # made at run time
-    cores = max(_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
-    return max(cores, _WAITING * devices) if devices > 1 else cores
+    cores = max(_num_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
+    return max(cores, _THREADS_PER_DEVICE * devices) if devices > 1 else cores
 
 
-def _cores() -> int:
-    """Those that this process may use."""
+def _num_cores() -> int:
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -170,33 +175,34 @@ def _cores() -> int:
 def _leave_together() -> None:
     """Lets the other processes know when and why this one ends."""
     watch()  # no thread can be started at the end
-    # What is registered last is called first: before JAX leaves them.
+    # The function that is registered last is called first: before JAX leaves them.
     atexit.register(_leave)
 
 
 def _leave() -> None:
     """Ends the program: at once if it has raised an exception, else with the others.
 
-    JAX would have what failed wait for them, and they go on waiting for what it sends:
-    where a connection ends they know at once.
+    JAX would let a process that failed wait for the others, and they would wait for
+    what it sends: where a connection ends they know at once.
     """
-    error, peers = getattr(sys, "last_value", None), group()
-    if peers.size == 1:
+    error = getattr(sys, "last_value", None)
+    peers = group()
+    if peers.num_processes == 1:
         return
     if isinstance(error, jax.errors.JaxRuntimeError):
-        time.sleep(_TO_EXPLAIN)  # the watch may name a process that has failed
+        time.sleep(_SECONDS_TO_EXPLAIN)  # the watch may name a process that has failed
     try:
         if error is None:
             peers.leave("")
             peers.check_runs()
             watch().finish()
             return
-        peers.leave(f"{type(error).__name__}: {error}"[:_LONGEST])
+        peers.leave(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
     except (RuntimeError, TimeoutError, ValueError) as fault:
         if error is None:
             sys.stderr.write(f"jpipe: {fault}\n")
     sys.stdout.flush()
     sys.stderr.flush()
-    if peers.me == 0:
-        time.sleep(_FAREWELL)
+    if peers.process_index == 0:
+        time.sleep(_SECONDS_OF_FAREWELL)
     os._exit(FAILED if error is None else 1)

@@ -19,25 +19,26 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ._elsewhere import ghost, is_here
+from ._arrays import as_key, as_numbers, is_here, is_key, placeholder
 from ._environment import DEVICE_PUT, TRANSFER
 from ._group import group
-from ._keys import as_key, as_numbers, is_key
 from ._watch import Awaited, watch
 
-# A number names a program, one of its moves and the run of pipelines that it is in:
-# where one process has run something that another has not, nothing is mistaken for
-# something else.
-_RUNS, _MOVES = 24, 20
+# A move has a number, made of that of its program, its index in the program and the run
+# of pipelines that it is in: where one process has run something that another has not,
+# nothing is mistaken for something else.
+_MOVE_BITS = 20
+_RUN_BITS = 24
 # Bytes of a piece of an array on its way, and how many are on their way at once.
-_PIECE, _AT_ONCE = 4 << 20, 8
+_PIECE = 4 << 20
+_AT_ONCE = 8
 Leaves = Sequence[Any]
-# What moves arrays, given the number of the move: ``(number, leaves) -> leaves``.
+# (number of the move, leaves to send) -> received leaves
 Move = Callable[[int, Leaves], Leaves]
 
 
-def chosen() -> str:
-    """How arrays pass in this job."""
+def transport() -> str:
+    """The transport of this job."""
     default = TRANSFER if jax.default_backend() == "cpu" else DEVICE_PUT
     return group().transport or default
 
@@ -47,12 +48,12 @@ class Crossing:
     """A move between two processes, as one of them has it, or as a third sees it.
 
     Attributes:
-      source: a device of the one.
-      target: a device of the other.
-      specs: what moves: the shape of the whole, the dtype, the sharding in the target.
-      source_shardings: of each array in the source.
-      index: its number among the moves of its program.
-      label: what made what moves.
+      source: a device of the process that sends.
+      target: a device of the process that receives.
+      specs: the arrays: the shape of the whole, the dtype, the sharding in the target.
+      source_shardings: the sharding of each array in the source.
+      index: the position among the moves of its program.
+      label: the name of what made the arrays.
     """
 
     source: Any
@@ -63,13 +64,13 @@ class Crossing:
     label: str
 
     @property
-    def concerns(self) -> bool:
+    def is_local_part(self) -> bool:
         """Whether this process has a part in it."""
-        return self.is_received or is_here(self.source) or chosen() == DEVICE_PUT
+        return self.is_received or is_here(self.source) or transport() == DEVICE_PUT
 
     @property
     def is_received(self) -> bool:
-        """Whether it comes here."""
+        """Whether this process receives the arrays."""
         return is_here(self.target)
 
     def __str__(self) -> str:
@@ -79,46 +80,64 @@ class Crossing:
             f"{self.source}"
         )
 
-    def opened(self, program: int) -> Callable[..., Leaves]:
-        """What sends, or returns what comes, and never waits.
+    def connect(self, program: int) -> Callable[..., Leaves]:
+        """Connects the two processes.
 
         Args:
           program: the number of its program, once all processes know it.
+
+        Returns:
+          ``(*leaves) -> leaves``, called once in each run: it sends its arguments, or
+          returns the arrays that come. It never waits.
         """
-        first = (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
-        passing = [*map(_as_passing, self.specs)]
+        sent_specs = [_sent_spec(spec) for spec in self.specs]
         has_keys = any(map(is_key, self.specs))
-        kinds: list[jax.Array] = []
-        if has_keys and self.is_received:  # only an array has the kind of its keys
-            kinds = _ghosts(self.specs, self.source_shardings)
-        if chosen() == DEVICE_PUT:
-            move = self._put(passing)
+        keys: list[jax.Array] = []
+        if has_keys and self.is_received:  # a spec does not tell the type of its keys
+            keys = _placeholders(self.specs, self.source_shardings)
+
+        if transport() == DEVICE_PUT:
+            move = self._put(sent_specs)
         elif self.is_received:
-            move = _pull(_link(self.source.process_index), passing)
+            move = _pull(_link(self.source.process_index), sent_specs)
         else:
-            move = _offer(passing)
+            move = _offer(sent_specs)
 
         def run(*leaves: Any) -> Leaves:
-            number = first | group().runs & (1 << _RUNS) - 1
+            number = _move_number(program, move=self.index, run=group().runs)
             arrays = move(number, [*map(as_numbers, leaves)] if has_keys else leaves)
             if not self.is_received:
                 return ()
             watch().add(Awaited(arrays, self, group().runs))
-            return [*map(as_key, arrays, kinds)] if kinds else arrays
+            return [*map(as_key, arrays, keys)] if keys else arrays
 
         return run
 
-    def _put(self, passing: Leaves) -> Move:
-        shardings = [spec.sharding for spec in passing]
+    def _put(self, specs: Leaves) -> Move:
+        """Moves arrays by `jax.device_put`, which all processes call."""
+        shardings = [spec.sharding for spec in specs]
         if is_here(self.source):
             return lambda _, leaves: jax.device_put(list(leaves), shardings)
-        ghosts = _ghosts(passing, self.source_shardings)
-        return lambda *_: jax.device_put(ghosts, shardings)
+        placeholders = _placeholders(specs, self.source_shardings)
+        return lambda *_: jax.device_put(placeholders, shardings)
 
 
-def _offer(passing: Leaves) -> Move:
-    """What offers arrays to whoever pulls them."""
-    server, has_values = _server(), [spec.size > 0 for spec in passing]
+def put_whole(leaf: jax.Array, device: Any) -> jax.Array:
+    """Puts an array of this process, all of it, on one of its devices."""
+    return jax.device_put(leaf, device)
+
+
+def _move_number(program: int, *, move: int, run: int) -> int:
+    """The bits of the three numbers in a row; of the last two the lowest bits."""
+    low_move = move & (1 << _MOVE_BITS) - 1
+    low_run = run & (1 << _RUN_BITS) - 1
+    return (program << _MOVE_BITS | low_move) << _RUN_BITS | low_run
+
+
+def _offer(specs: Leaves) -> Move:
+    """Offers arrays to the process that pulls them."""
+    server = _server()
+    has_values = [spec.size > 0 for spec in specs]
 
     def offer(number: int, leaves: Leaves) -> Leaves:
         server.await_pull(number, [*compress(leaves, has_values)])
@@ -127,42 +146,36 @@ def _offer(passing: Leaves) -> Move:
     return offer
 
 
-def _pull(link: Any, passing: Leaves) -> Move:
-    """What pulls arrays over a link."""
-    wanted = [spec if spec.size else None for spec in passing]
-    # What is empty would be awaited for ever.
+def _pull(link: Any, specs: Leaves) -> Move:
+    """Pulls arrays over a link."""
+    pulled = [spec if spec.size else None for spec in specs]
+    # An empty array would be awaited for ever: it is made here.
     empty = [
         None if spec.size else jax.device_put(jnp.zeros_like(spec), spec.sharding)
-        for spec in passing
+        for spec in specs
     ]
 
     def pull(number: int, _: Leaves) -> Leaves:
-        pairs = zip(link.pull(number, wanted), empty, strict=True)
-        return [array if none is None else none for array, none in pairs]
+        pairs = zip(link.pull(number, pulled), empty, strict=True)
+        return [array if zeros is None else zeros for array, zeros in pairs]
 
     return pull
 
 
-def _as_passing(spec: Any) -> jax.ShapeDtypeStruct:
-    """As what an array passes: of keys the numbers that they are made of."""
+def _sent_spec(spec: Any) -> jax.ShapeDtypeStruct:
+    """The spec of an array on its way; of a key, that of its numbers."""
     numbers = jax.eval_shape(as_numbers, spec)
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=spec.sharding)
 
 
-def _ghosts(specs: Leaves, shardings: Sequence[Any]) -> list[jax.Array]:
-    """What stands in this process for arrays of another."""
+def _placeholders(specs: Leaves, shardings: Sequence[Any]) -> list[jax.Array]:
     pairs = zip(specs, shardings, strict=True)
-    return [ghost(spec.shape, spec.dtype, sharding) for spec, sharding in pairs]
-
-
-def on_one(leaf: jax.Array, device: Any) -> jax.Array:
-    """An array of this process, all of it on one of its devices."""
-    return jax.device_put(leaf, device)
+    return [placeholder(spec.shape, spec.dtype, sharding) for spec, sharding in pairs]
 
 
 @functools.cache
 def _server() -> Any:
-    """What others pull from, one for a process."""
+    """The server of this process, from which others pull."""
     from jax.experimental import transfer  # one process alone does not need it
 
     host = _own_address(_compat.coordinator_address())
@@ -179,7 +192,7 @@ def _server() -> Any:
 
 @functools.cache
 def _link(process: int) -> Any:
-    """What pulls from a process."""
+    """The link by which this process pulls from another one."""
     server = _server()
     (address,) = group().receive({process: f"address/{process}"}, "its first transfer")
     return server.connect(address)

@@ -1,8 +1,8 @@
-"""What this process awaits from others, watched: no wait is without an end.
+"""A watch over the arrays that this process awaits from others.
 
-What comes from another process that was killed, or stopped, never comes, and JAX would
-wait for it for ever or fail without a reason. A thread waits for all that is on its
-way, in order, and for no longer than the timeout.
+The arrays of a process that was killed, or stopped, never come, and JAX would wait for
+them for ever or fail without a reason. A thread waits for all that is on its way, in
+order, and for no longer than the timeout.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from ._group import RUNS, group
 
 FAILED = 70  # the exit status of a process that found a fault of another
 # Seconds between two looks whether arrays are there, and whether their sender has left.
-_ARRIVED, _LEFT = 0.01, 1.0
+_SECONDS_TO_ARRIVE = 0.01
+_SECONDS_TO_LEAVE = 1.0
 # Seconds that the program has to end by itself before it is ended.
 _GRACE = 5.0
 
@@ -33,7 +34,7 @@ class Awaited(NamedTuple):
     Attributes:
       arrays: the arrays.
       crossing: the `Crossing` by which they come.
-      run: the number of the run that they belong to.
+      run: the number of their run.
     """
 
     arrays: Sequence[Any]
@@ -42,10 +43,10 @@ class Awaited(NamedTuple):
 
 
 class Watch:
-    """Waits for what is on its way, and ends the process if it does not come.
+    """A thread that waits for arrays, and ends the process if they do not come.
 
     Attributes:
-      add: adds arrays that are on their way.
+      add: ``(Awaited) -> None``, called when arrays are on their way.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Watch:
 
     def _work(self) -> None:
         while awaited := self._awaited.get():
-            if why := _failure(awaited):
+            if why := _wait(awaited):
                 _end(f"{awaited.crossing}{why}")
                 return
             del awaited  # and with it the arrays
@@ -82,34 +83,36 @@ def _end(why: str) -> None:
     os._exit(FAILED)
 
 
-def _failure(awaited: Awaited) -> str:
-    """Why arrays do not come, once that is certain; nothing once they are there."""
-    since = time.monotonic()
-    next_look, limit = since + _LEFT, group().timeout
+def _wait(awaited: Awaited) -> str:
+    """Waits for arrays; returns why they do not come, or nothing if they came."""
+    begin = time.monotonic()
+    next_look = begin + _SECONDS_TO_LEAVE
+    limit = group().timeout
     try:
         while not all(map(_compat.is_ready, awaited.arrays)):
-            time.sleep(_ARRIVED)
-            if (now := time.monotonic()) < next_look:
+            time.sleep(_SECONDS_TO_ARRIVE)
+            now = time.monotonic()
+            if now < next_look:
                 continue
-            if why := _has_left(awaited):
+            if why := _departure(awaited):
                 return f"; {why}"
-            if now - since > limit:
+            if now - begin > limit:
                 return (
                     f": nothing came for {limit:g} s; where that is no fault, type "
                     f"jpipe.distributed(timeout=...)"
                 )
-            next_look = now + _LEFT
+            next_look = now + _SECONDS_TO_LEAVE
         jax.block_until_ready(awaited.arrays)
     except RuntimeError as error:
         # Nobody awaits what the user has deleted.
         if not any(array.is_deleted() for array in awaited.arrays):
             failed = f"it has failed or was ended ({str(error).splitlines()[0]})"
-            return f"; {_has_left(awaited) or failed}"
+            return f"; {_departure(awaited) or failed}"
     return ""
 
 
-def _has_left(awaited: Awaited) -> str:
-    """Why arrays will not come, as their sender has posted."""
+def _departure(awaited: Awaited) -> str:
+    """The reason why arrays will not come, if their sender has left; else nothing."""
     left = group().departure(awaited.crossing.source.process_index)
     if left is None:
         return ""
@@ -125,5 +128,5 @@ def _has_left(awaited: Awaited) -> str:
 
 @functools.cache
 def watch() -> Watch:
-    """That of this process."""
+    """The watch of this process."""
     return Watch()

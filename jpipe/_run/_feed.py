@@ -16,10 +16,9 @@ from typing import Any
 import jax
 
 from .._layers._stage import shapes
-from .._processes._digest import digest, fingerprint
-from .._processes._elsewhere import is_elsewhere
-from .._processes._group import RUNS, differing, group, refuse_differences
-from .._processes._specs import from_text, to_text
+from .._processes._arrays import is_non_addressable
+from .._processes._digest import array_digest, digest, specs_from_text, specs_to_text
+from .._processes._group import RUNS, find_differences, group, raise_differences
 from ._pipe import Pipe
 
 PyTree = Any
@@ -109,7 +108,7 @@ class Feed:
                     f"and reads it; give it there, and None elsewhere"
                 )
         faults += _differences(texts, self._readers)
-        refuse_differences(faults, purpose)
+        raise_differences(faults, purpose)
 
         lacking: dict[str, list[int]] = {name: [] for name in args}
         for process, text in enumerate(texts):
@@ -133,11 +132,13 @@ class Feed:
         consequence = (
             f"what this function has returned since call {compared // 2} is wrong"
         )
-        refuse_differences(_differences(texts, self._readers), purpose, consequence)
+        raise_differences(
+            _differences(texts, self._readers), purpose, consequence=consequence
+        )
         # All have posted call `compared`, so all have read call `compared // 4`; some
         # may still read call `compared // 2`.
         if obsolete := compared // 4:
-            peers.remove(f"{self._key}/values/{obsolete}/{peers.me}")
+            peers.remove(f"{self._key}/values/{obsolete}/{peers.process_index}")
 
     def _with_specs(self, name: str, tree: PyTree, call: int) -> PyTree:
         """An argument of a call, or its specs, which the reader sends, for ``None``."""
@@ -146,25 +147,25 @@ class Feed:
         key = f"{self._key}/{name}"
         lacking = self._lacking[name]
         reader = self._readers[name]
-        if reader == peers.me:
+        if reader == peers.process_index:
             _check_values(name, self._reader_stages[name], tree)
             if lacking:
-                peers.publish(f"{key}/{call}", to_text(tree, name))
+                peers.publish(f"{key}/{call}", specs_to_text(tree, name))
                 if call >= _MAX_CALLS_BEHIND:
                     _wait_for_call(key, call - _MAX_CALLS_BEHIND, lacking)
-        if peers.me in lacking and call % _CALLS_PER_REPORT == 0:
-            peers.publish(f"{key}/{call} came to/{peers.me}", "yes")
+        if peers.process_index in lacking and call % _CALLS_PER_REPORT == 0:
+            peers.publish(f"{key}/{call} came to/{peers.process_index}", "yes")
         if tree is not None:
             return tree
 
-        if peers.me not in lacking:
+        if peers.process_index not in lacking:
             raise ValueError(
                 f"{name}=None, which was given in the first call; give it, or its "
                 f"jax.ShapeDtypeStruct leaves"
             )
         purpose = f"call {call}, of which it has {name}"
         (message,) = peers.receive({reader: f"{key}/{call}"}, purpose)
-        return from_text(message)
+        return specs_from_text(message)
 
 
 def _wait_for_call(key: str, call: int, processes: Sequence[int]) -> None:
@@ -191,7 +192,7 @@ def _differences(texts: Sequence[dict[str, str]], readers: dict[str, int]) -> li
       texts: the arguments of each process, as `_texts` returns them.
       readers: name of an argument -> the process that reads it.
     """
-    faults = differing([{RUNS: text[RUNS]} for text in texts])
+    faults = find_differences([{RUNS: text[RUNS]} for text in texts])
     for process, text in enumerate(texts):
         if text["rngs"] != texts[0]["rngs"]:
             faults.append(
@@ -217,7 +218,7 @@ def _text(tree: PyTree) -> str:
     leaves = jax.tree.leaves(tree)
     if any(map(_has_no_values, leaves)):
         return shapes(tree)
-    return f"{shapes(tree)}{_OF_VALUES}{digest(map(fingerprint, leaves))}"
+    return f"{shapes(tree)}{_OF_VALUES}{digest(map(array_digest, leaves))}"
 
 
 def _has_other_values(text: str, expected: str) -> bool:
@@ -237,10 +238,10 @@ def _check_values(name: str, stage: int, tree: PyTree) -> None:
     leaves = jax.tree.leaves(tree)
     if tree is None or any(map(_has_no_values, leaves)):
         raise ValueError(
-            f"{name} has no values in process {group().me}, which runs stage {stage} "
-            f"and reads it"
+            f"{name} has no values in process {group().process_index}, which runs "
+            f"stage {stage} and reads it"
         )
 
 
 def _has_no_values(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or is_elsewhere(leaf)
+    return isinstance(leaf, jax.ShapeDtypeStruct) or is_non_addressable(leaf)

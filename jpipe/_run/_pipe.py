@@ -23,8 +23,8 @@ from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, OnPaper, devices_of
 from .._layers._layer import LayerAdapter
 from .._layers._stage import StageLayers, abbreviate
+from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
-from .._processes._elsewhere import copies, is_here
 from ..schedules import Schedule
 
 
@@ -118,7 +118,7 @@ class Pipe:
         for process in processes:
             first_place = self.processes.index(process)
             devices += devices_of(self.places[first_place])
-        return copies(devices)
+        return replicated_sharding(devices)
 
     @cached_property
     def _place_of(self) -> dict[Device, int]:

@@ -10,13 +10,14 @@ from jax.sharding import NamedSharding
 
 from .._functions._batch import Batch
 from .._instructions import _transfer
+from .._instructions._agreed import batch_facts, stage_facts
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
 from .._messages import raise_all
-from .._run import _facts, _variables
+from .._run import _variables
 from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import FORWARD
@@ -97,10 +98,10 @@ class Layout:
     @property
     def facts(self) -> dict[str, str]:
         """What processes compare of them, in words."""
-        own: list[list[Any]] = [[] for _ in self._pipe.stages]
+        specs: list[list[Any]] = [[] for _ in self._pipe.stages]
         for (spec, _), stage in zip(self.specs, self.owner_stages, strict=True):
-            own[stage].append(spec)
-        return _facts.of_stages(self._pipe, own)
+            specs[stage].append(spec)
+        return stage_facts(self._pipe.stages, specs)
 
     def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
         """Raises if a leaf was overwritten, or is not where it is read."""
@@ -173,7 +174,7 @@ class Built:
           given: those of the mini-batch, anywhere.
         """
         pipe, stages, batch = self.pipe, self.stages, self.batch
-        graph.facts |= _facts.of_batch(batch) | self.layout.facts
+        graph.facts |= batch_facts(batch) | self.layout.facts
         count = len(params)
         constants = [
             graph.constant(jnp.asarray(array), pipe.place(stage))

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from .._instructions import _transfer
+from .._instructions._agreed import layer_facts
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._jaxpr import nbytes
@@ -15,7 +16,6 @@ from .._messages import raise_all
 from .._placed._by_path import ByPath, leaves_at
 from .._placed._function import PlacedFunction
 from .._run import _signature, _variables
-from .._run._facts import of_layers
 from .._run._pipe import Pipe
 from ._transformation import Transformation, of_init, of_update
 
@@ -100,7 +100,7 @@ class Optimizer:
         """The optimizer's state for parameters that are in place."""
         graph = self._pipe.graph()
         if self._pipe.layers:
-            graph.facts |= of_layers(self._pipe, self._trained_params)
+            graph.facts |= layer_facts(self._pipe.layers, self._trained_params)
         else:
             graph.facts["parameters"] = shapes(self._trained_params)
         function = PlacedFunction(

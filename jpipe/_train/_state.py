@@ -11,7 +11,7 @@ from flax import serialization
 
 from .._instructions._program import Program
 from .._messages import raise_all
-from .._processes._keys import as_key, as_numbers
+from .._processes._arrays import as_key, as_numbers
 from .._run import _variables
 
 PyTree = Any
