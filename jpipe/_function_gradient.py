@@ -13,7 +13,7 @@ from ._jaxprs._jaxpr import is_inexact
 from ._loop import OwnLoop
 from ._messages import WarnOnce
 from ._placed._static import Static, without_statics
-from ._report import Report, compiled
+from ._report import Report, compile_report
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _arguments, _checked, _join
@@ -136,7 +136,7 @@ class FunctionGradient(OwnLoop):
           *args: the rest of a mini-batch, likewise.
           **kwargs: what the function takes by name, likewise.
         """
-        return compiled(lambda: self.program(params, *args, **kwargs))
+        return compile_report(lambda: self.program(params, *args, **kwargs))
 
     @outside_of_meshes
     def check(

@@ -13,7 +13,7 @@ from ._instructions._sharding import SubMesh
 from ._layers import _rng
 from ._pipelined_model import UNKNOWN, PipelinedModel
 from ._profile import profile, split_batch
-from ._report import Report, compiled
+from ._report import Report, compile_report
 from ._run._context import outside_of_meshes
 from ._train._gradients import Gradients
 from ._train._state import TrainState, check_state
@@ -140,7 +140,7 @@ class Inspectable:
                 f"returned, or pipe.apply, and its arguments; not "
                 f"{reprlib.repr(function)}"
             )
-        return compiled(lambda: lower(*args, **kwargs))
+        return compile_report(lambda: lower(*args, **kwargs))
 
     @outside_of_meshes
     def check(

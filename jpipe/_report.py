@@ -1,4 +1,4 @@
-"""What is known of programs once they are compiled."""
+"""The report of `compile`: what is known of programs once they are compiled."""
 
 import time
 from collections import Counter
@@ -15,13 +15,13 @@ class CompiledProgram:
     """One compiled program.
 
     Attributes:
-      name: how profiles call it.
-      device: where it runs.
-      calls: how often a call of the whole runs it.
-      flops: of one of these calls; ``None`` if XLA does not report it.
-      workspace_bytes: what it needs while it runs, besides arguments and results;
-        ``None`` if XLA does not report it.
-      seconds: how long XLA took; zero if it was compiled before.
+      name: its name in profiles.
+      device: the device on which it runs.
+      calls: the number of times that a call of the whole runs it.
+      flops: the operations of one of these calls; ``None`` if XLA does not report them.
+      workspace_bytes: the memory that it needs while it runs, besides arguments and
+        results; ``None`` if XLA does not report it.
+      seconds: the time that XLA took; zero if it was compiled before.
     """
 
     name: str
@@ -38,8 +38,9 @@ class Report:
 
     Attributes:
       programs: one entry for each compiled program.
-      peak_bytes: the most that each device holds between programs, arguments included.
-      seconds: how long it took to trace and to compile all of them, side by side.
+      peak_bytes: the name of each device, and the most that it holds between programs,
+        arguments included.
+      seconds: the time to trace and to compile all of them, side by side.
     """
 
     programs: tuple[CompiledProgram, ...]
@@ -48,45 +49,45 @@ class Report:
 
     @property
     def flops(self) -> float:
-        """Of all calls, as far as XLA reports it."""
+        """The operations of all calls, as far as XLA reports them."""
         return sum((p.flops or 0.0) * p.calls for p in self.programs)
 
     def __str__(self) -> str:
-        header = ["program", "device", "calls", "flops", "workspace", "compiled in"]
-        rows = [header]
+        rows = [["program", "device", "calls", "flops", "workspace", "compiled in"]]
         for p in self.programs:
             flops = "" if p.flops is None else f"{p.flops:,.0f}"
-            space = "" if p.workspace_bytes is None else size(p.workspace_bytes)
-            rows.append(
-                [p.name, p.device, str(p.calls), flops, space, f"{p.seconds:.2f} s"]
-            )
+            workspace = "" if p.workspace_bytes is None else size(p.workspace_bytes)
+            seconds = f"{p.seconds:.2f} s"
+            rows.append([p.name, p.device, str(p.calls), flops, workspace, seconds])
+
         peak = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
-        return "\n".join(
-            [
-                columns(rows, left=range(2)),
-                f"peak: {peak}",
-                f"{self.flops:,.0f} flops; {len(self.programs)} programs in "
-                f"{self.seconds:.1f} s",
-            ]
-        )
+        lines = [
+            columns(rows, left=range(2)),
+            f"peak: {peak}",
+            f"{self.flops:,.0f} flops; {len(self.programs)} programs in "
+            f"{self.seconds:.1f} s",
+        ]
+        return "\n".join(lines)
 
 
-def compiled(lower: Callable[[], Program]) -> Report:
-    """What is known of a list of instructions, which is lowered and compiled."""
+def compile_report(lower: Callable[[], Program]) -> Report:
+    """Lowers and compiles a list of instructions; returns what is then known."""
     begin = time.perf_counter()
     program = lower()
     program.compile()
-    calls = Counter(id(each.compiled) for each in program.instructions)
-    found = [
+
+    calls = Counter(id(instruction.compiled) for instruction in program.instructions)
+    programs = tuple(
         CompiledProgram(
-            each.name,
-            str(each.device),
-            calls[id(each)],
-            each.flops,
-            each.workspace_bytes,
-            each.seconds,
+            name=compiled.name,
+            device=str(compiled.device),
+            calls=calls[id(compiled)],
+            flops=compiled.flops,
+            workspace_bytes=compiled.workspace_bytes,
+            seconds=compiled.seconds,
         )
-        for each in program.programs
-    ]
-    peak = zip(map(str, program.devices), peaks(program), strict=True)
-    return Report(tuple(found), tuple(peak), time.perf_counter() - begin)
+        for compiled in program.programs
+    )
+    devices = map(str, program.devices)
+    peak_bytes = tuple(zip(devices, peaks(program), strict=True))
+    return Report(programs, peak_bytes, seconds=time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Train states: made, and put where each part is used."""
+"""Train states: how they are made, and put where each part is used."""
 
 from typing import Any
 
@@ -21,22 +21,23 @@ from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState
 
 PyTree = Any
+# A stage, and a sharding there.
 Locations = list[tuple[int, Sharding]]
 
 
 def place_train_state(
     owner: PipelinedModel, state: TrainState, x: PyTree
 ) -> TrainState:
-    """A train state in place: see `Pipeline.place`."""
-    pipe, variables = owner.pipe, state.variables
-    locations, (of_params, of_rest) = _parts(owner, variables, x)
-    step, rng = _everywhere(pipe, *_first(pipe, state.step, state.rng))
-    at, rest = [locations[i] for i in of_params], [locations[i] for i in of_rest]
+    """Puts a train state in place: see `Pipeline.place`."""
+    pipe = owner.pipe
+    of_params, of_model_state = _locations(owner, state.variables, x)
+    step, rng = _put_on_first(pipe, [state.step, state.rng])
+    step, rng = _replicate(pipe, [step, rng])
     return TrainState(
         step=step,
-        params=_transfer.put_each(state.params, pipe.devices, at),
-        opt_state=place_state(state.opt_state, state.params, pipe, at),
-        model_state=_transfer.put_each(state.model_state, pipe.devices, rest),
+        params=_transfer.put_each(state.params, pipe.devices, of_params),
+        opt_state=place_state(state.opt_state, state.params, pipe, of_params),
+        model_state=_transfer.put_each(state.model_state, pipe.devices, of_model_state),
         rng=rng,
     )
 
@@ -49,12 +50,20 @@ def train_state(
     tx: Any,
     trainable: Trainable,
 ) -> TrainState:
-    """The state at step 0, of variables in place that it may overwrite."""
+    """The state at step 0.
+
+    Args:
+      owner: the model.
+      key: a JAX random key.
+      variables: the variables, in place; a step may overwrite them.
+      x: an input, or specs of one.
+      tx: the optax optimizer.
+      trainable: which parameters are trained.
+    """
     _rng.check_key(key)
-    pipe, params = owner.pipe, _variables.params(variables)
-    trained = jax.tree.leaves(
-        _variables.params(owner.model.marks(variables, trainable))
-    )
+    pipe = owner.pipe
+    params = _variables.params(variables)
+    marks = _variables.params(owner.model.marks(variables, trainable))
     if not jax.tree.leaves(params):
         warn(
             "nothing here has parameters, so steps with this state train nothing; a "
@@ -63,35 +72,47 @@ def train_state(
         )
     if pipe.copies is not None:
         agree_on_key(key)
-    rng, step = _first(pipe, key, np.int32(0))
-    step, rng = _everywhere(pipe, step, _rng.training_key(rng))
-    locations, (of_params, _) = _parts(owner, variables, x)
-    specs = _microbatch.specs(params, "params")
-    at = [locations[i] for i in of_params]
-    init = Optimizer(tx, specs, trained, pipe, at).init
+
+    first_key, step = _put_on_first(pipe, [key, np.int32(0)])
+    step, rng = _replicate(pipe, [step, _rng.training_key(first_key)])
+
+    locations, _ = _locations(owner, variables, x)
+    optimizer = Optimizer(
+        tx,
+        _microbatch.specs(params, "params"),
+        trained=jax.tree.leaves(marks),
+        pipe=pipe,
+        locations=locations,
+    )
     with jax.disable_jit(False):  # zeros made by hand are on the default device
-        opt_state = init(params)
-    rest = _variables.model_state(variables)
-    return TrainState(step, params, opt_state, rest, rng)
+        opt_state = optimizer.init(params)
+    return TrainState(
+        step=step,
+        params=params,
+        opt_state=opt_state,
+        model_state=_variables.model_state(variables),
+        rng=rng,
+    )
 
 
-def _parts(
+def _locations(
     owner: PipelinedModel, variables: PyTree, x: PyTree
-) -> tuple[Locations, tuple[list[int], list[int]]]:
-    """Where variables are; the numbers of the parameters, and of the other leaves."""
-    locations, tree = owner.locations(variables, x), jax.tree.structure(variables)
-    numbers = tree.unflatten(range(len(locations)))
-    parts = _variables.params(numbers), _variables.model_state(numbers)
-    return locations, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))
+) -> tuple[Locations, Locations]:
+    """The locations of the parameters, and of the other leaves of the variables."""
+    locations = owner.locations(variables, x)
+    indices = jax.tree.structure(variables).unflatten(range(len(locations)))
+    of_params = jax.tree.leaves(_variables.params(indices))
+    of_model_state = jax.tree.leaves(_variables.model_state(indices))
+    return [locations[i] for i in of_params], [locations[i] for i in of_model_state]
 
 
-def _first(pipe: Pipe, *leaves: Any) -> list[Any]:
-    """Leaves on the first device of the pipeline that this process has."""
+def _put_on_first(pipe: Pipe, leaves: list[Any]) -> list[Any]:
+    """Puts leaves on the first device of the pipeline that this process has."""
     return _transfer.put(leaves, pipe.own_places[0])
 
 
-def _everywhere(pipe: Pipe, *leaves: Any) -> Any:
-    """What each process has, as arrays of all copies; as it is where there is one."""
+def _replicate(pipe: Pipe, leaves: list[Any]) -> list[Any]:
+    """Arrays with a copy in each process; the leaves, where there is one process."""
     if pipe.copies is None:
         return leaves
     return [replicated_array(leaf, pipe.copies) for leaf in leaves]
