@@ -165,7 +165,9 @@ class Inspectable:
         each micro-batch by itself, are left out of outputs, and their statistics are
         compared as they are merged. Of the keys in ``rngs`` all random numbers are the
         middle one: a dropout leaves out nothing. All is computed on the device of the
-        first stage, one layer after the other.
+        first stage, one layer after the other. A dropout, batch norm or attention that
+        is off in training, since an argument on the way to it was left at its default,
+        is noted beside its layer with the line to type.
 
         Args:
           variables: one entry per layer.

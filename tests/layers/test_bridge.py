@@ -97,9 +97,10 @@ def test_statistics_of_linen_in_nnx_are_those_of_the_mini_batch():
     ref.assert_close(stats, jax.device_get(expected), ref.FLOAT32)
 
 
-def test_norm_of_linen_in_nnx_without_a_switch_warns():
-    with pytest.warns(UserWarning, match="batch norm norm: LinenNorm.__call__ left"):
-        stats_after_a_step(Nnx(lambda call, bridged, x: bridged(x)))
+def test_check_notes_a_norm_of_linen_in_nnx_without_a_switch():
+    pipe = jpipe.sequential([Nnx(lambda call, bridged, x: bridged(x))], 2)
+    (note,) = pipe.check(pipe.init(KEY, X), X).layers[0].notes
+    assert "batch norm norm: LinenNorm.__call__ left" in note
 
 
 class Noisy(nnx.Module):

@@ -89,13 +89,13 @@ def test_function_receives_the_switches_that_it_names(module):
         assert set(np.unique(y)) == ({0, 1} if train else {1})
 
 
-def test_switch_that_the_function_does_not_pass_on_warns(double):
-    x, targets = data()
+def test_check_notes_a_switch_that_the_function_does_not_pass_on(double):
+    x, _ = data()
     listed = jpipe.layer(Block(), lambda block, x: block(x["h"], x["mask"])[0])
     pipe = jpipe.sequential([listed], 2)
     variables = pipe.init(KEY, x)
-    with pytest.warns(UserWarning, match="Block.__call__ left deterministic=True"):
-        pipe.value_and_grad(ref.mse)(variables, x, targets)
+    (note,) = pipe.check(variables, x).layers[0].notes
+    assert "Block.__call__ left deterministic=True" in note
 
 
 @pytest.mark.parametrize(
