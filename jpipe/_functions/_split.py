@@ -11,6 +11,7 @@ A call that the slice would have to enter, such as a `jax.lax.scan`, stays whole
 the first half if the gradient of the input needs any of its results.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.extend import core
@@ -31,14 +32,18 @@ class Halves(NamedTuple):
 
 
 def split(
-    closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool], fewest: bool
+    closed: core.ClosedJaxpr,
+    *,
+    is_weight: Sequence[bool],
+    is_first: Sequence[bool],
+    fewest: bool,
 ) -> Halves:
     """Cuts a program in two.
 
     Args:
-      closed: its jaxpr; the weights come first among its inputs.
-      num_weights: how many of its inputs are weights.
-      is_first: which of its results the first half gives.
+      closed: its jaxpr.
+      is_weight: one bool per input; True for weights.
+      is_first: one bool per result; True for those of the first half.
       fewest: whether residuals are the fewest bytes.
 
     Returns:
@@ -51,15 +56,14 @@ def split(
     wanted_second = [var for var, first in pairs if not first]
 
     first = _jaxpr.prune(opened, wanted_first)
-    constant = [i < num_weights for i in range(len(jaxpr.invars))]
-    from_data = _jaxpr.depending_on(opened, [not yes for yes in constant])
+    from_data = _jaxpr.depending_on(opened, [not weight for weight in is_weight])
     made = [v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data]
     residuals = _read(_jaxpr.rest(opened, wanted_second, made), made)
     if fewest:
         whole = _jaxpr.rest(opened, wanted_second, residuals)
         wanted = _read(whole, [*jaxpr.invars, *residuals])
-        stored = [False] * len(constant)
-        residuals = _cheapest.cheapest(first, wanted, constant, stored)
+        stored = [False] * len(is_weight)
+        residuals = _cheapest.cheapest(first, wanted, is_weight, stored)
     outvars = [*wanted_first, *residuals]
     first = core.ClosedJaxpr(first.jaxpr.replace(outvars=outvars), opened.consts)
     return Halves(first, _jaxpr.rest(opened, wanted_second, residuals))

@@ -25,22 +25,23 @@ from jax.extend import core
 from .._jaxprs import _cheapest, _jaxpr
 
 Leaves = Sequence[Any]
-# f(weights, x, extra) -> (outputs, aux): flat leaves in, flat leaves out. Outputs are
-# differentiated, aux is not.
-Function = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
+# f(differentiated, fixed) -> (outputs, aux): flat leaves in, flat leaves out. Outputs
+# have cotangents, aux has none.
+Function = Callable[[Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
 class Cut(NamedTuple):
     """The two halves of one function, as jaxprs over flat leaves.
 
     Attributes:
-      forward: ``(weights, x, extra) -> (outputs, aux, residuals)``. The backward may
-        not read all of these.
-      reads: the same computation, ``(weights, x, extra) -> what the backward reads``.
+      forward: ``(differentiated, fixed) -> (outputs, aux, residuals)``. The backward
+        may not read all of these.
+      reads: the same computation, ``(differentiated, fixed) -> what the backward
+        reads``.
       residuals: the variables of both that the forward returns for the backward.
-      backward: ``(weights, x, extra, residuals, cotangents) -> (weight_grads,
-        x_grads)``, of the differentiated leaves only; of a loss with what it is
-        divided by in place of cotangents.
+      backward: ``(differentiated, fixed, residuals, cotangents) -> gradients`` of the
+        differentiated leaves; of a loss with what it is divided by in place of
+        cotangents.
     """
 
     forward: core.ClosedJaxpr
@@ -49,19 +50,13 @@ class Cut(NamedTuple):
     backward: core.ClosedJaxpr
 
 
-class Differentiable(NamedTuple):
-    """Which leaves of the weights and of x are differentiated."""
-
-    weights: tuple[bool, ...]
-    x: tuple[bool, ...]
-
-
 def cut(
     function: Function,
-    weights: Leaves,
-    x: Leaves,
-    extra: Leaves,
-    wanted: Differentiable,
+    differentiated: Leaves,
+    fixed: Leaves,
+    *,
+    is_weight: Sequence[bool],
+    is_at_hand: Sequence[bool],
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
     fewest: bool,
     divisors: Leaves | None = None,
@@ -70,11 +65,11 @@ def cut(
 
     Args:
       function: what to differentiate.
-      weights: specs of the leaves that stay where they are.
-      x: specs of the leaves that belong to one micro-batch.
-      extra: specs of further leaves of one micro-batch that are at hand for both
-        halves and have no gradient: targets, keys.
-      wanted: which leaves are differentiated.
+      differentiated: specs of the leaves that have a gradient.
+      fixed: specs of the others.
+      is_weight: one bool per leaf of both; True if it stays where it is.
+      is_at_hand: likewise; True for a leaf of one micro-batch that both halves have
+        anyway: targets, keys.
       remat: wraps the function, as `jax.checkpoint` does, to decide what the backward
         reads.
       fewest: whether of that only the fewest bytes are residuals.
@@ -86,96 +81,62 @@ def cut(
     """
     tree: list[Any] = []
 
-    def forward(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
-        outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, remat)
+    def forward(differentiated: Leaves, fixed: Leaves) -> Any:
+        outputs, pullback, aux = jax.vjp(
+            lambda leaves: remat(function)(leaves, fixed), differentiated, has_aux=True
+        )
         stored, structure = jax.tree.flatten(pullback)
         tree.append(structure)
         return outputs, aux, stored
 
-    closed, (outputs, aux, _) = _jaxpr.trace(forward, weights, x, extra)
+    closed, (outputs, aux, _) = _jaxpr.trace(forward, differentiated, fixed)
     structure = tree[-1]
     count = len(outputs) + len(aux)
     variables = closed.jaxpr.outvars[count:]
-    sizes = len(weights), len(x), len(extra)
-    residuals = _residuals(closed, variables, sizes, fewest)
+    if fewest:
+        residuals = _cheapest.cheapest(closed, variables, is_weight, is_at_hand)
+    else:
+        residuals = _all_residuals(closed, variables, is_weight)
     again = _jaxpr.as_traced(_jaxpr.rest(closed, variables, residuals))
 
     def backward(
-        weights: Leaves, x: Leaves, extra: Leaves, residuals: Leaves, *cotangents: Any
+        differentiated: Leaves, fixed: Leaves, residuals: Leaves, *cotangents: Any
     ) -> Any:
-        stored = again(*weights, *x, *extra, *residuals)
+        stored = again(*differentiated, *fixed, *residuals)
         pullback = jax.tree.unflatten(structure, stored)
-        if divisors is not None:
-            one = [jnp.ones((), out.dtype) for out in outputs]
-            by = [(1 / x).astype(outputs[0].dtype) for x in cotangents]
-            return pullback(by or one)
-        return pullback(list(cotangents))
+        if divisors is None:
+            return pullback(list(cotangents))
+        # The only output is the loss: its cotangent is 1, or 1 / (sum of weights).
+        (loss,) = outputs
+        if not cotangents:
+            return pullback([jnp.ones((), loss.dtype)])
+        (divisor,) = cotangents
+        return pullback([(1 / divisor).astype(loss.dtype)])
 
-    specs = [_jaxpr.spec(var.aval) for var in residuals]
-    given = outputs if divisors is None else divisors
-    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *given)
+    traced, _ = _jaxpr.trace(
+        backward,
+        differentiated,
+        fixed,
+        _jaxpr.specs(residuals),
+        *(outputs if divisors is None else divisors),
+    )
     outvars = [*closed.jaxpr.outvars[:count], *residuals]
     program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
     reads = core.ClosedJaxpr(closed.jaxpr.replace(outvars=variables), closed.consts)
     return Cut(program, reads, residuals, traced)
 
 
-def _vjp(
-    function: Function,
-    weights: Leaves,
-    x: Leaves,
-    extra: Leaves,
-    wanted: Differentiable,
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Any:
-    free_weights, fixed_weights = _separate(weights, wanted.weights)
-    free_x, fixed_x = _separate(x, wanted.x)
-
-    def of_the_free(free_weights, free_x, fixed_weights, fixed_x, extra):
-        return function(
-            _join(free_weights, fixed_weights, wanted.weights),
-            _join(free_x, fixed_x, wanted.x),
-            extra,
-        )
-
-    wrapped = remat(of_the_free)
-    return jax.vjp(
-        lambda w, x: wrapped(w, x, fixed_weights, fixed_x, extra),
-        free_weights,
-        free_x,
-        has_aux=True,
-    )
-
-
-def _separate(leaves: Leaves, chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    pairs = list(zip(leaves, chosen, strict=True))
-    return [x for x, yes in pairs if yes], [x for x, yes in pairs if not yes]
-
-
-def _join(free: Leaves, fixed: Leaves, chosen: Sequence[bool]) -> list[Any]:
-    some, others = iter(free), iter(fixed)
-    return [next(some) if yes else next(others) for yes in chosen]
-
-
-def _residuals(
-    closed: core.ClosedJaxpr,
-    variables: Sequence[Any],
-    sizes: tuple[int, int, int],
-    fewest: bool,
+def _all_residuals(
+    closed: core.ClosedJaxpr, variables: Sequence[Any], is_weight: Sequence[bool]
 ) -> list[core.Var]:
-    """What the forward returns for the backward: see the head of this file.
+    """What the backward reads, but for inputs and what follows from weights alone.
 
     Args:
       closed: the jaxpr of the forward.
       variables: those that the backward reads.
-      sizes: how many of its inputs are weights, x, and extra.
-      fewest: whether to look for the fewest bytes.
+      is_weight: one bool per input.
     """
-    constant = [i == 0 for i, size in enumerate(sizes) for _ in range(size)]
-    if fewest:
-        stored = [i == 2 for i, size in enumerate(sizes) for _ in range(size)]
-        return _cheapest.cheapest(closed, variables, constant, stored)
-    data = _jaxpr.depending_on(closed, [not yes for yes in constant])
+    data = _jaxpr.depending_on(closed, [not weight for weight in is_weight])
     stored = data.difference(closed.jaxpr.invars)
     read = [var for var in variables if not isinstance(var, core.Literal)]
     return [var for var in dict.fromkeys(read) if var in stored]

@@ -36,8 +36,8 @@ from .._run._incoming import Incoming
 from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._functions import ResultSums, StageFunctions
 from ._once import Once
+from ._stage import ResultSums, Stage
 from ._stages import Stages
 from ._totals import Totals
 
@@ -288,9 +288,12 @@ class Lowering:
 
     def _operands(self, stage: int, m: int) -> Values:
         """What a forward reads: weights, activations and leaves of the micro-batch."""
-        weights = [self._weights[i] for i in self._stages.weights(stage, m)]
-        activations = [self._made[v, m] for v in self._stages.part(stage, m).arrives]
-        return [*weights, *activations, *self._given[stage][m]]
+        part = self._stages.part(stage, m)
+        weights = zip(part.weights, self._stages.weights(stage, m), strict=True)
+        values = {var: self._weights[i] for var, i in weights}
+        values |= {var: self._made[var, m] for var in part.arrives}
+        values |= zip(part.given, self._given[stage][m], strict=True)
+        return [values[var] for var in part.closed.jaxpr.invars]
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Notes what a forward made for other stages, or for the user."""
@@ -299,10 +302,8 @@ class Lowering:
         for var, value in zip(outputs, results, strict=False):
             self._made[var, m] = value
 
-    def _keep_forward(
-        self, action: Action, functions: StageFunctions, results: Values
-    ) -> None:
-        """Notes the results of `StageFunctions.forward_adding`."""
+    def _keep_forward(self, action: Action, functions: Stage, results: Values) -> None:
+        """Notes the results of `Stage.forward_adding`."""
         stage, m = cell = _cell(action)
         part = self._stages.part(stage, m)
         num_outputs = len(part.leaves) + len(part.aux)
@@ -314,12 +315,10 @@ class Lowering:
         if self._sum_specs[stage]:
             self._sums[stage, self._pipe.place(stage, m)] = results[num_saved:]
 
-    def _keep_backward(
-        self, action: Action, functions: StageFunctions, results: Values
-    ) -> None:
-        """Notes the results of `StageFunctions.backward_adding`."""
+    def _keep_backward(self, action: Action, functions: Stage, results: Values) -> None:
+        """Notes the results of `Stage.backward_adding`."""
         stage, m = cell = _cell(action)
-        num_input_grads = 0 if action.op == WEIGHT else functions.num_input_grads
+        num_input_grads = 0 if action.op == WEIGHT else functions.num_differentiated
         input_grads, others = results[:num_input_grads], results[num_input_grads:]
 
         if action.op == INPUT:
@@ -327,12 +326,8 @@ class Lowering:
         elif others:
             self._grads[stage, self._pipe.place(stage, m)] = others
 
-        if action.op == WEIGHT:
-            return
-        arrives = self._stages.part(stage, m).arrives
-        pairs = zip(arrives, functions.arrives, strict=True)
-        differentiated = [var for var, has_gradient in pairs if has_gradient]
-        for var, value in zip(differentiated, input_grads, strict=True):
+        activations = self._stages.part(stage, m).arrives[:num_input_grads]
+        for var, value in zip(activations, input_grads, strict=True):
             self._cotangents.setdefault((var, m), {})[stage] = value
 
     def _forward(self, action: Action, mode: Any) -> None:
@@ -444,7 +439,7 @@ class Lowering:
 
         # variable that the stage reads or makes -> which argument or result it is
         part = self._stages.part(stage, m)
-        reads = [*part.weights, *part.arrives, *part.given]
+        reads = part.closed.jaxpr.invars
         sources: dict[Any, Source] = {v: Argument(i) for i, v in enumerate(reads)}
         outputs = [*part.leaves, *part.aux]
         sources |= {v: Result(i) for i, v in enumerate(outputs)}

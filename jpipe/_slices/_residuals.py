@@ -1,5 +1,6 @@
 """The residuals of a stage under the remat modes, and what it computes again."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.extend import core
@@ -25,19 +26,20 @@ class Residuals(NamedTuple):
 def residuals(
     reads: core.ClosedJaxpr,
     stored: list[core.Var],
-    sizes: tuple[int, int, int],
+    x: Sequence[core.Var],
+    batch: Sequence[core.Var],
     mode: str,
 ) -> Residuals:
     """What is stored under the mode; and under others, if nothing is computed again.
 
     Args:
-      reads: ``(weights, x, extra) ->`` all that the backward reads.
+      reads: ``inputs -> all that the backward reads``.
       stored: those of its variables that the forward hands on.
-      sizes: how many of its inputs are weights, x, and extra.
+      x: those of its inputs that belong to one micro-batch.
+      batch: those that do, and that the backward has anyway.
       mode: the mode that it was made with.
     """
     jaxpr = reads.jaxpr
-    x = jaxpr.invars[sizes[0] : sizes[0] + sizes[1]]
 
     def with_inputs(some: list[core.Var]) -> int:
         live = _jaxpr.live_inputs(_jaxpr.rest(reads, jaxpr.outvars, some))
@@ -47,16 +49,15 @@ def residuals(
     own = with_inputs(stored)
     if mode not in ("none", "min_cut"):
         return Residuals({mode: own}, None)
-    constant = [i < sizes[0] for i in range(len(jaxpr.invars))]
-    data = _jaxpr.depending_on(reads, [not yes for yes in constant])
+    of_microbatch = {*x, *batch}
+    data = _jaxpr.depending_on(reads, [v in of_microbatch for v in jaxpr.invars])
     products = _cheapest.products(jaxpr, jaxpr.outvars) & data
     outvars = _jaxpr.variables(jaxpr.outvars)
-    extra = jaxpr.invars[sizes[0] + sizes[1] :]
     nbytes = {
         "full": total_bytes(x),
         **({mode: own} if mode == "min_cut" else {}),
-        "dots": total_bytes(products.difference(extra)),
-        "none": total_bytes((outvars & data).difference(extra)),
+        "dots": total_bytes(products.difference(batch)),
+        "none": total_bytes((outvars & data).difference(batch)),
     }
     again = _jaxpr.rest(reads, jaxpr.outvars, stored)
     return Residuals(nbytes, _flops.flops(again))

@@ -1,8 +1,7 @@
 """The stages of a program: slices of its equations, by who reads which variable."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -11,55 +10,26 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import is_inexact
 from ._marks import is_mark
 from ._program import Traced
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One stage on micro-batches of one size.
-
-    Attributes:
-      weights: what it reads that is the same for all micro-batches: parameters, and
-        what follows from them once in a step.
-      arrives: what it reads that other stages make.
-      inputs: what it reads of the input of the model.
-      batch: what it reads of what else a micro-batch is given.
-      leaves: what it makes that has a cotangent: what others read, or the loss; without
-        a loss the results.
-      aux: what else it makes that is read, without cotangents.
-      closed: its jaxpr: ``(*weights, *arrives, *inputs, *batch) -> (*leaves,
-        *aux)``.
-    """
-
-    weights: list[core.Var]
-    arrives: list[core.Var]
-    inputs: list[core.Var]
-    batch: list[core.Var]
-    leaves: list[core.Var]
-    aux: list[core.Var]
-    closed: core.ClosedJaxpr
-
-    @property
-    def given(self) -> list[core.Var]:
-        """What it reads of what a micro-batch is given."""
-        return [*self.inputs, *self.batch]
-
-    def run(self, weights: Any, x: Any, extra: Any) -> tuple[list[Any], list[Any]]:
-        """``(leaves, aux)`` of flat leaves."""
-        results = _jaxpr.as_traced(self.closed)(*weights, *x, *extra)
-        return results[: len(self.leaves)], results[len(self.leaves) :]
+from ._stage import Stage
 
 
 def _variables(atoms: Sequence[Any]) -> list[core.Var]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
-def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list[Slice]:
+def slices(
+    program: Traced,
+    cuts: Sequence[int],
+    trained: set[core.Var],
+    trained_params: set[core.Var],
+) -> list[Stage]:
     """The stages, in order. The last makes the loss.
 
     Args:
       program: what is divided.
       cuts: where.
       trained: what has a gradient: see `with_gradient`.
+      trained_params: the parameters that have one, zero though it may be.
 
     Raises:
       ValueError: if a reference is used in two stages.
@@ -103,21 +73,51 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         aux = [v for v in crossing if v not in trained]
         returned = [v for v in outputs if maker.get(v, count - 1) == s]
         aux += [v for v in dict.fromkeys(returned) if v not in {*leaves, *aux}]
-        arrives = [v for v in reads[s] if v in maker]
+        with_grads, no_grads = _split_by([v for v in reads[s] if v in maker], trained)
         of_batch = [v for v in program.given if v in reads[s]]
         inputs = [v for v in of_batch if v in program.inputs]
         batch = of_batch[len(inputs) :]
         known = {*maker, *given, *consts}
-        weights = [v for v in reads[s] if v not in known]
+        trained_weights, fixed_weights = _split_by(
+            [v for v in reads[s] if v not in known],
+            trained_params | trained.difference(program.params),
+        )
         closed = _closed(
             program,
-            [*weights, *arrives, *inputs, *batch],
+            [
+                *trained_weights,
+                *with_grads,
+                *fixed_weights,
+                *no_grads,
+                *inputs,
+                *batch,
+            ],
             [*leaves, *aux],
             [eqns[i] for i in of_stage[s]],
             {var: const for var, const in consts.items() if var in reads[s]},
         )
-        found.append(Slice(weights, arrives, inputs, batch, leaves, aux, closed))
+        found.append(
+            Stage(
+                weights=[*trained_weights, *fixed_weights],
+                num_trained=len(trained_weights),
+                arrives=[*with_grads, *no_grads],
+                num_differentiated=len(with_grads),
+                inputs=inputs,
+                batch=batch,
+                leaves=leaves,
+                aux=aux,
+                closed=closed,
+            )
+        )
     return found
+
+
+def _split_by(
+    variables: Sequence[core.Var], chosen: Container[core.Var]
+) -> tuple[list[core.Var], list[core.Var]]:
+    """Those of the variables that are chosen, and the others."""
+    others = [var for var in variables if var not in chosen]
+    return [var for var in variables if var in chosen], others
 
 
 def _closed(
@@ -184,7 +184,7 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
     return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
-def once(program: Traced, parts: Sequence[Slice]) -> core.ClosedJaxpr:
+def once(program: Traced, parts: Sequence[Stage]) -> core.ClosedJaxpr:
     """``params -> values``: what is once in a step, for stages and the loss."""
     params = set(program.params)
     wanted = dict.fromkeys(v for part in parts for v in part.weights if v not in params)

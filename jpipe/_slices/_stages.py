@@ -1,6 +1,7 @@
 """All stages of a program on micro-batches of all sizes, and what they share."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ from .._functions import _remat
 from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from .._jaxprs._jaxpr import specs
-from ._functions import StageFunctions
 from ._program import OTHER_READS, Traced
 from ._residuals import Residuals
-from ._slice import Slice, once, slices, with_gradient
+from ._slice import once, slices, with_gradient
+from ._stage import Stage
 from ._state import State
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
@@ -59,7 +60,8 @@ class Stages:
             n: with_gradient(one, self.trained) for n, one in programs.items()
         }
         self._slices = {
-            n: slices(one, cuts[n], self._gradient[n]) for n, one in programs.items()
+            n: slices(one, cuts[n], self._gradient[n], self._trained_params(one))
+            for n, one in programs.items()
         }
         all_of_them = {n: once(one, self._slices[n]) for n, one in programs.items()}
         self.once = all_of_them[sizes[0]]
@@ -85,8 +87,8 @@ class Stages:
         self.states = self._states(state or State())
         self._forms: dict[tuple[int, int], Hashable] = {}
         # By stage, size and mode; and by what equal ones have in common.
-        self._functions: dict[Any, StageFunctions] = {}
-        self._distinct: dict[Any, StageFunctions] = {}
+        self._functions: dict[Any, Stage] = {}
+        self._distinct: dict[Any, Stage] = {}
         self._forwards: dict[Any, Function] = {}
         # By the sizes of micro-batches, what gives the weight of a weighted loss.
         self._weight = {
@@ -100,7 +102,7 @@ class Stages:
         """How many there are."""
         return len(self._remat)
 
-    def part(self, stage: int, microbatch: int = 0) -> Slice:
+    def part(self, stage: int, microbatch: int = 0) -> Stage:
         """What a stage computes on a micro-batch."""
         return self._slices[self._sizes[microbatch]][stage]
 
@@ -129,6 +131,10 @@ class Stages:
             found |= {param for param, is_read in enumerate(live) if is_read}
         return found
 
+    def _trained_params(self, program: Traced) -> set[core.Var]:
+        pairs = zip(program.params, self.trained, strict=True)
+        return {param for param, is_trained in pairs if is_trained}
+
     def spec_of(self, weight: Weight) -> Any:
         """What such a value is like."""
         made = [*self.first.params, *self.once.jaxpr.outvars]
@@ -156,17 +162,10 @@ class Stages:
 
     def kind(self, stage: int, microbatch: int = 0) -> Hashable:
         """What is equal for stages whose operations are the same."""
+        part = self.part(stage, microbatch)
         form = self._form(stage, self._sizes[microbatch])
-        wanted = map(tuple, self._differentiated(stage, microbatch))
-        return form, stage == self.num_stages - 1, *wanted
-
-    def _differentiated(
-        self, stage: int, microbatch: int
-    ) -> tuple[list[bool], list[bool]]:
-        """Which of the weights that a stage reads have a gradient; what arrives."""
-        arrives = self.part(stage, microbatch).arrives
-        trained = [self.trained[i] for i in self.weights(stage, microbatch)]
-        return trained, [self.has_gradient(var, microbatch) for var in arrives]
+        is_last = stage == self.num_stages - 1
+        return form, is_last, part.num_trained, part.num_differentiated
 
     def _form(self, stage: int, size: int) -> Hashable:
         """What is equal for stages that are one program."""
@@ -184,23 +183,21 @@ class Stages:
         """What a stage stores of a micro-batch."""
         return _remat.mode(self._remat[stage], microbatch, len(self._sizes))
 
-    def functions(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
-        """The programs of a stage."""
+    def functions(self, stage: int, microbatch: int, mode: Any) -> Stage:
+        """The stage in a remat mode; of equal stages the first."""
         key = stage, self._sizes[microbatch], mode
         if key not in self._functions:
             self._functions[key] = self._made(stage, microbatch, mode)
         return self._functions[key]
 
-    def _made(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
-        """Those of a stage, or of one that is equal."""
+    def _made(self, stage: int, microbatch: int, mode: Any) -> Stage:
         key = self.kind(stage, microbatch), mode
         if key not in self._distinct:
             divisors = None
             if self.first.has_loss and stage == self.num_stages - 1:
                 divisors = specs(self.first.weight if self.divides else [])
-            wanted = self._differentiated(stage, microbatch)
             part = self.part(stage, microbatch)
-            self._distinct[key] = StageFunctions(part, mode, divisors, *wanted)
+            self._distinct[key] = replace(part, mode=mode, divisors=divisors)
         return self._distinct[key]
 
     def forward(self, stage: int, microbatch: int) -> Function:
@@ -217,10 +214,8 @@ class Stages:
 
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
         """Whether a backward has anything to compute."""
-        functions = self.functions(stage, microbatch, self.mode(stage, microbatch))
-        return bool(functions.num_grads) or (
-            not weights_only and any(functions.arrives)
-        )
+        part = self.part(stage, microbatch)
+        return part.num_trained > 0 if weights_only else part.has_backward
 
     def weight(self, microbatch: int) -> Function | None:
         """``what the last stage is given -> weight`` of a weighted loss.

@@ -22,7 +22,7 @@ from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
-from .._slices._functions import StageFunctions
+from .._slices._stage import Stage
 from ..schedules._costs import FIELDS
 from ._request import Request
 from ._traced import Traced
@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 def measure(
     model: Traced, request: Request, device: Device
-) -> tuple[dict[StageFunctions, Times], float]:
+) -> tuple[dict[Stage, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
@@ -93,7 +93,7 @@ def measure(
 def _programs(
     model: Traced,
     number: int,
-    functions: StageFunctions,
+    functions: Stage,
     request: Request,
     device: Device,
 ) -> dict[str, "_Program"]:

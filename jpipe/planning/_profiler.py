@@ -10,7 +10,7 @@ from .._jaxprs._flops import flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._layers import _rng
 from .._run._context import outside_of_meshes
-from .._slices._functions import StageFunctions
+from .._slices._stage import Stage
 from ..schedules._costs import FIELDS
 from ._estimate import Rates, seconds, workspace_bytes
 from ._fingerprint import fingerprint
@@ -138,7 +138,7 @@ def answer(model: Traced, request: Request) -> Profile:
     )
 
 
-def _estimated(functions: StageFunctions, rates: Rates) -> Times:
+def _estimated(functions: Stage, rates: Rates) -> Times:
     """The times of a layer on paper."""
     names = [*FIELDS.values()] if functions.has_backward else ["forward"]
     found = {name: getattr(functions, name) for name in names}
@@ -147,9 +147,7 @@ def _estimated(functions: StageFunctions, rates: Rates) -> Times:
     return Times(**times, workspace_bytes=max(map(workspace_bytes, found.values())))
 
 
-def _layers(
-    model: Traced, times: Mapping[StageFunctions, Times]
-) -> Iterator[LayerProfile]:
+def _layers(model: Traced, times: Mapping[Stage, Times]) -> Iterator[LayerProfile]:
     alike = counted("layers traced", list(model.alike().items()))
     stored = {functions: _stored(model, numbers[0]) for functions, numbers in alike}
     for i, name in enumerate(model.names):

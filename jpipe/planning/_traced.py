@@ -10,7 +10,7 @@ import jax
 from .._functions._batch import Batch
 from .._run import _variables
 from .._slices._built import Built
-from .._slices._functions import StageFunctions
+from .._slices._stage import Stage
 from .._slices._stages import Stages
 
 PyTree = Any
@@ -59,7 +59,7 @@ class Traced:
         """Specs of what the last returns, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.first.aux[0])
 
-    def functions(self, layer: int, mode: str = "none") -> StageFunctions:
+    def functions(self, layer: int, mode: str = "none") -> Stage:
         """What a layer computes; of equal layers one."""
         return self.stages.functions(self.first_alike[layer], 0, mode)
 
@@ -70,9 +70,9 @@ class Traced:
         count = range(len(self.names))
         return [known.setdefault(self.stages.kind(i), i) for i in count]
 
-    def alike(self) -> Mapping[StageFunctions, list[int]]:
+    def alike(self) -> Mapping[Stage, list[int]]:
         """The numbers of the layers that have the same functions."""
-        found: dict[StageFunctions, list[int]] = {}
+        found: dict[Stage, list[int]] = {}
         for i in range(len(self.names)):
             found.setdefault(self.functions(i), []).append(i)
         return found

@@ -67,7 +67,11 @@ CHECK = [("_loss", "n / sum(sizes) for n", "0.5 for n")]
 FUNCTIONS = [
     ("_microbatch", "(i < remainder)", "(i >= num_microbatches - remainder)"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
-    ("_vjp", "stored = [i == 2 for", "stored = [i >= 1 for"),
+    (
+        "_vjp",
+        "variables, is_weight, is_at_hand)",
+        "variables, is_weight, [not x for x in is_weight])",
+    ),
     ("_weights", "jnp.where(value == mean, mean, both)", "both"),
     (
         "_weights",
@@ -165,9 +169,9 @@ SLICES = [
         "",
     ),
     ("_lower", "sorted(of_readers, reverse=True)]", "sorted(of_readers)[:1]]"),
-    ("_functions", "[*[None] * self.num_grads, *grads]", "[*grads, *grads]"),
+    ("_stage", "[*[None] * self.num_trained, *grads]", "[*grads, *grads]"),
     ("_lower", "first = m * shards", "first = 0 * shards"),
-    ("_lower", "[self._made[v, m] for", "[self._made[v, 0] for"),
+    ("_lower", "var: self._made[var, m] for", "var: self._made[var, 0] for"),
     ("_lower", "sum(sizes) / self._batch.num_shards", "sum(sizes)"),
     ("_lower", "part = sizes[m] /", "part = sizes[0] /"),
     ("_lower", "states[last].has_integers:", "states[last].has_means:"),
