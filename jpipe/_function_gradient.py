@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from ._check._report import CheckReport
+from ._custom_loop import CustomLoop
 from ._functions._trainable import Trainable
 from ._instructions._program import Program
 from ._jaxprs._jaxpr import is_inexact
-from ._loop import OwnLoop
 from ._messages import WarnOnce
 from ._placed._static import Static, without_statics
 from ._report import Report, compile_report
@@ -28,7 +28,7 @@ PyTree = Any
 _MOST_NUMBERS = 3
 
 
-class FunctionGradient(OwnLoop):
+class FunctionGradient(CustomLoop):
     """``grad_fn(params, *args) -> (loss, grads)``: see `jpipe.value_and_grad`.
 
     Args:
@@ -54,13 +54,13 @@ class FunctionGradient(OwnLoop):
         reduction: str,
         trainable: Trainable,
     ) -> None:
-        self._function, self._partition, self._reduction = (
-            function,
-            partition,
-            reduction,
-        )
-        self._has_aux, self._trainable = has_aux, trainable
-        self._places, self._in_axes = partition.places, in_axes
+        super().__init__(partition.places)
+        self._function = function
+        self._partition = partition
+        self._reduction = reduction
+        self._has_aux = has_aux
+        self._trainable = trainable
+        self._in_axes = in_axes
         self._is_one = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 

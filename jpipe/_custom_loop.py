@@ -1,4 +1,4 @@
-"""What a custom training loop is made of, besides gradients."""
+"""The methods with which users write a training loop of their own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +9,15 @@ from ._placed import _jit
 from ._train import _transformation
 
 
-class OwnLoop:
-    """The methods of a pipeline for trees that are spread over its devices."""
+class CustomLoop:
+    """Functions and optimizers of trees that are spread over some devices.
 
-    _places: Sequence[Any]  # the devices, each once
+    Args:
+      places: the devices, each once.
+    """
+
+    def __init__(self, places: Sequence[Any]) -> None:
+        self._places = places
 
     def jit(
         self,
