@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,28 +22,13 @@ from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import FORWARD
 from ._cuts import Cuts
-from ._join import Join, joined
+from ._epilogue import StepOutputs
+from ._join import Join
 from ._lower import Lowering
 from ._residuals import Residuals
 from ._stages import Stages
 
 PyTree = Any
-
-
-class Outcome(NamedTuple):
-    """What a mini-batch gives.
-
-    Attributes:
-      loss: the loss of the whole mini-batch, if there is one.
-      aux: what is returned beside it.
-      grads: the gradient of each trained parameter, by its number.
-      changed: the new value of each parameter that micro-batches write, likewise.
-    """
-
-    loss: list[Value]
-    aux: list[Value]
-    grads: dict[int, Value]
-    changed: dict[int, Value]
 
 
 class Layout:
@@ -165,7 +150,7 @@ class Built:
 
     def into(
         self, graph: Graph, params: Sequence[Value], given: Sequence[Value]
-    ) -> Outcome:
+    ) -> StepOutputs:
         """Writes the mini-batch into a graph.
 
         Args:
@@ -182,17 +167,16 @@ class Built:
                 stages.first.constants, stages.owner_stages[count:], strict=False
             )
         ]
-        own = [*params, *constants], list(given)
-        lowering = Lowering(graph, pipe, stages, batch, *own)
-        loss, grads, changed = [], dict[int, Value](), dict[int, Value]()
-        if stages.first.has_loss:
-            total, grads, changed = lowering.run()
-            loss = [total]
-        else:
-            lowering.forwards()
-        rows = lowering.aux(len(self._joins))
-        aux = joined(graph, batch, self._joins, rows) if self._joins else {}
-        return Outcome(loss, [*aux.values()], grads, changed)
+        lowering = Lowering(
+            graph=graph,
+            pipe=pipe,
+            stages=stages,
+            batch=batch,
+            params=[*params, *constants],
+            given=list(given),
+            joins=self._joins,
+        )
+        return lowering.run() if stages.first.has_loss else lowering.forwards()
 
     def given(self, params: PyTree, args: PyTree, tree: str = "variables") -> list[Any]:
         """What the program is given; ``tree`` is what errors call the parameters.

@@ -20,14 +20,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._functions import _microbatch
-from .._functions._batch import Batch
 from .._functions._weights import accumulate, extend_mean, sum_spec
-from .._instructions._graph import Graph, Place, Value
-from .._jaxprs._function import Function
 from .._jaxprs._jaxpr import is_inexact
 from .._layers._stage import shapes
 from .._messages import raise_all
-from .._run._sums import apart
 from ._results import Results
 
 PyTree = Any
@@ -300,45 +296,3 @@ def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:
         weight = jnp.asarray(share / seen, jnp.result_type(so_far, jnp.float32))
         so_far = extend_mean(so_far, value, weight)
     return so_far
-
-
-def joined(
-    graph: Graph, batch: Batch, joins: Sequence[Join], rows: Sequence[Sequence[Value]]
-) -> dict[int, Value]:
-    """Writes the joins into a graph.
-
-    Args:
-      graph: the graph.
-      batch: the mini-batch.
-      joins: what is joined how.
-      rows: what each micro-batch returns; its shards give a row each.
-
-    Returns:
-      By the number of a leaf what becomes of it.
-    """
-    by_place: dict[Place, list[Join]] = {}
-    for join in joins:
-        by_place.setdefault(graph.places[rows[0][join.leaf]], []).append(join)
-    found: dict[int, Value] = {}
-    for place, own in by_place.items():
-        given = [[row[join.leaf] for join in own] for row in rows]
-        parts, runs = apart(graph, batch, given), [join.run for join in own]
-
-        def run(*leaves: Any, parts: Any = parts, runs: Any = runs) -> list[Any]:
-            columns = zip(*parts(leaves), strict=True)
-            return [run(column) for run, column in zip(runs, columns, strict=True)]
-
-        reads = [value for row in given for value in row]
-        specs = [_spec(graph, batch, value) for value in reads]
-        function = Function.like("join_aux", run, *specs)
-        made = graph.call(function, place, reads)
-        found |= {join.leaf: value for join, value in zip(own, made, strict=True)}
-    return {join.leaf: found[join.leaf] for join in joins}
-
-
-def _spec(graph: Graph, batch: Batch, value: Value) -> Any:
-    """What a function sees of a value: of what is stacked, all shards."""
-    spec = graph.specs[value]
-    if not graph.shardings[value].stacked:
-        return spec
-    return spec.update(shape=(batch.num_shards, *spec.shape))

@@ -31,15 +31,15 @@ from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, SubMesh
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Argument, Function, Result, Source
-from .._run import _divisors, _sums
 from .._run._incoming import Incoming
 from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._once import Once
+from ._epilogue import Epilogue, StageSums, StepOutputs
+from ._join import Join
+from ._prologue import Prologue
 from ._stage import ResultSums, Stage
 from ._stages import Stages
-from ._totals import Totals
 
 Values = list[Value]
 Cell = tuple[int, int]
@@ -55,6 +55,7 @@ class Lowering:
       batch: the mini-batch.
       params: the parameters, as values.
       given: the leaves of the mini-batch, likewise.
+      joins: how each leaf of aux is joined.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Lowering:
         batch: Batch,
         params: Values,
         given: Values,
+        joins: Sequence[Join],
     ) -> None:
         self._graph, self._pipe, self._stages = graph, pipe, stages
         self._batch, self._count, self._params = batch, len(batch.sizes), params
@@ -72,8 +74,9 @@ class Lowering:
         self._is_mapped = batch.num_shards > 1
         self._is_spread = any(isinstance(device, SubMesh) for device in pipe.places)
         incoming = Incoming(graph, pipe, batch)
-        self._once = Once(graph, pipe, stages, params)
-        self._weights = [*incoming.weights(params), *self._once.values()]
+        self._prologue = Prologue(graph, pipe, stages, params)
+        self._weights = [*incoming.weights(params), *self._prologue.values()]
+        self._epilogue = Epilogue(self._prologue, batch, self._weights, joins)
         # By stage, of each micro-batch what it reads of what that is given.
         self._given = [
             self._rows(incoming, batch, given, s) for s in range(stages.num_stages)
@@ -127,15 +130,11 @@ class Lowering:
 
     # --------------------------------------------------------------------- the schedule
 
-    def run(self) -> tuple[Value, dict[int, Value], dict[int, Value]]:
-        """The whole schedule.
-
-        Returns:
-          The loss; by the number of a parameter the gradient of each that is trained,
-          and the new value of each that micro-batches write.
-        """
+    def run(self) -> StepOutputs:
+        """The whole schedule."""
         self._start_sums()
-        self._divisor = self._known_divisor() if self._stages.divides else []
+        last_inputs = self._given[self._stages.num_stages - 1]
+        self._divisor = self._prologue.loss_divisor(self._batch, last_inputs)
         joined = self._joined()
         for action in self._pipe.schedule.order():
             cell = _cell(action)
@@ -146,46 +145,49 @@ class Lowering:
                 self._forward_backward(action)
             else:
                 self._backward(action, self._mode(action, joined))
-        grads, sums = (
-            [
-                [known[s, place] for place in self._pipe.places_of(s)]
-                for s in range(self._stages.num_stages)
-            ]
-            for known in (self._grads, self._sums)
+
+        loss_weights = Values()
+        for m in range(self._count):
+            for atom in self._stages.program(m).weight:
+                loss_weights.append(self._returned(atom, m))
+        return self._epilogue.write(
+            sums=[self._stage_sums(s) for s in range(self._stages.num_stages)],
+            loss_weights=loss_weights,
+            loss_divisor=self._divisor[0] if self._divisor else None,
+            aux=self._aux(),
         )
-        programs = map(self._stages.program, range(self._count))
-        weights = [
-            [self._returned(w, m) for w in program.weight]
-            for m, program in enumerate(programs)
-        ]
-        totals = Totals(self._once, self._batch, self._weights)
-        losses = [own[0] for own in sums[-1]]
-        sums[-1] = [own[1:] for own in sums[-1]]
-        states = self._stages.states
-        loss, found = totals.loss_and_grads(grads, losses, weights, self._divisor)
-        return loss, found, totals.written(states, sums)
 
-    def _known_divisor(self) -> Values:
-        """The sum of all weights, where what micro-batches are given tells it."""
-        found = [self._stages.weight(m) for m in range(self._count)]
-        given = self._given[self._stages.num_stages - 1]
-        return _divisors.known(self._graph, self._last, self._batch, found, given)
-
-    def forwards(self) -> None:
+    def forwards(self) -> StepOutputs:
         """The forwards of the schedule alone."""
         for action in self._pipe.schedule.order():
             if action.op == FORWARD:
                 function = self._stages.forward(*_cell(action))
                 results = self._call(function, action, self._operands(*_cell(action)))
                 self._keep_outputs(action.stage, action.microbatch, results)
+        return self._epilogue.write_outputs(self._aux())
 
-    def aux(self, count: int) -> list[Values]:
-        """What each micro-batch returned besides the loss, the first so many leaves."""
-        programs = map(self._stages.program, range(self._count))
-        return [
-            [self._returned(atom, m) for atom in program.aux_vars[:count]]
-            for m, program in enumerate(programs)
-        ]
+    def _stage_sums(self, stage: int) -> list[StageSums]:
+        """The sums of a stage, of each place that runs it."""
+        num_losses = int(stage == self._stages.num_stages - 1)
+        found = list[StageSums]()
+        for place in self._pipe.places_of(stage):
+            sums = self._sums[stage, place]
+            found.append(
+                StageSums(
+                    grads=self._grads[stage, place],
+                    loss=sums[:num_losses],
+                    state=sums[num_losses:],
+                )
+            )
+        return found
+
+    def _aux(self) -> list[Values]:
+        """What each micro-batch returned besides the loss and what it writes."""
+        rows = list[Values]()
+        for m in range(self._count):
+            atoms = self._stages.program(m).aux_vars[: self._epilogue.num_aux]
+            rows.append([self._returned(atom, m) for atom in atoms])
+        return rows
 
     def _returned(self, atom: Any, m: int) -> Value:
         if isinstance(atom, core.Literal):
@@ -225,31 +227,47 @@ class Lowering:
         return self._stages.does(*_cell(action), action.op == WEIGHT)
 
     def _start_sums(self) -> None:
-        count, by_place = self._stages.num_stages, dict[Place, list[int]]()
+        """Starts all sums at zero, those of a place with one call."""
+        num_stages = self._stages.num_stages
         # Specs of the loss and of what micro-batches write, by stage; shardings of
         # sums of gradients.
-        self._sum_specs = [*map(self._specs_of_sums, range(count))]
-        self._grads_shardings = [*map(self._shardings_of_grads, range(count))]
-        for s in range(count):
+        self._sum_specs = [*map(self._specs_of_sums, range(num_stages))]
+        self._grads_shardings = [*map(self._shardings_of_grads, range(num_stages))]
+        stages_of_place = dict[Place, list[int]]()
+        for s in range(num_stages):
             for place in self._pipe.places_of(s):
-                by_place.setdefault(place, []).append(s)
-        one, mapped = Sharding(self._is_mapped), self._is_mapped
-        for place, own in by_place.items():
-            parts: list[tuple[Any, int, list[Any]]] = []
-            shardings = list[Sharding]()
-            for s in own:
-                sums = self._sum_specs[s]
-                parts += [(self._grads, s, self._specs_of_grads(s))]
-                parts += [(self._sums, s, sums)]
-                shardings += [*self._grads_shardings[s], *[one] * len(sums)]
-            flat = [spec for *_, specs in parts for spec in specs]
-            values = iter(())
-            if flat:
-                given = Function("zeros", _sums.zeros(flat), flat), place, []
-                made = self._graph.call(*given, mapped=mapped, shardings=shardings)
-                values = iter(made)
-            for known, s, specs in parts:
-                known[s, place] = [next(values) for _ in specs]
+                stages_of_place.setdefault(place, []).append(s)
+
+        for place, stages in stages_of_place.items():
+            specs, shardings = list[Any](), list[Sharding]()
+            for s in stages:
+                specs += [*self._specs_of_grads(s), *self._sum_specs[s]]
+                shardings += self._grads_shardings[s]
+                shardings += [Sharding(self._is_mapped)] * len(self._sum_specs[s])
+            zeros = iter(self._zeros(place, specs, shardings))
+            for s in stages:
+                num_grads = len(self._grads_shardings[s])
+                self._grads[s, place] = [*itertools.islice(zeros, num_grads)]
+                num_sums = len(self._sum_specs[s])
+                self._sums[s, place] = [*itertools.islice(zeros, num_sums)]
+
+    def _zeros(
+        self, place: Place, specs: Sequence[Any], shardings: Sequence[Sharding]
+    ) -> Values:
+        """Arrays of zeros in a place, of each of its shards if these run apart."""
+        if not specs:
+            return []
+
+        def zeros() -> list[Any]:
+            return [jnp.zeros(spec.shape, spec.dtype) for spec in specs]
+
+        return self._graph.call(
+            Function("zeros", zeros, specs),
+            place,
+            [],
+            mapped=self._is_mapped,
+            shardings=shardings,
+        )
 
     def _specs_of_grads(self, stage: int) -> list[Any]:
         trained = self._stages.trained_by(stage)

@@ -29,14 +29,14 @@ def reductions(found):
 def test_gradients_are_reduced_once_in_a_mini_batch():
     """One for each stage with weights, and nothing else in any micro-batch."""
     found = exchanges(None, 4)
-    assert reductions(found) == {"reduce_gradients": 2, "add_losses": 1}
-    assert {name for name, _ in found} == {"reduce_gradients", "add_losses"}
+    assert reductions(found) == {"reduce_sums": 2}
+    assert {name for name, _ in found} == {"reduce_sums"}
 
 
 def test_sharded_weights_are_gathered_once_in_a_step_or_for_each_use():
     once = exchanges("step", 4)
     assert once["gather", "all-gather"] == 2 + 1  # as many arrays
-    assert reductions(once)["reduce_gradients"] >= 2
+    assert reductions(once)["reduce_sums"] >= 2
     assert not any("backward" in name for name, _ in once)
     often = exchanges("microbatch", 4)
     uses = sum(n for (_, op), n in often.items() if op == "all-gather")
