@@ -1,8 +1,9 @@
 """A jaxpr cut by the places of its operands.
 
-Every equation runs where the fewest bytes cross: those of its operands, and of its
-results where these have a destination. Equations of one place that wait for no other
-place between them become one segment, which is one program:
+Every equation runs where the fewest bytes cross: those of its operands, and those that
+its results send on to the place where what follows from them is wanted. Equations of
+one place that wait for no other place between them become one segment, which is one
+program:
 
     place 0    place 1        segments
     a = f x    b = g y        (wave 0, place 0): a, c
@@ -20,6 +21,19 @@ from jax.extend import core
 from .._instructions._graph import NOWHERE, Place
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import nbytes
+
+
+class Destination(NamedTuple):
+    """The one place where all results that follow from a variable are wanted.
+
+    Attributes:
+      place: the place; `NOWHERE` if there are several, or results stay anywhere.
+      nbytes: the fewest bytes that reach it from there: those of the variable, or of
+        what is computed of it on the way, such as its norm.
+    """
+
+    place: Place
+    nbytes: int
 
 
 class PlacedJaxpr:
@@ -71,9 +85,10 @@ class PlacedJaxpr:
         destinations = set[Place]()
         if num_bytes:
             for var in eqn.outvars:
-                place = self._destinations.get(var, NOWHERE)
-                if place >= 0:
-                    num_bytes[place] = num_bytes.get(place, 0) + nbytes(var.aval)
+                destination = self._destinations.get(var)
+                if destination and destination.place >= 0:
+                    place = destination.place
+                    num_bytes[place] = num_bytes.get(place, 0) + destination.nbytes
                     destinations.add(place)
         eqn_place = max(
             num_bytes,
@@ -92,27 +107,38 @@ class PlacedJaxpr:
         return eqn_place
 
 
-def _destinations(jaxpr: core.Jaxpr, places: Sequence[Place]) -> dict[Any, Place]:
-    """The place of each variable whose results are all wanted in one place.
+def _destinations(
+    jaxpr: core.Jaxpr, places: Sequence[Place]
+) -> dict[core.Var, Destination]:
+    """The destination of each variable from which a result follows.
 
     Args:
       jaxpr: the jaxpr.
       places: the places where its results are wanted.
     """
-    destinations: dict[Any, Place] = {}  # variable -> place; NOWHERE: several
+    destinations: dict[core.Var, Destination] = {}
 
-    def add(atom: Any, place: Place) -> None:
-        if not isinstance(atom, core.Literal):
-            is_first = destinations.get(atom, place) == place
-            destinations[atom] = place if is_first else NOWHERE
+    def add(atom: Any, destination: Destination) -> None:
+        if isinstance(atom, core.Literal):
+            return
+        previous = destinations.get(atom, Destination(destination.place, 0))
+        is_one_place = previous.place == destination.place
+        destinations[atom] = Destination(
+            place=destination.place if is_one_place else NOWHERE,
+            nbytes=min(nbytes(atom.aval), previous.nbytes + destination.nbytes),
+        )
 
     for atom, place in zip(jaxpr.outvars, places, strict=False):
-        add(atom, place)
+        add(atom, Destination(place, nbytes(atom.aval)))
     for eqn in reversed(jaxpr.eqns):
-        eqn_places = {destinations[v] for v in eqn.outvars if v in destinations}
-        place = eqn_places.pop() if len(eqn_places) == 1 else NOWHERE
+        of_results = [destinations[v] for v in eqn.outvars if v in destinations]
+        result_places = {destination.place for destination in of_results}
+        of_operands = Destination(
+            place=result_places.pop() if len(result_places) == 1 else NOWHERE,
+            nbytes=sum(destination.nbytes for destination in of_results),
+        )
         for atom in eqn.invars:
-            add(atom, place)
+            add(atom, of_operands)
     return destinations
 
 

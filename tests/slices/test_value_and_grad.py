@@ -321,3 +321,21 @@ def test_micro_batches_of_other_sizes_are_divided_alike(double, function, stages
     parts = [[leaf[a:b] for leaf in args] for a, b in ((0, 2), (2, 4), (4, 5))]
     worst = jnp.stack([function(params, *part)[1] for part in parts])
     ref.assert_close(aux, worst, ref.FLOAT64, 1.0)
+
+
+def test_a_penalty_sends_numbers_between_stages_and_no_weights(moved):
+    def penalized(params, x, targets):
+        outputs = x
+        for weight in params:
+            outputs = jnp.tanh(outputs @ weight)
+        penalty = sum(jnp.sum(weight**2) for weight in params)
+        return jnp.mean((outputs - targets) ** 2) + 0.01 * penalty
+
+    params, args = matrices(6, 11, 11, 11, 3), (X, TARGETS)
+    grad_fn = jpipe.value_and_grad(penalized, 4, num_stages=4)
+    params = grad_fn.place(params, *args)
+    grad_fn(params, *args)
+    moved.clear()
+    grad_fn(params, *args)
+    assert moved
+    assert 11 * 11 not in {size for size, *_ in moved}
