@@ -169,17 +169,17 @@ class Lowering:
     def _stage_sums(self, stage: int) -> list[StageSums]:
         """The sums of a stage, of each place that runs it."""
         num_losses = int(stage == self._stages.num_stages - 1)
-        found = list[StageSums]()
+        replicas = list[StageSums]()
         for place in self._pipe.places_of(stage):
             sums = self._sums[stage, place]
-            found.append(
+            replicas.append(
                 StageSums(
                     grads=self._grads[stage, place],
                     loss=sums[:num_losses],
                     state=sums[num_losses:],
                 )
             )
-        return found
+        return replicas
 
     def _aux(self) -> list[Values]:
         """What each micro-batch returned besides the loss and what it writes."""

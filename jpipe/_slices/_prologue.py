@@ -14,6 +14,7 @@ targets alone tell it. Else the epilogue divides the gradients.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,29 +36,21 @@ Values = list[Value]
 _AT_ONCE = 16
 
 
+@dataclass(frozen=True)
 class Prologue:
-    """The weights of a program, written into a graph.
-
-    Args:
-      graph: where they are written.
-      pipe: the schedule and the devices.
-      stages: what runs.
-      params: the parameters, as values.
+    """The begin of a step, written into a graph.
 
     Attributes:
-      graph: see above.
-      pipe: see above.
-      stages: see above.
-      params: see above.
+      graph: where it is written.
+      pipe: the schedule and the devices.
+      stages: the stages, which say what they read.
+      params: the parameters, as values.
     """
 
-    def __init__(
-        self, graph: Graph, pipe: Pipe, stages: Stages, params: Values
-    ) -> None:
-        self.graph = graph
-        self.pipe = pipe
-        self.stages = stages
-        self.params = params
+    graph: Graph
+    pipe: Pipe
+    stages: Stages
+    params: Values
 
     def place(self, weight: int) -> Place:
         """The place of a weight, by its number."""
