@@ -1,1 +1,1 @@
-"""What a stage computes on a micro-batch: traced, differentiated and cut as jaxprs."""
+"""The functions of a stage on a micro-batch: traced, differentiated, cut as jaxprs."""

@@ -205,7 +205,7 @@ class Program:
           The outputs.
 
         Raises:
-          Exception: of a program, with a note that names the instruction.
+          Exception: the error of a program, with a note that names the instruction.
         """
         if not self._is_compiled:
             self.compile()

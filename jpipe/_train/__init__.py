@@ -1,1 +1,1 @@
-"""What training adds: the gradient of a mini-batch, and an update where weights are."""
+"""Training: the gradients of a mini-batch, and an update where the weights are."""

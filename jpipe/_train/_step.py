@@ -24,6 +24,7 @@ from .._instructions._program import Program
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._layers import _rng
+from .._placed._by_path import Leaf
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from .._run._recent import Recent
@@ -273,31 +274,26 @@ class _Compiled:
         self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
     ) -> list[Value]:
         """Adds the leaves of a state, in order, to the arguments of a graph."""
-        # index of a leaf of the state -> the arguments of `Graph.argument`
-        arguments: dict[int, dict[str, Any]] = {}
-        for index, leaf in ((indices.rng, state.rng), (indices.step, state.step)):
-            spec = _jaxpr.spec(jax.typeof(leaf))
-            arguments[index] = {"spec": spec, "place": OUTSIDE}
-
+        # index of a leaf of the state -> its spec, and its place
+        leaves: dict[int, Leaf] = {}
         layout = self.gradient.layout
         for index, (spec, place), sharding in zip(
             self.variable_indices, layout.specs, layout.shardings, strict=True
         ):
-            arguments[index] = {
-                "spec": spec,
-                "place": place,
-                "donated": donate,
-                "sharding": sharding,
-            }
+            leaves[index] = Leaf("state", (), spec, place=place, sharding=sharding)
         opt_state_indices = jax.tree.leaves(indices.opt_state)
-        for index, leaf in zip(opt_state_indices, self.optimizer.state, strict=True):
-            arguments[index] = {
-                "spec": leaf.value,
-                "place": leaf.place,
-                "donated": donate,
-                "sharding": leaf.sharding,
-            }
-        return [graph.argument(**arguments[index]) for index in sorted(arguments)]
+        leaves |= zip(opt_state_indices, self.optimizer.state, strict=True)
+        # The key and the number of the step come from outside, and are not overwritten.
+        scalars = {indices.rng: state.rng, indices.step: state.step}
+        for index, array in scalars.items():
+            spec = _jaxpr.spec(jax.typeof(array))
+            leaves[index] = Leaf("state", (), spec, place=OUTSIDE)
+
+        arguments: list[Value] = []
+        for index in sorted(leaves):
+            is_donated = donate and index not in scalars
+            arguments.append(leaves[index].add_to(graph, donated=is_donated))
+        return arguments
 
     def result(
         self, outputs: Sequence[Any], train_step: "TrainStep"
