@@ -71,7 +71,7 @@ def gradient_of(
     variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
     return layers.gradients(Objective(loss), Trainable())(
-        variables, x, targets, key, True
+        variables, x, targets, key, train=True
     )
 
 

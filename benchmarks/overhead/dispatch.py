@@ -105,7 +105,13 @@ def _moves(source: Any, target: Any, count: int) -> dict[str, Callable[[], None]
     arrays = _transfer.put([np.ones(WIDTH)] * count, source, how)
 
     def side() -> Callable[[], None]:
-        send = _transfer.sender(source, target, False, how, how)
+        send = _transfer.sender(
+            source=source,
+            target=target,
+            has_keys=False,
+            shardings=how,
+            source_shardings=how,
+        )
 
         def run() -> None:
             made: Any = ()
@@ -167,7 +173,7 @@ def _loops(
     """Seconds of the executor's loop, and of its calls and moves alone."""
     variables = pipe.init(jax.random.key(0), x)
     find = pipe._gradients(Objective(square), None)
-    gradient = find(variables, x, x, None, True)
+    gradient = find(variables, x, x, None, train=True)
     program, leaves = gradient.program, gradient.given(variables, (x, x))
     loop, bare = [], []
     for _ in range(rounds + 1):
@@ -193,8 +199,11 @@ def _bare(program: Program, leaves: Sequence[Any]) -> float:
 
         return run
 
-    own = [dataclasses.replace(each, run=timed(each.run)) for each in program.own]
-    with mock.patch.object(program, "own", own):
+    timed_instructions = [
+        dataclasses.replace(instruction, run=timed(instruction.run))
+        for instruction in program.local_instructions
+    ]
+    with mock.patch.object(program, "local_instructions", timed_instructions):
         jax.block_until_ready(program(leaves))
     return seconds
 

@@ -36,7 +36,7 @@ def loop_cost(rounds: int) -> dict[str, float]:
     x = jnp.ones((NUMBER, WIDTH))
     variables = pipe.init(jax.random.key(0), x)
     find = pipe._gradients(Objective(square), None)
-    gradient = find(variables, x, x, None, True)
+    gradient = find(variables, x, x, None, train=True)
     program, leaves = gradient.program, gradient.given(variables, (x, x))
     seconds, busy = [], []
     for _ in range(rounds + 1):

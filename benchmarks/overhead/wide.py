@@ -93,7 +93,8 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     )
     x = jnp.ones((microbatches, WIDTH))
     variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe._gradients(Objective(square), None)(variables, x, x, None, True)
+    gradients = pipe._gradients(Objective(square), None)
+    gradient = gradients(variables, x, x, None, train=True)
     program = gradient.program
     leaves = gradient.given(variables, (x, x))
     rounds: list[dict[str, float]] = []
