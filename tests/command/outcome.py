@@ -1,4 +1,4 @@
-"""How a command may end: it works, or it refuses."""
+"""Two ends of a command: it works, or it refuses."""
 
 
 def works(result: tuple[int, str, str]) -> str:

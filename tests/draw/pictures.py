@@ -49,26 +49,26 @@ def parsed(timelines, **options) -> ET.Element:
 
 def boxes(root: ET.Element, pattern: str) -> list[tuple[str, dict[str, float]]]:
     """The titled rectangles whose title matches, with their geometry."""
-    found = []
+    rects = []
     for rect in root.iter(f"{SVG}rect"):
         title = rect.findtext(f"{SVG}title") or ""
         if re.match(pattern, title):
             where = {
                 k: float(rect.get(k, "nan")) for k in ("x", "y", "width", "height")
             }
-            found.append((title, where))
-    return found
+            rects.append((title, where))
+    return rects
 
 
 def actions(root: ET.Element) -> dict[str, dict[str, float]]:
     """The box of each action; each has exactly one."""
-    found = [(t.split(":")[0], box) for t, box in boxes(root, r"\d+[FBIW]\d+: ")]
-    assert max(Counter(name for name, _ in found).values()) == 1
-    return dict(found)
+    named = [(t.split(":")[0], box) for t, box in boxes(root, r"\d+[FBIW]\d+: ")]
+    assert max(Counter(name for name, _ in named).values()) == 1
+    return dict(named)
 
 
 def texts(root: ET.Element) -> list[dict]:
-    found = []
+    lines = []
     for group in root.iter(f"{SVG}g"):
         for text in group.findall(f"{SVG}text"):
             where = {key: float(text.get(key, "nan")) for key in ("x", "y")}
@@ -76,8 +76,8 @@ def texts(root: ET.Element) -> list[dict]:
             says = text.text or ""
             anchor, width = group.get("text-anchor"), measure_text(says, size)
             left = {"start": 0.0, "middle": width / 2, "end": width}[anchor or ""]
-            found.append(
+            lines.append(
                 {**where, "text": says, "size": size, "left": where["x"] - left,
                  "right": where["x"] - left + width}
             )  # fmt: skip
-    return found
+    return lines

@@ -27,7 +27,7 @@ def numbers_in(root: ET.Element) -> list[tuple[dict, str, dict[str, float]]]:
 
 
 def hatched(root: ET.Element) -> dict[float, tuple[float, float]]:
-    """Of what is hatched in rows, where it begins and how wide it is, by its top."""
+    """The hatched part of each row: its top -> its left and its width."""
     (*rows, _) = root.findall(f"{SVG}g[@fill='{palette.IDLE}']/{SVG}rect")
     numbers = [[float(r.get(k, "nan")) for k in ("y", "x", "width")] for r in rows]
     return {top: (x, width) for top, x, width in numbers}
@@ -84,14 +84,14 @@ def test_numbers_fit_in_their_boxes_and_texts_on_the_page(microbatches, width):
 def test_memory_curves_have_one_scale_and_follow_the_events():
     small, large = predicted("1f1b"), predicted("gpipe")
     root = parsed([small, large])
-    found = [
+    curves = [
         [tuple(map(float, point.split(","))) for point in line.get("points").split()]
         for group in root.iter(f"{SVG}g")
         if group.get("stroke") == palette.MEMORY_LINE
         for line in group.findall(f"{SVG}polyline")
     ]
-    bottoms = [max(y for _, y in curve) for curve in found]
-    tops = [min(y for _, y in curve) for curve in found]
+    bottoms = [max(y for _, y in curve) for curve in curves]
+    tops = [min(y for _, y in curve) for curve in curves]
     heights = [low - high for low, high in zip(bottoms, tops, strict=True)]
     peaks = [*small.peak_bytes, *large.peak_bytes]
     assert heights == CLOSE(
@@ -102,6 +102,6 @@ def test_memory_curves_have_one_scale_and_follow_the_events():
     for event in small.memory:
         if event.rank == 0:
             corner = frame.x(event.time), bottoms[0] - event.bytes * per_byte
-            assert any(corner == CLOSE(point, abs=0.03) for point in found[0])
+            assert any(corner == CLOSE(point, abs=0.03) for point in curves[0])
     said = [t["text"] for t in texts(root) if t["text"].startswith("peak")]
     assert said[:4] == ["peak 4", "peak 3", "peak 2", "peak 1"]

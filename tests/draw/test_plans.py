@@ -29,10 +29,10 @@ def test_bars_are_as_long_as_what_they_say():
     ]
     limit = max(ends_at[: 2 * len(plan.forecast.memory)])
     for rank, memory in enumerate(plan.forecast.memory):
-        own = sorted(parts[5 * rank : 5 * rank + 5], key=lambda box: box["x"])
-        ends = [box["x"] + box["width"] for box in own]
-        assert [box["x"] for box in own[1:]] == [CLOSE(end) for end in ends[:-1]]
-        part = (ends[-1] - own[0]["x"]) / (limit - own[0]["x"])
+        bar = sorted(parts[5 * rank : 5 * rank + 5], key=lambda box: box["x"])
+        ends = [box["x"] + box["width"] for box in bar]
+        assert [box["x"] for box in bar[1:]] == [CLOSE(end) for end in ends[:-1]]
+        part = (ends[-1] - bar[0]["x"]) / (limit - bar[0]["x"])
         assert part == pytest.approx(memory.total / (1 << 17), rel=1e-3)
     says = [text["text"] for text in texts(root)]
     assert "memory at the peak, limit 128.0 KiB" in says
@@ -43,10 +43,10 @@ def test_bars_are_as_long_as_what_they_say():
 def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     plan = planned(2, schedules="zb_h1")
     root = parsed(plan)
-    found = actions(root)
-    assert len(found) == sum(map(len, plan.schedule.rows))
+    boxed = actions(root)
+    assert len(boxed) == sum(map(len, plan.schedule.rows))
     lowest = max(box["y"] for _, box in boxes(root, "busy: "))
-    assert min(box["y"] for box in found.values()) > lowest
+    assert min(box["y"] for box in boxed.values()) > lowest
     shown = [text["text"] for text in texts(root)]
     seconds = duration(plan.forecast.seconds)
     assert f"zb_h1, 4 micro-batches, {seconds} a step predicted" in shown
@@ -56,14 +56,14 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
 
 def test_forwards_that_run_in_their_backwards_are_drawn_as_those_of_a_schedule():
     plan = planned(2, schedules="1f1b", data=1, balance=(3, 2))
-    found = actions(parsed(plan))
+    boxed = actions(parsed(plan))
     assert plan.forecast.costs.forward[-1] == [0.0] * 4
     profile = jpipe.profile(
         dense(2), SAMPLE, num_microbatches=4, measure=False, action_seconds=0.0
     )
     costs = profile.costs(plan.balance)
     for microbatch in range(4):
-        forward, backward = (found[f"1{op}{microbatch}"] for op in "FB")
+        forward, backward = (boxed[f"1{op}{microbatch}"] for op in "FB")
         assert forward["x"] + forward["width"] == CLOSE(backward["x"])
         ratio = forward["width"] / backward["width"]
         assert ratio == pytest.approx(costs.forward[1] / costs.backward[1], rel=0.01)
@@ -89,8 +89,8 @@ def test_names_of_ranks_are_cut_only_where_there_is_no_room():
 
 def test_a_trace_of_a_plan_is_that_of_its_step():
     plan = planned(2, schedules="1f1b")
-    found = json.loads(jpipe.draw.trace(plan))["traceEvents"]
-    ends = [event["ts"] + event["dur"] for event in found if event["ph"] == "X"]
+    events = json.loads(jpipe.draw.trace(plan))["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) == pytest.approx(1e6 * plan.forecast.seconds, abs=1e-2)
     without = dataclasses.replace(plan, forecast=None)
     with pytest.raises(ValueError, match="a plan without a forecast: draw what"):

@@ -1,4 +1,4 @@
-"""What stands around the boxes: titles, legends, axes."""
+"""Texts around the boxes: titles, legends, axes."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ from .pictures import CLOSE, boxes, measured, parsed, predicted, texts
 
 def test_title_says_makespan_and_bubble_and_is_cut_where_it_is_too_long():
     timeline = predicted("1f1b")
-    found = [text["text"] for text in texts(parsed(timeline))]
-    assert "1f1b" in found
-    assert "makespan 33, bubble 27.3 %" in found
+    said = [text["text"] for text in texts(parsed(timeline))]
+    assert "1f1b" in said
+    assert "makespan 33, bubble 27.3 %" in said
     long = parsed(timeline, titles=["<b> & $x^2$ that goes on " * 20])
     (title,) = [t for t in texts(long) if t["text"].startswith("<b> & $x^2$")]
     assert title["text"].endswith("\N{HORIZONTAL ELLIPSIS}")
@@ -36,8 +36,8 @@ def test_predicted_stands_above_measured_on_one_axis():
     second = measured(first, factor=0.015)
     guess = dataclasses.replace(measured(first, factor=0.01, later=0), costs=Costs())
     root = parsed([guess, second], titles=["predicted", "measured"])
-    found = boxes(root, r"\d+[FBIW]\d+: ")
-    upper, lower = found[: len(first.start)], found[len(first.start) :]
+    both = boxes(root, r"\d+[FBIW]\d+: ")
+    upper, lower = both[: len(first.start)], both[len(first.start) :]
     assert max(b["y"] for _, b in upper) < min(b["y"] for _, b in lower)
     above = {title.split(":")[0]: box for title, box in upper}
     left = min(b["x"] for _, b in upper)

@@ -12,20 +12,20 @@ from .pictures import CLOSE, NAMES, boxes, measured, parsed, predicted, texts
 
 
 def events(timelines, phase: str, **options) -> list[dict]:
-    found = json.loads(draw.trace(timelines, **options))["traceEvents"]
-    return [event for event in found if event["ph"] == phase]
+    trace = json.loads(draw.trace(timelines, **options))
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trace_has_a_slice_for_each_action_and_an_arrow_for_each_transfer(name):
     timeline = predicted(name)
     slices = events(timeline, "X", unit=1000)
-    found = {event["name"]: event for event in slices}
-    assert set(found) == set(map(str, timeline.start))
+    slice_of = {event["name"]: event for event in slices}
+    assert set(slice_of) == set(map(str, timeline.start))
     assert len(slices) == len(timeline.start)
     for rank, row in enumerate(timeline.rows):
         for action in row:
-            event = found[str(action)]
+            event = slice_of[str(action)]
             assert event["ts"] == CLOSE(1000 * timeline.start[action], abs=1e-3)
             taken = timeline.end[action] - timeline.start[action]
             assert event["dur"] == CLOSE(1000 * taken, abs=2e-3)
@@ -58,10 +58,10 @@ def test_trace_has_a_slice_for_each_action_and_an_arrow_for_each_transfer(name):
 
 def test_measured_seconds_become_microseconds_from_zero():
     timeline = measured(predicted("1f1b"), factor=0.5, later=1000.0)
-    found = {event["name"]: event for event in events(timeline, "X")}
-    assert found["0F0"]["ts"] == 0
-    assert found["0F1"]["ts"] == CLOSE(500_000)
-    assert found["0B0"]["dur"] == CLOSE(1_000_000)
+    slices = {event["name"]: event for event in events(timeline, "X")}
+    assert slices["0F0"]["ts"] == 0
+    assert slices["0F1"]["ts"] == CLOSE(500_000)
+    assert slices["0B0"]["dur"] == CLOSE(1_000_000)
     counters = events(timeline, "C")
     assert min(event["ts"] for event in counters) == 0
     assert [e["args"]["bytes"] for e in counters] == [e.bytes for e in timeline.memory]

@@ -36,29 +36,31 @@ def sums(row: tuple[Action, ...], num_stages: int) -> Iterator[list[int]]:
 
 
 def reads(action: Action, num_stages: int, split: set[Action]) -> list[Action]:
-    """What an action waits for, written again here to check the library's.
+    """The actions that an action waits for, written again to check the library's.
 
     Args:
-      action: that waits.
+      action: the action that waits.
       num_stages: the number of stages.
-      split: the first halves (I) that there are; other backwards are whole.
+      split: the input gradients (I) of the schedule; other backwards are whole.
     """
     op, stage, i = action
     if op == "F":
         return [Action("F", stage - 1, i)] if stage else []
     if op == "W":
         return [Action("I", stage, i)]
-    found = [Action("F", stage, i)]
+    needs = [Action("F", stage, i)]
     if stage + 1 < num_stages:
         half = Action("I", stage + 1, i)
-        found.append(half if half in split else Action("B", stage + 1, i))
-    return found
+        needs.append(half if half in split else Action("B", stage + 1, i))
+    return needs
 
 
-def comes_before(one: Action, other: Action) -> bool:
-    """Whether both are terms of one sum, and one is the earlier."""
-    same = any(one.op in ops and other.op in ops for ops in ("F", "BW"))
-    return same and one.stage == other.stage and one.microbatch < other.microbatch
+def comes_before(first: Action, second: Action) -> bool:
+    """True if both are terms of one sum, and the first is the earlier."""
+    is_one_sum = first.stage == second.stage and any(
+        first.op in ops and second.op in ops for ops in ("F", "BW")
+    )
+    return is_one_sum and first.microbatch < second.microbatch
 
 
 def any_rows(

@@ -18,5 +18,6 @@ def predictions(draw):
     schedule = BY_NAME[name](p, fewest(name, p) + draw(st.integers(0, 4)))
     stages = schedule.num_stages
     per_stage = st.lists(any_time, min_size=stages, max_size=stages)
-    forward, backward, half, rest = (draw(per_stage) for _ in range(4))
-    return schedule, Costs(forward, backward, half, rest, latency=draw(any_time))
+    forward, backward, input_grad, weight_grad = (draw(per_stage) for _ in range(4))
+    latency = draw(any_time)
+    return schedule, Costs(forward, backward, input_grad, weight_grad, latency=latency)

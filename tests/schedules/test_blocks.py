@@ -17,13 +17,13 @@ BLOCKS = {
 
 def held(schedule: Schedule) -> list[int]:
     """The most stages of micro-batches that each rank has begun and not ended."""
-    found = []
+    peaks = []
     for row in schedule.rows:
-        now = [0]
+        counts = [0]
         for action in row:
-            now.append(now[-1] + {"F": 1, "B": -1, "I": 0, "W": -1}[action.op])
-        found.append(max(now))
-    return found
+            counts.append(counts[-1] + {"F": 1, "B": -1, "I": 0, "W": -1}[action.op])
+        peaks.append(max(counts))
+    return peaks
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -41,7 +41,7 @@ r3 |.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 F4 b0 b0 f4 B0 B0 F5 b1 b1 f5 B1 B1 F6 b2 b
 
 
 def stage_of(name: str, num_ranks: int, rank: int, chunk: bool) -> int:
-    """Which stage a chunk of a rank is: round the ranks, or down and up again."""
+    """The stage of a chunk of a rank: round the ranks, or down and up again."""
     if name in IN_A_V and chunk:
         return 2 * num_ranks - 1 - rank
     return chunk * num_ranks + rank

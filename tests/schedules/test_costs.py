@@ -1,4 +1,4 @@
-"""What actions and transfers cost: given as one number, per stage, per micro-batch."""
+"""Costs of actions and transfers: one number, per stage, per stage and micro-batch."""
 
 import dataclasses
 import re

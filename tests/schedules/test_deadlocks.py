@@ -23,8 +23,8 @@ def any_orders(draw):
     rows = any_rows(chance, placement, m)
     for row in rows:
         if chance.randrange(4) == 0:
-            one, other = chance.choices(range(len(row)), k=2)
-            row[one], row[other] = row[other], row[one]
+            i, j = chance.choices(range(len(row)), k=2)
+            row[i], row[j] = row[j], row[i]
     return Schedule("any", len(placement), m, placement, tuple(map(tuple, rows)))
 
 

@@ -42,48 +42,46 @@ def any_costs(draw, stages: int) -> Costs:
 
 def catalogue(p: int, m: int, stages: int) -> list[Schedule]:
     """All schedules of this number of stages that train."""
-    found = []
+    schedules = []
     for build in BY_NAME.values():
         try:
             schedule = build(p, m)
         except ScheduleError:
             continue  # too few micro-batches
         if schedule.num_stages == stages and not schedule.forward_only:
-            found.append(schedule)
-    return found
+            schedules.append(schedule)
+    return schedules
 
 
 @given(st.data())
 def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
-    p, chunks = (
-        data.draw(st.sampled_from([1, 2, 3, 4])),
-        data.draw(st.sampled_from([1, 2])),
-    )
+    p = data.draw(st.sampled_from([1, 2, 3, 4]))
+    chunks = data.draw(st.sampled_from([1, 2]))
     m = data.draw(st.integers(1, 9))
     costs = data.draw(any_costs(chunks * p))
-    known = [(s, s.simulate(costs)) for s in catalogue(p, m, chunks * p)]
+    timelines = [s.simulate(costs) for s in catalogue(p, m, chunks * p)]
     # Caps that some of the catalogue meet exactly, or nearly, or nobody.
-    caps = [max(timeline.peak_bytes) for _, timeline in known]
+    caps = [max(timeline.peak_bytes) for timeline in timelines]
     cap = data.draw(st.sampled_from([None, *caps])) if caps else None
     if cap is not None:
         cap += data.draw(st.sampled_from([0, 0, 1, -1]))
     try:
-        found = fit(costs, p, m, cap)
+        fitted = fit(costs, p, m, cap)
     except ScheduleError:
         assert cap is not None
         assert all(peak > cap for peak in caps)
         return
-    assert found.validate() is found
-    assert (found.num_ranks, found.num_stages) == (p, chunks * p)
-    assert found.num_microbatches == m
-    timeline = found.simulate(costs)
+    assert fitted.validate() is fitted
+    assert (fitted.num_ranks, fitted.num_stages) == (p, chunks * p)
+    assert fitted.num_microbatches == m
+    timeline = fitted.simulate(costs)
     assert cap is None or max(timeline.peak_bytes) <= cap
-    fitting = [t for _, t in known if cap is None or max(t.peak_bytes) <= cap]
+    fitting = [t for t in timelines if cap is None or max(t.peak_bytes) <= cap]
     for other in fitting:
         assert timeline.makespan <= other.makespan
     assert timeline.lower_bound <= timeline.makespan * (1 + 1e-12)
-    if found.name in BY_NAME:
-        assert found == BY_NAME[found.name](p, m)
+    if fitted.name in BY_NAME:
+        assert fitted == BY_NAME[fitted.name](p, m)
 
 
 UNEVEN = Costs([1, 1.5, 1, 0.8], [2, 2.5, 2, 2], latency=0.3)
@@ -105,9 +103,9 @@ IN_CHUNKS = Costs(
 def test_faster_than_the_best_of_the_catalogue_by_a_margin(costs, m, cap, margin):
     timelines = [s.simulate(costs) for s in catalogue(4, m, costs.num_stages)]
     best = min(t.makespan for t in timelines if cap is None or max(t.peak_bytes) <= cap)
-    made = fit(costs, 4, m, cap)
-    assert made.name == "fit"
-    timeline = made.validate().simulate(costs)
+    fitted = fit(costs, 4, m, cap)
+    assert fitted.name == "fit"
+    timeline = fitted.validate().simulate(costs)
     assert cap is None or max(timeline.peak_bytes) <= cap
     assert timeline.makespan <= best * (1 - margin)
 

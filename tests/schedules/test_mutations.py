@@ -19,22 +19,24 @@ def mutations(draw):
     schedule = BY_NAME[name](p, fewest(name, p) + draw(st.integers(0, 4)))
     rows = [list(row) for row in schedule.rows]
     row = draw(st.sampled_from(rows))
-    at = draw(st.integers(0, len(row) - 1))
-    old = row[at]
-    kind = draw(st.sampled_from(["drop", "repeat", "stage", "microbatch", "op"]))
-    if kind == "drop":
-        del row[at]
-    elif kind == "repeat":
+    position = draw(st.integers(0, len(row) - 1))
+    old = row[position]
+    mutation = draw(st.sampled_from(["drop", "repeat", "stage", "microbatch", "op"]))
+    if mutation == "drop":
+        del row[position]
+    elif mutation == "repeat":
         draw(st.sampled_from(rows)).append(old)
-    elif kind == "op":
-        row[at] = old._replace(op=draw(st.sampled_from("FBIWR".replace(old.op, ""))))
+    elif mutation == "op":
+        row[position] = old._replace(
+            op=draw(st.sampled_from("FBIWR".replace(old.op, "")))
+        )
     else:
         count = {"stage": schedule.num_stages, "microbatch": schedule.num_microbatches}
-        new = draw(st.integers(-1, count[kind]))
-        assume(new != getattr(old, kind))
-        row[at] = old._replace(**{kind: new})
+        new = draw(st.integers(-1, count[mutation]))
+        assume(new != getattr(old, mutation))
+        row[position] = old._replace(**{mutation: new})
     rows = tuple(map(tuple, rows))
-    return kind, dataclasses.replace(schedule, rows=rows)
+    return mutation, dataclasses.replace(schedule, rows=rows)
 
 
 # The rules of which one has to be named.
@@ -49,5 +51,5 @@ RULES = {
 
 @given(mutations())
 def test_every_single_mutation_is_refused(mutation):
-    kind, schedule = mutation
-    assert RULES[kind] & set(re.findall(r"E\d+", refusal_of(schedule)))
+    name, schedule = mutation
+    assert RULES[name] & set(re.findall(r"E\d+", refusal_of(schedule)))

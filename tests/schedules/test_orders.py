@@ -1,4 +1,4 @@
-"""What holds for every order that a builder gives, of any size."""
+"""Every order of a builder, of any size, is valid and is read back."""
 
 from jpipe.schedules import BY_NAME, Schedule
 

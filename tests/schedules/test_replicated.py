@@ -18,8 +18,8 @@ from jpipe.schedules import (
 )
 
 
-def costs_of(times, back=1.0):
-    return Costs(forward=list(times), backward=[back * time for time in times])
+def costs_of(times):
+    return Costs(forward=list(times), backward=[float(time) for time in times])
 
 
 def between(timeline, replicas):
@@ -58,7 +58,7 @@ def test_in_flight_are_as_many_as_pipedream_says_where_that_is_enough():
     for replicas in ([3, 2, 2, 1], [7, 1], [2, 2, 2, 2], [1, 1, 1], [2, 1, 1]):
         total = sum(replicas)
         assert peaks(replicas) == [
-            (total - 1 - sum(replicas[:s])) // own + 1 for s, own in enumerate(replicas)
+            (total - 1 - sum(replicas[:s])) // r + 1 for s, r in enumerate(replicas)
         ]
     # Four after three: with two in warm-up on each of the three, all would wait.
     assert peaks([3, 4, 1]) == [4, 2, 1]

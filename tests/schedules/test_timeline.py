@@ -1,4 +1,4 @@
-"""What is read off a timeline: its order, its costs."""
+"""Timelines: their order, their costs, those that were measured."""
 
 from hypothesis import given
 
