@@ -61,6 +61,7 @@ class Column(NamedTuple):
 
 def lay_out_bars(
     title: str,
+    *,
     names: Sequence[str],
     columns: Sequence[Column],
     colours: Mapping[str, str],

@@ -51,7 +51,7 @@ def lay_out(
     panels: list[Shape] = []
     descriptions: list[str] = []
     for timeline, name in zip(timelines, names, strict=True):
-        panels += lay_out_panel(timeline, name, frame, y)
+        panels += lay_out_panel(timeline, title=name, frame=frame, top=y)
         descriptions.append(f"{name}: {format_summary(timeline, frame)}")
         y += panel_height(timeline, frame) + _PANEL_SPACE
     bottom = y - _PANEL_SPACE

@@ -12,7 +12,7 @@ _LINE = 18.0
 
 
 def lay_out_legend(
-    colours: Mapping[str, str], left: float, top: float, right: float
+    colours: Mapping[str, str], *, left: float, top: float, right: float
 ) -> tuple[list[Shape], float]:
     """Lays out entries from left to right, in as many lines as they need.
 

@@ -32,10 +32,10 @@ def panel_height(timeline: Timeline, frame: Frame) -> float:
 
 
 def lay_out_panel(
-    timeline: Timeline, title: str, frame: Frame, top: float
+    timeline: Timeline, *, title: str, frame: Frame, top: float
 ) -> Iterator[Shape]:
     """Yields the shapes of one timeline, from ``top`` on."""
-    yield from _lay_out_heading(timeline, title, frame, top)
+    yield from _lay_out_heading(timeline, title=title, frame=frame, top=top)
     events: list[list[MemoryEvent]] = [[] for _ in timeline.rows]
     for event in timeline.memory:
         events[event.rank].append(event)
@@ -53,7 +53,7 @@ def lay_out_panel(
         # All is hatched as idle; the boxes are drawn over it.
         width = frame.x(timeline.makespan) - frame.left
         yield Rect(frame.left, y, width, _BOX_HEIGHT, fill=palette.IDLE)
-        yield from _lay_out_boxes(timeline, rank, frame, y)
+        yield from _lay_out_boxes(timeline, rank, frame=frame, y=y)
         if _has_memory(timeline, frame):
             yield from _lay_out_memory(
                 _memory_corners(timeline, events[rank]),
@@ -81,7 +81,7 @@ def _has_memory(timeline: Timeline, frame: Frame) -> bool:
 
 
 def _lay_out_heading(
-    timeline: Timeline, title: str, frame: Frame, top: float
+    timeline: Timeline, *, title: str, frame: Frame, top: float
 ) -> Iterator[Shape]:
     """Yields the title at the left, the summary at the right."""
     summary = format_summary(timeline, frame)
@@ -93,14 +93,14 @@ def _lay_out_heading(
 
 
 def _lay_out_boxes(
-    timeline: Timeline, rank: int, frame: Frame, y: float
+    timeline: Timeline, rank: int, *, frame: Frame, y: float
 ) -> Iterator[Shape]:
     """Yields a box for each action and exchange of a rank, then their numbers."""
     first = timeline.begin
     chunk_of = palette.chunk_of_stages(timeline)
     num_chunks = palette.max_chunks(timeline)
 
-    def make_box(name: str, start: float, end: float, fill: str) -> Rect:
+    def make_box(name: str, *, start: float, end: float, fill: str) -> Rect:
         x = frame.x(start - first)
         width = frame.x(end - first) - x
         begins = frame.format_time(start - first)

@@ -2,8 +2,8 @@
 
 For each action of a rank, over the longest chains of dependencies before and after it:
 
-    head[a] = max over what a depends on of (head + duration + delay)
-    tail[a] = max over what depends on a of (delay + duration + tail)
+    head[a] = max over what a depends on of (head + duration + delay), or 0
+    tail[a] = max over what depends on a of (delay + duration + tail), or the exchange
 
 One machine that may interrupt its work and runs, of what has arrived, the action with
 the longest tail reaches the least possible ``max(end + tail)``: Jackson's preemptive
@@ -40,7 +40,7 @@ def compute_lower_bound(tables: ActionTables) -> float:
     count = tables.num_microbatches
     duration = [*tables.durations]
     tail = [*tables.exchange_times]
-    head_and_duration = [0.0] * len(duration)
+    earliest_end = [0.0] * len(duration)
     first_backward = tables.first_id(BACKWARD, 0)
     first_input = tables.first_id(INPUT, 0)
     first_weight = tables.first_id(WEIGHT, 0)
@@ -75,8 +75,8 @@ def compute_lower_bound(tables: ActionTables) -> float:
         for ids, delays in tables.dependencies:
             before = ids[action_id]
             if before >= 0:
-                head = max(head, head_and_duration[before] + delays[action_id])
-        head_and_duration[action_id] = head + duration[action_id]
+                head = max(head, earliest_end[before] + delays[action_id])
+        earliest_end[action_id] = head + duration[action_id]
         rank = tables.rank_of[action_id % count][tables.stage(action_id)]
         jobs[rank].append(_Job(head, duration[action_id], tail[action_id]))
     return max(map(_least_time, jobs), default=0.0)
@@ -87,7 +87,7 @@ def _least_time(jobs: list[_Job]) -> float:
     arriving = sorted(jobs, reverse=True)  # the next one is the last
     ready: list[tuple[float, float]] = []  # (-tail, duration that is left)
     now = 0.0
-    least = 0.0
+    makespan = 0.0
     while arriving or ready:
         if not ready:
             now = max(now, arriving[-1].head)
@@ -99,8 +99,8 @@ def _least_time(jobs: list[_Job]) -> float:
         until = arriving[-1].head if arriving else now + duration
         if now + duration <= until:
             now += duration
-            least = max(least, now - negative_tail)
+            makespan = max(makespan, now - negative_tail)
         else:
             heapq.heappush(ready, (negative_tail, duration - (until - now)))
             now = until
-    return least
+    return makespan

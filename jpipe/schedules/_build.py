@@ -39,6 +39,7 @@ def _is_count(value: Any) -> bool:
 def build(
     name: str,
     num_microbatches: int,
+    *,
     placement: Sequence[int],
     row: Callable[[int], Iterable[Cell]],
 ) -> Schedule:
@@ -120,7 +121,12 @@ def build_with_warmup(
             lag=None if lag is None else lag(rank),
         )
 
-    return build(name, num_microbatches, place_in_loop(num_ranks, num_chunks), row)
+    return build(
+        name,
+        num_microbatches,
+        placement=place_in_loop(num_ranks, num_chunks),
+        row=row,
+    )
 
 
 def alternate(

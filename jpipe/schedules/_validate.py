@@ -127,7 +127,7 @@ def _check_cells(schedule: Any) -> Iterator[str]:
             fault = f"E8 {action}: its forward runs on rank {forward_rank[forward]}"
         else:
             continue
-        yield _show_in_row(fault, schedule.rows[rank], rank, position)
+        yield _show_in_row(fault, schedule.rows[rank], rank=rank, position=position)
 
     complete = ["F"] if schedule.forward_only else ["F B", "F I W"]
     reason = " alone: it is forward_only" if schedule.forward_only else ""
@@ -151,7 +151,7 @@ def _check_order(schedule: Any) -> Iterator[str]:
             read = action._replace(op=LOCAL_READS.get(action.op, action.op))
             if position_of[read] > position:
                 fault = f"E6 {action} runs before {read}"
-                yield _show_in_row(fault, row, rank, position)
+                yield _show_in_row(fault, row, rank=rank, position=position)
             if action.op == INPUT:
                 continue
             sum_key = FORWARD if action.op == FORWARD else BACKWARD, action.stage
@@ -161,7 +161,7 @@ def _check_order(schedule: Any) -> Iterator[str]:
                     f"E6 {action} runs after {before}: losses and gradients are summed "
                     f"in ascending order of micro-batches"
                 )
-                yield _show_in_row(fault, row, rank, position)
+                yield _show_in_row(fault, row, rank=rank, position=position)
             last[sum_key] = action
 
 
@@ -172,7 +172,9 @@ def _cells(schedule: Any) -> Iterator[tuple[int, int, Action]]:
             yield rank, position, action
 
 
-def _show_in_row(fault: str, row: tuple[Action, ...], rank: int, position: int) -> str:
+def _show_in_row(
+    fault: str, row: tuple[Action, ...], *, rank: int, position: int
+) -> str:
     """Formats a fault with the cells around it, and a mark below."""
     begin = max(position - _NUM_AROUND, 0)
     end = position + _NUM_AROUND + 1

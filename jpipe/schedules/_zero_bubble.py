@@ -146,7 +146,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "W0" * rank
         )
 
-    return build("zb_v", num_microbatches, place_in_v(num_ranks), row)
+    return build("zb_v", num_microbatches, placement=place_in_v(num_ranks), row=row)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -209,7 +209,9 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "".join(weights[below:])
         )
 
-    return build("dualpipe_v", num_microbatches, place_in_v(num_ranks), row)
+    return build(
+        "dualpipe_v", num_microbatches, placement=place_in_v(num_ranks), row=row
+    )
 
 
 def _number_microbatches(text: str) -> Iterator[Cell]:
