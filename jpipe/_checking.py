@@ -23,7 +23,7 @@ from ._slices._config import PipelineConfig
 from ._slices._join import MEAN, SUM
 from ._slices._model import Model
 from ._slices._partition import Partition
-from ._slices._sliced import Sliced
+from ._slices._pipelined_function import PipelinedFunction
 from .schedules import gpipe
 
 PyTree = Any
@@ -121,8 +121,10 @@ def _layers_to_check(
     )
     partition = Partition(config, fuse(model.layers, [1] * count))
     stage_each = Model(model.layers, model.axes, partition.stage_of_layer)
-    function = Sliced(_model_functions.forward(stage_each, train=train), partition)
-    stages = function.divided(tuple(entries), (x, rngs)).stages
+    function = PipelinedFunction(
+        _model_functions.forward(stage_each, train=train), partition
+    )
+    stages = function.divide(tuple(entries), (x, rngs)).stages
 
     # leaf of the variables -> index of the layer in whose entry it is
     layer_of_leaf: list[int] = []

@@ -17,9 +17,10 @@ from ._report import Report, compile_report
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _arguments, _checked, _join
+from ._slices._function_spec import FunctionSpec
 from ._slices._partition import Partition
+from ._slices._pipelined_function import PipelinedFunction
 from ._slices._results import Results
-from ._slices._sliced import Sliced, Work
 from .planning._describe import describe, of_function
 from .planning._plan import Plan
 
@@ -67,7 +68,7 @@ class FunctionGradient(CustomLoop):
         def joins(results: Results) -> list[_join.Join]:
             return _join.of_aux(aux_axes, results)
 
-        self._work = Work(
+        self._spec = FunctionSpec(
             self._composed,
             joins,
             argnums=self._argnums,
@@ -76,8 +77,10 @@ class FunctionGradient(CustomLoop):
             reduction=reduction,
             check=_FixedNumbers(self._argnums),
         )
-        self._sliced = Sliced(self._work, partition, self._trained)
-        self._feed = Feed(lambda: self._sliced.last and self._sliced.last.pipe, False)
+        self._pipelined = PipelinedFunction(self._spec, partition, self._trained)
+        self._feed = Feed(
+            lambda: self._pipelined.last and self._pipelined.last.pipe, False
+        )
 
     @outside_of_meshes
     def __call__(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -98,7 +101,7 @@ class FunctionGradient(CustomLoop):
           TypeError: if a leaf is not an array.
         """
         params, trees = self._apart((params, *args), kwargs)
-        built = self._sliced(params, *trees)
+        built = self._pipelined(params, *trees)
         given = built.given(params, trees, "params")
         self._feed(trees)
         loss, aux, found = built.returned(built.program(given))
@@ -119,13 +122,13 @@ class FunctionGradient(CustomLoop):
           The parameters in place; with several ``argnums`` a tuple of them.
         """
         params, trees = self._apart((params, *args), kwargs)
-        return self._sliced.place(params, *trees)
+        return self._pipelined.place(params, *trees)
 
     @outside_of_meshes
     def program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
         """What a call with such arguments runs."""
         params, trees = self._apart((params, *args), kwargs)
-        return self._sliced(params, *trees).program
+        return self._pipelined(params, *trees).program
 
     @outside_of_meshes
     def compile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Report:
@@ -172,7 +175,7 @@ class FunctionGradient(CustomLoop):
         """
         params, trees = self._apart((params, *args), kwargs)
         return _checked.check(
-            self._work,
+            self._spec,
             self._partition,
             self._trained,
             params,
@@ -216,11 +219,11 @@ class FunctionGradient(CustomLoop):
         Raises:
           ValueError: before it is known in how many stages the function is divided.
         """
-        if self._sliced.last is None:
+        if self._pipelined.last is None:
             raise ValueError(
                 "the stages of a function are known once it was placed or called"
             )
-        return describe(of_function(self._sliced.last))
+        return describe(of_function(self._pipelined.last))
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
@@ -232,7 +235,7 @@ class FunctionGradient(CustomLoop):
     @outside_of_meshes
     def __str__(self) -> str:
         known = f"{self!r}\nthe stages are known once it is called or placed"
-        if self._sliced.last is not None:
+        if self._pipelined.last is not None:
             known = str(self.plan)
         return (
             f"{known}\na call does not check the loss; grad_fn.check(params, *args) "

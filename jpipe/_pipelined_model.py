@@ -11,7 +11,6 @@ import jax
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
-from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._layers._layer import check_unchanged
 from ._layers._skip import label
@@ -21,11 +20,13 @@ from ._run import _variables
 from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices import _model_functions
-from ._slices._built import Built, Layout
+from ._slices._built import Built
+from ._slices._function_spec import FunctionSpec
 from ._slices._initial import Initial, strong
 from ._slices._model import Model
+from ._slices._param_layout import ParamLayout
 from ._slices._partition import Partition
-from ._slices._sliced import Sliced, Work
+from ._slices._pipelined_function import PipelinedFunction
 from ._train._gradients import Gradients
 from ._variable_checks import VariableChecks
 from .planning._describe import Known, of_function
@@ -111,25 +112,12 @@ class PipelinedModel:
             return of_function(last)._replace(names=names, skips=skips)
         if self.checks.specs is None:
             return Known(self.pipe, names, skips=skips)
-        layout = self._layout_of_list(self.checks.specs)
+        layout = self.layout(self.checks.specs)
         reads = [
             [i for i, owner in enumerate(layout.owner_stages) if owner == stage]
             for stage in range(len(names))
         ]
         return Known(self.pipe, names, layout, reads, skips=skips)
-
-    def _layout_of_list(self, specs: PyTree) -> Layout:
-        """Returns where the variables of a list are, of which nothing was divided."""
-        owner_stages = self.partition.owner_stages(specs) or []
-        return Layout(
-            self.pipe,
-            specs,
-            owner_stages=[*owner_stages],
-            shardings=self.model.shardings(self.pipe, specs, owner_stages),
-            marks=jax.tree.leaves(self.model.marks(specs, Trainable())),
-            has_collections=True,
-            advice=self.model.advice,
-        )
 
     # ------------------------------------------------------------ pipelined functions
 
@@ -168,8 +156,8 @@ class PipelinedModel:
 
         programs = {}
         for train in (False, True):
-            work = _model_functions.loss(self.model, objective, outputs, train=train)
-            programs[train] = self._pipelined(work, marks)
+            spec = _model_functions.loss(self.model, objective, outputs, train=train)
+            programs[train] = self._pipelined(spec, marks)
         return Gradients(
             objective=objective,
             trainable=trainable,
@@ -178,10 +166,10 @@ class PipelinedModel:
             axis=self.model.axes.out_axes,
         )
 
-    def _pipelined(self, work: Work, *marks: Any) -> Sliced:
+    def _pipelined(self, spec: FunctionSpec, *marks: Any) -> PipelinedFunction:
         """Returns a function in stages, which checks its variables first."""
-        work = replace(work, check=self.checks.check_call, explain=self.checks.explain)
-        return Sliced(work, self.partition, *marks)
+        spec = replace(spec, check=self.checks.check_call, explain=self.checks.explain)
+        return PipelinedFunction(spec, self.partition, *marks)
 
     # ---------------------------------------------------------------------- variables
 
@@ -240,7 +228,7 @@ class PipelinedModel:
           is_missing: whether each leaf is to be made; a spec stands for others.
         """
         specs, tree = jax.tree.flatten(self.model.from_entries(initial.specs))
-        locations = self.locations(tree.unflatten(specs), x)
+        locations = self.layout(tree.unflatten(specs), x).locations
         pipe = self.pipe
         if pipe.copies is not None:
             agree_on_key(key)
@@ -275,7 +263,7 @@ class PipelinedModel:
         self.look_again()
         variables = self.checks.by_owner(variables, x)
         _variables.check_alive(jax.tree.leaves(variables))
-        locations = self.locations(variables, x)
+        locations = self.layout(variables, x).locations
         copies = _transfer.put_each(
             variables, self.pipe.devices, locations, may_alias=False
         )
@@ -284,13 +272,15 @@ class PipelinedModel:
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Returns variables in place."""
         variables = self.model.from_entries(self.model.entries(variables))
-        locations = self.locations(variables, x)
+        locations = self.layout(variables, x).locations
         return _transfer.put_each(variables, self.pipe.devices, locations)
 
-    def locations(
-        self, variables: PyTree, x: PyTree = None
-    ) -> list[tuple[int, Sharding]]:
-        """Returns the owner stage of each leaf of the variables and its sharding there.
+    def layout(self, variables: PyTree, x: PyTree = None) -> ParamLayout:
+        """Returns where variables are between steps.
+
+        Args:
+          variables: the variables, or specs of them.
+          x: an input, or specs of one; needed where a model was not cut yet.
 
         Raises:
           ValueError: if it is not known, and there is no input.
@@ -302,7 +292,7 @@ class PipelinedModel:
                 "which takes an input: type pipe.place(variables, x)"
             )
         # There are models that draw in evaluation.
-        return self._forwards[False].locate(variables, (x, _rng.key_spec()))
+        return self._forwards[False].layout(variables, (x, _rng.key_spec()))
 
     def modules(self, variables: PyTree) -> Any:
         """Returns the layers with values: see `Pipeline.modules`."""

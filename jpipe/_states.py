@@ -99,11 +99,10 @@ def _locations(
     owner: PipelinedModel, variables: PyTree, x: PyTree
 ) -> tuple[Locations, Locations]:
     """The locations of the parameters, and of the other leaves of the variables."""
-    locations = owner.locations(variables, x)
-    indices = jax.tree.structure(variables).unflatten(range(len(locations)))
-    of_params = jax.tree.leaves(_variables.params(indices))
-    of_model_state = jax.tree.leaves(_variables.model_state(indices))
-    return [locations[i] for i in of_params], [locations[i] for i in of_model_state]
+    layout = owner.layout(variables, x)
+    of_params = [layout.locations[index] for index in layout.params]
+    of_model_state = [layout.locations[index] for index in layout.state]
+    return of_params, of_model_state
 
 
 def _put_on_first(pipe: Pipe, leaves: list[Any]) -> list[Any]:

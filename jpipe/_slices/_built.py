@@ -6,17 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from .._functions._batch import Batch
-from .._instructions import _transfer
-from .._instructions._agreed import batch_facts, stage_facts
+from .._instructions._agreed import batch_facts
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
-from .._instructions._sharding import Sharding
-from .._instructions._transfer import Device, devices_of
-from .._messages import raise_all
 from .._run import _variables
 from .._run._pipe import Pipe
 from ..schedules import Action
@@ -25,96 +20,11 @@ from ._cuts import Cuts
 from ._epilogue import StepOutputs
 from ._join import Join
 from ._lower import Lowering
+from ._param_layout import ParamLayout
 from ._residuals import Residuals
 from ._stages import Stages
 
 PyTree = Any
-
-
-class Layout:
-    """Where the leaves of a tree of parameters are between steps.
-
-    Args:
-      pipe: the schedule and the devices.
-      specs: the tree.
-      owner_stages: of each leaf its stage.
-      shardings: how it lies there.
-      marks: whether it is trained.
-      has_collections: whether it has parameters in ``"params"`` and others, of a model
-        or of each layer of a list.
-      advice: what to type where one is not in place.
-
-    Attributes:
-      paths: of each leaf.
-      specs: of each leaf what it is like, and its place.
-      params: the numbers of those that are in ``"params"``.
-      trained: of these whether each is trained.
-    """
-
-    def __init__(
-        self,
-        pipe: Pipe,
-        specs: PyTree,
-        owner_stages: list[int],
-        shardings: list[Sharding],
-        marks: Sequence[bool],
-        has_collections: bool,
-        advice: str,
-    ) -> None:
-        flat = jax.tree_util.tree_leaves_with_path(specs)
-        self.paths = [path for path, _ in flat]
-        pairs = zip(flat, owner_stages, strict=True)
-        self.specs = [(leaf, pipe.place(stage)) for (_, leaf), stage in pairs]
-        self.owner_stages, self.shardings = owner_stages, shardings
-        self.params = _variables.numbers_of_params(specs, has_collections)
-        self.marks = [*marks]
-        self.trained = [marks[i] for i in self.params]
-        self._pipe, self._advice = pipe, advice
-
-    @property
-    def keys(self) -> list[list[str]]:
-        """The keys that lead to each leaf, without the collection of parameters."""
-        paths = [
-            [jax.tree_util.keystr((key,), simple=True) for key in path]
-            for path in self.paths
-        ]
-        return [path[1:] if path[0] == "params" else path for path in paths if path]
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What processes compare of them, in words."""
-        specs: list[list[Any]] = [[] for _ in self._pipe.stages]
-        for (spec, _), stage in zip(self.specs, self.owner_stages, strict=True):
-            specs[stage].append(spec)
-        return stage_facts(self._pipe.stages, specs)
-
-    def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
-        """Raises if a leaf was overwritten, or is not where it is read."""
-        _variables.check_alive(leaves)
-        faults: dict[int, str] = {}  # one of each stage
-        for path, leaf, stage, sharding in zip(
-            self.paths, leaves, self.owner_stages, self.shardings, strict=True
-        ):
-            device, own = self._pipe.devices[stage], self._pipe.stages[stage]
-            if isinstance(leaf, jax.Array) and _transfer.is_at(leaf, device, sharding):
-                continue
-            faults[stage] = faults.get(stage) or (
-                f"stage {stage}{f' ({own})' * bool(own.layers)} runs on {device}, and "
-                f"{tree}{jax.tree_util.keystr(path)} is "
-                f"{_place(leaf, device, sharding)}"
-            )
-        place = "state = pipe.place(state)" if tree == "state" else self._advice
-        raise_all(f"{tree}: not in place; type {place}", [*faults.values()])
-
-
-def _place(leaf: Any, device: Device, sharding: Sharding) -> str:
-    """Where a parameter is; on its own device how it lies there."""
-    there = getattr(leaf, "sharding", None)
-    if isinstance(there, NamedSharding) and there.device_set == devices_of(device):
-        unsaid = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""
-        return f"there as {there.spec}, needed as {sharding.spec}{unsaid}"
-    # A leaf of NumPy answers "cpu", a sharded one its sharding.
-    return f"on {leaf.device}"
 
 
 class Built:
@@ -135,7 +45,7 @@ class Built:
         self,
         pipe: Pipe,
         stages: Stages,
-        layout: Layout,
+        layout: ParamLayout,
         cuts: Cuts | None,
         batch: Batch,
         aux: PyTree,
@@ -211,13 +121,7 @@ class Built:
     @cached_property
     def program_with_state(self) -> Program:
         """The same, which gives what is no parameter too, as it is after training."""
-        return self._lowered(self.state)
-
-    @property
-    def state(self) -> list[int]:
-        """The numbers of the leaves that are no parameters."""
-        params = set(self.layout.params)
-        return [i for i in range(len(self.layout.specs)) if i not in params]
+        return self._lowered(self.layout.state)
 
     @cached_property
     def compiled_actions(self) -> tuple[Action, ...]:

@@ -24,9 +24,10 @@ from .._messages import WarnOnce
 from ._built import Built
 from ._config import PipelineConfig
 from ._cuts import Cuts
+from ._function_spec import FunctionSpec
 from ._partition import Partition
+from ._pipelined_function import PipelinedFunction
 from ._program import is_single_key, pair
-from ._sliced import Sliced, Work
 
 PyTree = Any
 # Numbers of a gradient are compared relative to this fraction of its largest one, if
@@ -48,7 +49,7 @@ class _Computed:
 
 
 def check(
-    work: Work,
+    spec: FunctionSpec,
     partition: Partition,
     trained: Callable[[PyTree], list[bool]],
     params: PyTree,
@@ -60,7 +61,7 @@ def check(
     """Checks a loss function: see `FunctionGradient.check`.
 
     Args:
-      work: the loss function.
+      spec: the loss function.
       partition: the stages that it is divided into by a call.
       trained: ``specs of params -> one bool per leaf``; True if it has a gradient.
       params: the parameters.
@@ -69,21 +70,23 @@ def check(
       tolerance: the largest difference that passes.
     """
     args = jax.tree.map(_without_chance, tuple(args))
-    batch = _splittable_batch(work, partition, args)
+    batch = _splittable_batch(spec, partition, args)
     count = sum(batch.sizes)
     if microbatch_sizes is None:
         first = max(1, count // 3)
         microbatch_sizes = first, count - first
     sizes = check_microbatch_sizes(microbatch_sizes, count)
 
-    loss = _without_aux(work)
+    loss = _without_aux(spec)
     params = jax.tree.map(host, params)
     with jax.default_matmul_precision("highest"):
         programs: list[Built] = []
         for part_sizes in ((count,), sizes):
-            function = Sliced(loss, _one_stage(partition, len(part_sizes)), trained)
+            function = PipelinedFunction(
+                loss, _one_stage(partition, len(part_sizes)), trained
+            )
             split_batch = replace(batch, sizes=part_sizes)
-            programs.append(function.of_batch(params, split_batch))
+            programs.append(function.build(params, split_batch))
         if programs[0].pipe.copies is not None:
             raise ValueError(
                 "what several processes have cannot be checked in one of them; check "
@@ -113,7 +116,7 @@ def check(
         smallest_scale=_SMALLEST_SCALE * _compare.size(at_once.grads),
     )
     result = CheckResult(
-        f"the loss with reduction={work.reduction!r}",
+        f"the loss with reduction={spec.reduction!r}",
         differences=tuple(filter(None, (outputs, gradients))),
         compared=("outputs", "gradients"),
         notes=(f"{at_once.loss:.6g}",),
@@ -122,16 +125,16 @@ def check(
     return CheckReport(sizes, (), result)
 
 
-def _without_aux(work: Work) -> Work:
+def _without_aux(spec: FunctionSpec) -> FunctionSpec:
     """The loss function alone, without what it returns besides the loss."""
-    if not work.has_aux:
-        return work
+    if not spec.has_aux:
+        return spec
 
     def loss(params: PyTree, *args: PyTree) -> Any:
-        value, _ = pair(work.function(params, *args), "(loss, aux)")
+        value, _ = pair(spec.function(params, *args), "(loss, aux)")
         return value
 
-    return replace(work, function=loss, has_aux=False, joins=lambda _: [])
+    return replace(spec, function=loss, has_aux=False, joins=lambda _: [])
 
 
 def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
@@ -150,7 +153,7 @@ def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
 
 
 def _splittable_batch(
-    work: Work, partition: Partition, args: Sequence[PyTree]
+    spec: FunctionSpec, partition: Partition, args: Sequence[PyTree]
 ) -> Batch:
     """The mini-batch, which need not be split by a call.
 
@@ -158,7 +161,7 @@ def _splittable_batch(
       ValueError: if it cannot be split.
     """
     try:
-        batch = Sliced(work, _one_stage(partition, 2)).batch(args, few=True)
+        batch = spec.batch(args, num_microbatches=2, num_shards=1, few=True)
     except ValueError as error:
         if partition.num_microbatches == 1:
             error.add_note(
@@ -169,15 +172,14 @@ def _splittable_batch(
     if all(axis is None for axis in batch.axes):
         raise ValueError(
             f"check compares a mini-batch with its parts, and in_axes="
-            f"{work.in_axes!r} splits no array: give examples as an argument"
+            f"{spec.in_axes!r} splits no array: give examples as an argument"
         )
     return batch
 
 
 def _run(built: Built, params: PyTree, args: Sequence[PyTree]) -> _Computed:
     """Runs a program of one stage."""
-    locations = zip(built.layout.owner_stages, built.layout.shardings, strict=True)
-    params = put_each(params, built.pipe.devices, [*locations])
+    params = put_each(params, built.pipe.devices, built.layout.locations)
     outputs = built.program(built.given(params, args, "params"))
     loss, _, grads = built.returned(outputs)
     leaves = [

@@ -11,16 +11,16 @@ from .._functions._objective import Objective
 from .._jaxprs import _jaxpr
 from .._layers import _rng
 from . import _discarded, _join
+from ._function_spec import FunctionSpec
 from ._model import Model
 from ._program import Traced
 from ._results import Results
-from ._sliced import Work
 from ._state import Written
 
 PyTree = Any
 
 
-def forward(model: Model, *, train: bool) -> Work:
+def forward(model: Model, *, train: bool) -> FunctionSpec:
     """``(variables, x, rngs) -> (outputs, changed)``; nobody keeps what changed."""
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
@@ -33,7 +33,7 @@ def forward(model: Model, *, train: bool) -> Work:
             _note_axes(error, model.axes)
             raise
 
-    return Work(
+    return FunctionSpec(
         call,
         join,
         (model.axes.in_axes, None),
@@ -47,7 +47,7 @@ def forward(model: Model, *, train: bool) -> Work:
 
 def loss(
     model: Model, objective: Objective, outputs: list[PyTree], *, train: bool
-) -> Work:
+) -> FunctionSpec:
     """``(variables, x, targets, rngs) -> (loss, (aux, changed))``.
 
     Args:
@@ -69,7 +69,7 @@ def loss(
     discards = None
     if not train:
         discards = functools.partial(_warn_of_discarded, model, train)
-    return Work(
+    return FunctionSpec(
         call,
         join,
         (model.axes.in_axes, model.axes.target_axes, None),

@@ -12,7 +12,7 @@ from .._functions._objective import Objective
 from .._functions._trainable import Trainable
 from .._layers._rng import Rngs
 from .._slices._built import Built
-from .._slices._sliced import Sliced
+from .._slices._pipelined_function import PipelinedFunction
 
 PyTree = Any
 
@@ -32,7 +32,7 @@ class Gradients:
 
     objective: Objective
     trainable: Trainable
-    programs: Mapping[bool, Sliced]
+    programs: Mapping[bool, PipelinedFunction]
     outputs: list[PyTree]
     axis: Any
     unchecked: str = ""

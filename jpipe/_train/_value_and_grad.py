@@ -79,7 +79,7 @@ class ValueAndGrad:
 
         extra = [aux] if self.has_aux else []
         if self.has_state:
-            for index in built.state:
+            for index in layout.state:
                 leaves[index] = next(results)
             extra.append(_variables.model_state(structure.unflatten(leaves)))
         elif built.written and not self.has_warned:

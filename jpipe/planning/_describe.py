@@ -10,8 +10,9 @@ from .._instructions._sharding import SubMesh
 from .._jaxprs import _work
 from .._jaxprs._jaxpr import nbytes, specs
 from .._run._pipe import Pipe
-from .._slices._built import Built, Layout
+from .._slices._built import Built
 from .._slices._names import modules
+from .._slices._param_layout import ParamLayout
 from .._slices._stages import Stages
 from ..schedules import Action
 from ._plan import Forecast, Plan, StagePlan
@@ -32,7 +33,7 @@ class Known(NamedTuple):
 
     pipe: Pipe
     names: Sequence[Sequence[str]]
-    layout: Layout | None = None
+    layout: ParamLayout | None = None
     reads: Sequence[Sequence[int]] = ()
     last: Built | None = None
     skips: Sequence[tuple[str, int, int]] = ()
@@ -87,7 +88,7 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
     )
 
 
-def _param_shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
+def _param_shapes(layout: ParamLayout) -> tuple[tuple[int, ...], ...]:
     """The shapes of the parameters."""
     return tuple(tuple(layout.specs[i][0].shape) for i in layout.params)
 

@@ -20,7 +20,7 @@ from .._slices._cuts import Cuts
 from .._slices._model import Model
 from .._slices._names import modules
 from .._slices._partition import Partition
-from .._slices._sliced import Sliced
+from .._slices._pipelined_function import PipelinedFunction
 from ..schedules import Schedule, gpipe
 from ._describe import describe, of_function
 from ._plan import Plan
@@ -132,11 +132,11 @@ class Subject:
             self._model = model
         args: tuple[PyTree, ...] = request.sample, request.rngs
         # Nobody is given what is written, and nobody waits for it.
-        work = _model_functions.forward(model, train=request.train)
-        work = replace(work, discards=lambda *_: None)
+        spec = _model_functions.forward(model, train=request.train)
+        spec = replace(spec, discards=lambda *_: None)
         if request.objective is not None:
             args = request.sample, request.targets, request.rngs
-            work = _model_functions.loss(
+            spec = _model_functions.loss(
                 model, request.objective, [], train=request.train
             )
         trainable = Trainable(request.trainable, by_layer=model.is_list)
@@ -147,7 +147,7 @@ class Subject:
         try:
             initial = model.initial(model.sample(request.sample, partition))
             variables = model.from_entries(initial.specs)
-            built = Sliced(work, partition, trained)(variables, *args)
+            built = PipelinedFunction(spec, partition, trained)(variables, *args)
         except Exception as error:
             has_loss = request.loss not in (None, any_loss)
             if has_loss and not jax.tree.leaves(request.targets):
