@@ -200,7 +200,11 @@ SLICES = [
     ("_slice", 'if kind == "stage" and id(eqn) in needed', 'if kind == "stage"'),
     ("_slice", "]] = before(eqn.invars[0])", "]] = eqn.invars[0]"),
     ("_program", "microbatch_key(leaf, number) if", "leaf if"),
-    ("_tracing", "whole = sum(batch.sizes) * batch.num_shards", "whole = sum(batch.sizes)"),
+    (
+        "_tracing",
+        "whole = sum(batch.sizes) * batch.num_shards",
+        "whole = sum(batch.sizes)",
+    ),
     ("_tracing", "local_args = args[:2] if", "local_args = args[:0] if"),
     ("_pipelined_function", "merging(batch.num_parts > 1)", "merging(True)"),
     (
