@@ -65,17 +65,21 @@ class Subject:
             return self._traced(request)
 
     def _traced(self, request: Request) -> Traced:
-        one = request.resized(request.batch().sizes[0])
+        one_microbatch = request.resized(request.batch().sizes[0])
         if self._is_model and self._pieces is None:
-            self._pieces = self._divide(one)
+            self._pieces = self._divide(one_microbatch)
         count = len(self._names)
         if self._pieces is not None:
             count = len(self._pieces.positions) + 1
-        each = [1] * count, "none", gpipe(count, 1)
-        model, divided, variables = self._divided(one, *each)
+        model, divided, variables = self._divided(
+            one_microbatch,
+            balance=[1] * count,
+            remat="none",
+            schedule=gpipe(count, 1),
+        )
         if self._is_model:
             pieces = enumerate(modules(divided.stages, divided.layout.keys))
-            self._names = [abbreviate(own) or f"piece {i}" for i, own in pieces]
+            self._names = [abbreviate(names) or f"piece {i}" for i, names in pieces]
         skips = model.name_skips(divided.stages) if model.is_list else {}
         return Traced(tuple(self._names), divided, variables, skips)
 
@@ -89,7 +93,9 @@ class Subject:
     ) -> Plan:
         """What is known of a step on devices that are not there."""
         request = request.with_loss()
-        model, divided, _ = self._divided(request, balance, remat, schedule, data)
+        model, divided, _ = self._divided(
+            request, balance=balance, remat=remat, schedule=schedule, data=data
+        )
         known = of_function(divided)
         ends = itertools.accumulate(balance)
         names = [
@@ -101,16 +107,19 @@ class Subject:
         skips = [(label(r.key), r.source, r.target) for r in model.routes]
         return describe(known._replace(names=names, skips=skips))
 
-    def _divide(self, one: Request) -> Cuts:
+    def _divide(self, one_microbatch: Request) -> Cuts:
         """Divides a model into its pieces."""
         self._pieces = Cuts.none(_PIECES)
-        _, whole, variables = self._divided(one, [1], "none", gpipe(1, 1))
+        _, whole, variables = self._divided(
+            one_microbatch, balance=[1], remat="none", schedule=gpipe(1, 1)
+        )
         program, count = whole.stages.first, len(jax.tree.leaves(variables))
         return Cuts.of(program, _cut.pieces(program, _PIECES), count, _PIECES)
 
     def _divided(
         self,
         request: Request,
+        *,
         balance: Sequence[int],
         remat: str | Sequence[str],
         schedule: Schedule,

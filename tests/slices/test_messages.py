@@ -230,6 +230,18 @@ def test_given_variables_that_do_not_fit_are_named(row):
         pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
 
 
+def test_an_input_that_does_not_fit_the_variables_of_a_model_is_named():
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    variables = pipe.init(KEY, X)
+    says = (
+        r"x is float32\[8,5\], and the variables fit float32\[8,6\], with which they "
+        r"were made or used before.*\['Dense_0'\]\['kernel'\] has shape \(6, \d+\), "
+        r"the model needs \(5, \d+\)"
+    )
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        pipe.apply(variables, X[:, :5])
+
+
 class Standardized(nn.Module):
     """It holds the mean of the data that it was made with."""
 
