@@ -71,39 +71,50 @@ class Parent:
     # ---------------------------------------------------------------------- variables
 
     def _names(self, layer: int, names: Names) -> Names:
-        """Where a variable of a layer stands under the parent."""
+        """Returns the path under the parent of a variable of a layer."""
         collection, *inner = names
         return collection, *self._prefix[layer], *inner
 
     def _under(self, layers: Sequence[int], entries: Entries) -> dict[str, PyTree]:
-        """The variables of some layers, under the parent."""
-        return nested(
-            {
-                self._names(i, names): value
-                for i in layers
-                for names, value in flat(entries[i]).items()
-            }
-        )
+        """Returns the variables of some layers as one tree under the parent."""
+        leaves: dict[Names, PyTree] = {}
+        for layer in layers:
+            for path, value in flat(entries[layer]).items():
+                leaves[self._names(layer, path)] = value
+        return nested(leaves)
 
     def _by_layer(
         self, layers: Sequence[int], tree: Mapping[str, PyTree], entries: Entries
     ) -> dict[int, dict[str, PyTree]]:
-        """The inverse: what of the variables of layers is in such a tree."""
-        values, found = flat(tree), dict[int, dict[str, PyTree]]()
-        for i in layers:
-            places = ((names, self._names(i, names)) for names in flat(entries[i]))
-            found[i] = nested({n: values[at] for n, at in places if at in values})
-        return found
+        """Splits a tree under the parent into one entry per layer: undoes `_under`.
+
+        Args:
+          layers: the layers.
+          tree: the tree, which may lack variables.
+          entries: the variables of all layers.
+        """
+        leaves = flat(tree)
+        split: dict[int, dict[str, PyTree]] = {}
+        for layer in layers:
+            entry: dict[Names, PyTree] = {}
+            for path in flat(entries[layer]):
+                parent_path = self._names(layer, path)
+                if parent_path in leaves:
+                    entry[path] = leaves[parent_path]
+            split[layer] = nested(entry)
+        return split
 
     def like(self, specs: Entries, entries: Entries) -> list[Mapping[str, PyTree]]:
-        """Checked variables, each in the entry in which it is among some specs."""
-        known = flat(self._under([*self._prefix], entries))
-        return [
-            nested({n: known[self._names(i, n)] for n in flat(own)})
-            if i in self._prefix
-            else entries[i]
-            for i, own in enumerate(specs)
-        ]
+        """Moves checked variables into the entries in which they are among specs."""
+        leaves = flat(self._under([*self._prefix], entries))
+        moved: list[Mapping[str, PyTree]] = []
+        for layer, expected in enumerate(specs):
+            if layer not in self._prefix:
+                moved.append(entries[layer])
+                continue
+            paths = {path: self._names(layer, path) for path in flat(expected)}
+            moved.append(nested({path: leaves[at] for path, at in paths.items()}))
+        return moved
 
     def same(self, layer: int, names: Names) -> Names:
         """What is equal for one variable in the entries of several layers."""
