@@ -164,11 +164,14 @@ def test_an_input_that_does_not_fit_is_named(double):
         lambda: small().apply(variables, TARGETS),
         lambda: small().value_and_grad(squares)(variables, TARGETS, X),
     ):
-        with pytest.raises(errors.ScopeParamShapeError) as caught:
+        says = r"x is float\d+\[\d,3\], and the variables fit float\d+\[\d+,\d+\], with"
+        with pytest.raises(ValueError, match=says) as caught:
             call()
-        notes = "\n".join(caught.value.__notes__)
+        raised_by_flax = caught.value.__context__
+        assert isinstance(raised_by_flax, errors.ScopeParamShapeError)
         assert re.search(
-            r"by the model .LoRA., whose input was float\d+\[\d,3\]", notes
+            r"by the model .LoRA., whose input was float\d+\[\d,3\]",
+            "\n".join(raised_by_flax.__notes__),
         )
 
 
