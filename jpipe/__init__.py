@@ -13,6 +13,7 @@ if _TYPE_CHECKING:
     from ._layers._inputs import inputs as inputs
     from ._layers._layer import Layer as Layer
     from ._layers._method import layer as layer
+    from ._layers._rng import microbatch_key as microbatch_key
     from ._layers._skip import isolate as isolate
     from ._layers._skip import pop as pop
     from ._layers._skip import stash as stash
@@ -22,7 +23,6 @@ if _TYPE_CHECKING:
     from ._slices._join import MEAN as MEAN
     from ._slices._join import SUM as SUM
     from ._slices._marks import boundary as boundary
-    from ._slices._program import microbatch_key as microbatch_key
     from ._train._state import TrainState as TrainState
     from ._train._step import TrainStep as TrainStep
     from ._transform import pipeline as pipeline
@@ -54,7 +54,7 @@ _HOME = {
     "inputs": "._layers._inputs",
     "isolate": "._layers._skip",
     "layer": "._layers._method",
-    "microbatch_key": "._slices._program",
+    "microbatch_key": "._layers._rng",
     "partition": ".planning._partition",
     "pipeline": "._transform",
     "plan": ".planning._decide",

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ._functions import _microbatch
-from ._layers._stage import shapes
+from ._layers._text import shapes
 from ._run import _signature, _variables
 from ._run._recent import Recent
 from ._slices._initial import Initial

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jaxprs._jaxpr import is_inexact
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from .._layers._tree import flat
 
 PyTree = Any

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs._alike import Same
-from .._layers._stage import shapes
+from .._layers._text import shapes
 
 PyTree = Any
 

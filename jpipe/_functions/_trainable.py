@@ -15,7 +15,6 @@ from .._jaxprs._jaxpr import is_inexact
 from .._layers import _nnx_values
 from .._layers._layer import LayerAdapter
 from .._messages import raise_all
-from ._weights import is_params
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -91,7 +90,7 @@ class Trainable:
         # index of a floating leaf of the parameters -> its path
         floating: dict[int, Path] = {}
         for i, (path, leaf) in enumerate(flat):
-            if is_params(path) and is_inexact(leaf):
+            if _is_param_path(path) and is_inexact(leaf):
                 floating[i] = _names(path)
 
         selected = set(floating)
@@ -249,3 +248,8 @@ def _describe(selector: Any, leaves: Sequence[_Leaf]) -> str:
         f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
         f"Variable types: {listed or 'none, as no layer is of nnx'}"
     )
+
+
+def _is_param_path(path: Any) -> bool:
+    """True if a leaf is a parameter; its path begins with the index of its layer."""
+    return getattr(path[1], "key", None) == "params"

@@ -1,17 +1,14 @@
-"""Leaves of variables, and the sums of their gradients."""
+"""Sums and means over micro-batches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._jaxprs._jaxpr import is_inexact
-from ._vjp import Leaves
 
-
-def is_params(path: Any) -> bool:
-    """True if a leaf is a parameter; its path begins with the index of its layer."""
-    return getattr(path[1], "key", None) == "params"
+Leaves = Sequence[Any]
 
 
 def sum_spec(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,8 @@ from .. import _compat
 from .._functions._batch import Batch
 from .._jaxprs._function import Function
 from .._layers._layer import LayerAdapter
-from .._layers._stage import StageLayers, shapes
+from .._layers._stage import StageLayers
+from .._layers._text import shapes
 from .._processes._digest import array_digest, digest
 from .._processes._group import group
 from .._processes._transport import Crossing

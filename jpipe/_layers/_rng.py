@@ -141,3 +141,31 @@ def linen_streams(rngs: Rngs) -> Mapping[str, chex.PRNGKey] | None:
 def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
     """The key of one training step, from which every layer's keys follow."""
     return jax.random.fold_in(rng, step)
+
+
+def is_single_key(leaf: Any) -> bool:
+    """True if a leaf is a single typed random key."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.shape == ()
+
+
+def microbatch_key(key: jax.Array, microbatch: jax.Array | int) -> jax.Array:
+    """The key that a micro-batch is given in place of the key of the mini-batch.
+
+    Args:
+      key: a key of `jax.random.key`.
+      microbatch: the index of the micro-batch, from 0 on.
+
+    Returns:
+      A key.
+
+    Raises:
+      TypeError: if it is given no key.
+
+    Example:
+      >>> import jax, jpipe
+      >>> key = jpipe.microbatch_key(jax.random.key(0), 3)
+      >>> key.shape
+      ()
+    """
+    check_key(key, "microbatch_key(key, microbatch): key")
+    return jax.random.fold_in(key, microbatch)

@@ -20,7 +20,7 @@ from . import _rng, _skip
 from ._advice import advice, missing_inputs
 from ._layer import LayerAdapter
 from ._parent import Entries, Parent
-from ._stage import shapes
+from ._text import shapes
 
 PyTree = Any
 # Is given the number of a layer, its output and what may be popped after it; gives

@@ -1,19 +1,16 @@
 """A stage: neighbouring layers."""
 
-import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from .._messages import raise_all
 from ._layer import LayerAdapter
+from ._text import abbreviate
 
 PyTree = Any
 # `abbreviate` lists so many runs of equal names; of more runs the first and the last.
-_MAX_RUNS = 6
 
 
 @dataclass(frozen=True)
@@ -93,32 +90,3 @@ def fuse(
         stages.append(StageLayers(index=index, first=first, layers=stage_layers))
         first += size
     return tuple(stages)
-
-
-def abbreviate(names: Sequence[str]) -> str:
-    """Names in one line: ``Block x 3, Dense``, or ``Conv, relu, ..., Dense (93)``."""
-    runs = []
-    for name, equal_names in itertools.groupby(names):
-        length = len(list(equal_names))
-        runs.append(name if length == 1 else f"{name} x {length}")
-
-    if len(runs) <= _MAX_RUNS:
-        return ", ".join(runs)
-    half = _MAX_RUNS // 2
-    first_runs = ", ".join(runs[:half])
-    last_runs = ", ".join(runs[-half:])
-    return f"{first_runs}, ..., {last_runs} ({len(names)})"
-
-
-def shapes(tree: PyTree) -> str:
-    """A pytree as text: ``float32[8,16]`` in place of each array."""
-    return str(jax.tree.map(_Shape, tree))
-
-
-class _Shape:
-    def __init__(self, leaf: Any) -> None:
-        shape = ",".join(map(str, getattr(leaf, "shape", ())))
-        self.text = f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
-
-    def __repr__(self) -> str:
-        return self.text

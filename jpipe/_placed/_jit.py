@@ -14,7 +14,7 @@ from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._instructions._transfer import Device, devices_of, sharding_of
 from .._jaxprs import _jaxpr
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from .._messages import raise_all
 from .._processes._arrays import is_replicated
 from .._run import _signature, _variables

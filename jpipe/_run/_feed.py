@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from .._processes._arrays import is_non_addressable
 from .._processes._digest import array_digest, digest, specs_from_text, specs_to_text
 from .._processes._group import RUNS, find_differences, group, raise_differences

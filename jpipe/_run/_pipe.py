@@ -22,7 +22,8 @@ from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, OnPaper, devices_of
 from .._layers._layer import LayerAdapter
-from .._layers._stage import StageLayers, abbreviate
+from .._layers._stage import StageLayers
+from .._layers._text import abbreviate
 from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
 from ..schedules import Schedule

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
+from .._layers import _rng
 from .._layers._inputs import Inputs
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from .._placed._static import Static
-from . import _program
 
 PyTree = Any
 # The name of the arguments that a loss function is given by name, for errors.
@@ -144,7 +144,7 @@ def axes_of(
         leaf_axes = _microbatch.flat_axes(axes if leaves else 0, tree, name, option)
         axes_by_arg.append(
             [
-                None if _program.is_single_key(leaf) else axis
+                None if _rng.is_single_key(leaf) else axis
                 for leaf, axis in zip(leaves, leaf_axes, strict=True)
             ]
         )

@@ -20,6 +20,7 @@ from .._functions._batch import Batch
 from .._instructions._transfer import one_of, put_each
 from .._jaxprs import _flow
 from .._layers._half import half_key
+from .._layers._rng import is_single_key
 from .._messages import WarnOnce
 from ._built import Built
 from ._config import PipelineConfig
@@ -27,7 +28,7 @@ from ._cuts import Cuts
 from ._function_spec import FunctionSpec
 from ._partition import Partition
 from ._pipelined_function import PipelinedFunction
-from ._program import is_single_key, pair
+from ._program import pair
 
 PyTree = Any
 # Numbers of a gradient are compared relative to this fraction of its largest one, if

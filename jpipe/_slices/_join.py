@@ -22,7 +22,7 @@ from jax.extend import core
 from .._functions import _microbatch
 from .._functions._weights import accumulate, extend_mean, sum_spec
 from .._jaxprs._jaxpr import is_inexact
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from .._messages import raise_all
 from ._results import Results
 

@@ -25,7 +25,7 @@ from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers import _rng
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from . import _checkpoints, _marks
 from ._folds import lifted
 
@@ -242,7 +242,9 @@ def traced(
 
     def run(params: PyTree, args: Sequence[PyTree], index: jax.Array) -> Any:
         def fold(leaf: Any) -> Any:
-            return microbatch_key(leaf, index) if is_single_key(leaf) else leaf
+            return (
+                _rng.microbatch_key(leaf, index) if _rng.is_single_key(leaf) else leaf
+            )
 
         args = jax.tree.map(fold, tuple(args))
         params = jax.tree.map(fold, params) if folds_params else params
@@ -374,7 +376,7 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
         for eqn in closed.jaxpr.eqns
         if eqn.primitive.name == "random_wrap"
         and eqn.invars[0] in inputs
-        and is_single_key(eqn.outvars[0].aval)
+        and _rng.is_single_key(eqn.outvars[0].aval)
     }
     if not wraps:
         return closed
@@ -382,7 +384,7 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
     def run(*args: Any) -> list[Any]:
         def folded(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
             (key,) = _jaxpr.bind(closed.jaxpr, eqn, operands)
-            return [microbatch_key(key, args[-1])]
+            return [_rng.microbatch_key(key, args[-1])]
 
         def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
             return functools.partial(folded, eqn) if id(eqn) in wraps else None
@@ -407,31 +409,3 @@ def pair(result: Any, needed: str) -> Any:
 
 def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def is_single_key(leaf: Any) -> bool:
-    """True if a leaf is a single typed random key."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.shape == ()
-
-
-def microbatch_key(key: jax.Array, microbatch: jax.Array | int) -> jax.Array:
-    """The key that a micro-batch is given in place of the key of the mini-batch.
-
-    Args:
-      key: a key of `jax.random.key`.
-      microbatch: the index of the micro-batch, from 0 on.
-
-    Returns:
-      A key.
-
-    Raises:
-      TypeError: if it is given no key.
-
-    Example:
-      >>> import jax, jpipe
-      >>> key = jpipe.microbatch_key(jax.random.key(0), 3)
-      >>> key.shape
-      ()
-    """
-    _rng.check_key(key, "microbatch_key(key, microbatch): key")
-    return jax.random.fold_in(key, microbatch)

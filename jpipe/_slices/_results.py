@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 
 from .._jaxprs import _flow
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from ._program import Traced
 
 PyTree = Any

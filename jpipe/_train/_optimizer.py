@@ -11,7 +11,7 @@ from .._instructions._agreed import layer_facts
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._jaxpr import nbytes
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from .._messages import raise_all
 from .._placed._by_path import ByPath, leaves_at
 from .._placed._function import PlacedFunction

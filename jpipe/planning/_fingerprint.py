@@ -13,7 +13,7 @@ from jax.extend import core
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import specs
-from .._layers._stage import shapes
+from .._layers._text import shapes
 from ._estimate import Rates
 from ._traced import Traced
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._layers._stage import abbreviate
+from .._layers._text import abbreviate
 from .._slices._cuts import Cuts
 from .._slices._names import in_parts
 from ..schedules import Action, Costs, Schedule

@@ -12,7 +12,8 @@ from .._instructions._progress import Progress
 from .._instructions._transfer import OnPaper
 from .._layers._layer import adapt_layers, is_model
 from .._layers._skip import label
-from .._layers._stage import abbreviate, fuse
+from .._layers._stage import fuse
+from .._layers._text import abbreviate
 from .._slices import _cut, _model_functions
 from .._slices._built import Built
 from .._slices._config import PipelineConfig

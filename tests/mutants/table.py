@@ -68,7 +68,11 @@ REACHED_BY = {
 CHECK = [("_loss", "n / sum(sizes) for n", "0.5 for n")]
 FUNCTIONS = [
     ("_microbatch", "(i < remainder)", "(i >= num_microbatches - remainder)"),
-    ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
+    (
+        "_trainable",
+        "if _is_param_path(path) and is_inexact(leaf)",
+        "if _is_param_path(path)",
+    ),
     (
         "_vjp",
         "variables, is_weight, is_at_hand)",
