@@ -10,26 +10,26 @@ from . import schedules as schedules
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import draw as draw
+    from ._api._compile_report import Report as Report
+    from ._api._pipeline import Pipeline as Pipeline
+    from ._api._transform import pipeline as pipeline
+    from ._api._transform import sequential as sequential
+    from ._api._value_and_grad import value_and_grad as value_and_grad
+    from ._layers._adapter import Layer as Layer
     from ._layers._inputs import inputs as inputs
-    from ._layers._layer import Layer as Layer
     from ._layers._method import layer as layer
     from ._layers._rng import microbatch_key as microbatch_key
     from ._layers._skip import isolate as isolate
     from ._layers._skip import pop as pop
     from ._layers._skip import stash as stash
-    from ._pipeline import Pipeline as Pipeline
+    from ._lower._join import MEAN as MEAN
+    from ._lower._join import SUM as SUM
     from ._processes._start import distributed as distributed
-    from ._report import Report as Report
-    from ._slices._join import MEAN as MEAN
-    from ._slices._join import SUM as SUM
-    from ._slices._marks import boundary as boundary
-    from ._train._state import TrainState as TrainState
-    from ._train._step import TrainStep as TrainStep
-    from ._transform import pipeline as pipeline
-    from ._transform import sequential as sequential
-    from ._value_and_grad import value_and_grad as value_and_grad
+    from ._trace._boundaries import boundary as boundary
+    from ._train._train_state import TrainState as TrainState
+    from ._train._train_step import TrainStep as TrainStep
     from .planning._decide import plan as plan
-    from .planning._partition import partition as partition
+    from .planning._layer_partition import partition as partition
     from .planning._plan import Plan as Plan
     from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
@@ -39,31 +39,31 @@ if _TYPE_CHECKING:
 # Imported when they are first used: the command line draws schedules without JAX, and a
 # step draws nothing and plans nothing.
 _HOME = {
-    "MEAN": "._slices._join",
-    "SUM": "._slices._join",
-    "Layer": "._layers._layer",
-    "Pipeline": "._pipeline",
+    "MEAN": "._lower._join",
+    "SUM": "._lower._join",
+    "Layer": "._layers._adapter",
+    "Pipeline": "._api._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
     "Replicated": ".planning._replicate",
-    "Report": "._report",
-    "TrainState": "._train._state",
-    "TrainStep": "._train._step",
-    "boundary": "._slices._marks",
+    "Report": "._api._compile_report",
+    "TrainState": "._train._train_state",
+    "TrainStep": "._train._train_step",
+    "boundary": "._trace._boundaries",
     "distributed": "._processes._start",
     "inputs": "._layers._inputs",
     "isolate": "._layers._skip",
     "layer": "._layers._method",
     "microbatch_key": "._layers._rng",
-    "partition": ".planning._partition",
-    "pipeline": "._transform",
+    "partition": ".planning._layer_partition",
+    "pipeline": "._api._transform",
     "plan": ".planning._decide",
     "pop": "._layers._skip",
     "profile": ".planning._profiler",
     "replicate": ".planning._replicate",
-    "sequential": "._transform",
+    "sequential": "._api._transform",
     "stash": "._layers._skip",
-    "value_and_grad": "._value_and_grad",
+    "value_and_grad": "._api._value_and_grad",
 }
 __version__ = _version("jpipe")
 __all__ = [

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from ._command import _launch, _schedules
-from ._command._arguments import CommandError
+from ._command._parsers import CommandError
 from .schedules import ScheduleError
 
 

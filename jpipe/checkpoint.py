@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._arguments import _variables
 from ._layers._text import shapes
 from ._messages import raise_all
 from ._processes._arrays import as_key, as_numbers, is_key, is_non_addressable
 from ._processes._gather import agree_on_tree, gather_to_first
 from ._processes._group import group
-from ._run import _variables
 
 __all__ = ["restore", "save"]
 PyTree = Any

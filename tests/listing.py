@@ -11,8 +11,8 @@ import math
 
 import jax
 
-from jpipe._instructions import _bytes
-from jpipe._instructions._bytes import peaks
+from jpipe._instructions import _memory
+from jpipe._instructions._memory import peaks
 from jpipe._instructions._transfer import devices_of
 from jpipe.schedules import Action
 
@@ -23,7 +23,7 @@ __all__ = ["actions", "check_exact", "counted", "gradient_of", "live", "peaks"]
 
 def live(program):
     """The bytes of each place before the first instruction, then after each."""
-    return [*_bytes.live(program)]
+    return [*_memory.live(program)]
 
 
 def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):

@@ -15,7 +15,7 @@ import jax
 import optax
 
 import jpipe
-from jpipe._run import _variables
+from jpipe._arguments import _variables
 
 from ..experiment import PyTree, Setting, Work, arrays, random_key
 from ..result import MEASURED, Cell

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import jpipe
-from jpipe._slices._built import Built
+from jpipe._pipelined._specialization import Built
 from jpipe.schedules import Action, Costs, Timeline
 
 from ..experiment import Setting, fill

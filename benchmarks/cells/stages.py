@@ -14,15 +14,15 @@ from typing import Any
 import jax
 
 import jpipe
-from jpipe._functions._objective import Objective
-from jpipe._functions._trainable import Trainable
-from jpipe._instructions._compile import Compiled
+from jpipe._api._pipelined_model import PipelinedModel
+from jpipe._arguments._objective import Objective
+from jpipe._arguments._trainable import Trainable
+from jpipe._instructions._compiler import Compiled
 from jpipe._instructions._stage_bytes import stage_costs
 from jpipe._jaxprs import _jaxpr
-from jpipe._pipelined_model import PipelinedModel
-from jpipe._run._pipe import Pipe
-from jpipe._slices._built import Built
-from jpipe._slices._partition import Partition
+from jpipe._partition._partition import Partition
+from jpipe._partition._stage_placement import Pipe
+from jpipe._pipelined._specialization import Built
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jpipe
 from jpipe import _compat
-from jpipe._functions._objective import Objective
+from jpipe._arguments._objective import Objective
 from jpipe._instructions import _transfer
 from jpipe._instructions._program import Program
 from jpipe._instructions._sharding import Sharding, SubMesh

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import jpipe
-from jpipe._functions._objective import Objective
+from jpipe._arguments._objective import Objective
 
 from .dispatch import NUMBER, STAGES, WIDTH, square
 

@@ -7,7 +7,7 @@ import jax
 import optax
 
 import jpipe
-from jpipe._instructions import _bytes
+from jpipe._instructions import _memory
 
 from ..experiment import mean_cross_entropy
 from .first_step import MICROBATCHES, MODELS, Model, Whole, balanced
@@ -18,7 +18,7 @@ def step_bytes(pipe: jpipe.Pipeline, model: Model) -> list[int]:
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), model.x, tx)
     step = pipe.train_step(mean_cross_entropy, tx)
-    return _bytes.peaks(step.program(state, model.x, model.targets))
+    return _memory.peaks(step.program(state, model.x, model.targets))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jpipe
-from jpipe._functions._objective import Objective
+from jpipe._arguments._objective import Objective
 from jpipe.schedules import Schedule, one_f_one_b
 
 WIDTH = 8

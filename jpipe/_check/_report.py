@@ -3,8 +3,8 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from ..schedules._units import columns
-from ._compare import Difference
+from ..schedules._formats import columns
+from ._comparison import Difference
 
 _COMPARED = ("outputs", "state", "gradients")
 

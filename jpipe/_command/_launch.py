@@ -24,7 +24,7 @@ from .._processes._environment import (
     PROCESSES,
     TIMEOUT,
 )
-from ._arguments import parse_count, parse_duration
+from ._parsers import parse_count, parse_duration
 
 # The seconds in which processes may end by themselves, after one has failed or Ctrl-C
 # was pressed.

@@ -9,12 +9,7 @@ from typing import Any
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import scale_costs
-from ._arguments import (
-    CommandError,
-    parse_count,
-    parse_output_path,
-    parse_schedule_name,
-)
+from ._parsers import CommandError, parse_count, parse_output_path, parse_schedule_name
 
 # The most cells of a picture that is printed.
 _MAX_CELLS = 1_000_000

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._jaxprs._function import Argument, Function, Result
+from .._jaxprs._computation import Argument, Function, Result
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
 from ._transfer import Device

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._jaxprs._function import Function
-from ._compile import Compiled
+from .._jaxprs._computation import Function
+from ._compiler import Compiled
 
 # The index of a device among those of a graph.
 Place = int

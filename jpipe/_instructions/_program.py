@@ -23,14 +23,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from .. import _compat
-from .._jaxprs import _invalid, _jaxpr
+from .._jaxprs import _jaxpr, _nan_location
 from .._processes._arrays import is_here, is_key, replicated_array, replicated_sharding
 from .._processes._group import group
 from .._processes._transport import Crossing
 from . import _transfer
-from ._agreed import agree
-from ._compile import compile_all
-from ._donated import assign_programs, last_uses
+from ._agreement import agree
+from ._compiler import compile_all
+from ._donation import assign_programs, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, label_text
 from ._sharding import Sharding, SubMesh
@@ -241,7 +241,7 @@ class Program:
         """An error with its instruction; for a NaN, with the operation that made it."""
         if failed.function and isinstance(error, FloatingPointError):
             with suppress(Exception):  # such as one shard of several
-                located = _invalid.find(failed.function.run, failed.take(slots))
+                located = _nan_location.find(failed.function.run, failed.take(slots))
                 error = located or error
         layers = f": {failed.layers}" if failed.layers else ""
         device = self.devices[failed.place]

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterable, Iterator
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, OPS, WEIGHT
 from ..schedules._costs import Skip
-from ._bytes import residuals
 from ._instruction import Instruction
+from ._memory import residuals
 from ._program import Program, Slot
 
 # A stage and a micro-batch.

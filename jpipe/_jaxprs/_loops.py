@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from . import _cheapest, _jaxpr
+from . import _jaxpr, _min_cut
 
 _RESIDUAL = "jpipe residual"
 Body = Callable[..., Sequence[Any]]
@@ -88,14 +88,14 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     # What it goes along, and what is the same each time, it has as a whole.
     stored = [i not in range(count)[carried] for i in range(count)]
     try:
-        residuals = _cheapest.cheapest(
+        residuals = _min_cut.cheapest(
             differentiated,
             differentiated.jaxpr.outvars,
             [False] * count,
             stored,
             numbers,
         )
-    except _cheapest.NoWayError:
+    except _min_cut.NoWayError:
         policy = jax.checkpoint_policies.dots_saveable
         return jax.checkpoint(plain, policy=policy, prevent_cse=False)
     chosen = {numbers[var] for var in residuals}

@@ -2,7 +2,7 @@
 
 from jax.extend import core
 
-from . import _cheapest, _flops, _jaxpr
+from . import _flops, _jaxpr, _min_cut
 
 # So many operations take as long as to move a byte.
 _PER_BYTE = 10
@@ -16,7 +16,7 @@ def of_equation(eqn: core.JaxprEqn) -> int:
     """
     bodies = [of(closed) for closed in _jaxpr.bodies(eqn)]
     if not bodies:
-        written = sum(map(_cheapest.nbytes, eqn.outvars))
+        written = sum(map(_min_cut.nbytes, eqn.outvars))
         return _flops.of_equation(eqn) + _PER_BYTE * written
     if eqn.primitive.name == "scan":
         return eqn.params["length"] * sum(bodies)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import errors, linen, nnx
 
-from ._layer import Layer, LayerAdapter
+from ._adapter import Layer, LayerAdapter
 from ._method import Method
 
 PyTree = Any

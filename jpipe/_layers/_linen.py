@@ -10,8 +10,8 @@ import chex
 import jax
 from flax import linen
 
-from . import _batchnorm, _modes, _switches
-from ._patched import patched
+from . import _batch_norm, _inactive_parts, _switches
+from ._patches import patched
 
 PyTree = Any
 # The name of a method, or a function of a module and its input.
@@ -105,8 +105,8 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
             _describe_call, module, method, x, parameters=parameters, values=values
         )
         with (
-            _modes.watching(describe, train=train),
-            _batchnorm.intercept_batch_norms(may_change=may_change),
+            _inactive_parts.watching(describe, train=train),
+            _batch_norm.intercept_batch_norms(may_change=may_change),
         ):
             bound = _switches.bind_call(
                 function, [module], x, parameters=parameters, values=values
@@ -123,10 +123,10 @@ def _describe_call(
     *,
     parameters: Sequence[inspect.Parameter],
     values: Mapping[str, Any],
-) -> _modes.LayerCall:
+) -> _inactive_parts.LayerCall:
     """A call of a bound module, for notes."""
     if not isinstance(method, str):
-        return _modes.LayerCall(
+        return _inactive_parts.LayerCall(
             name=getattr(method, "__name__", "a function"),
             asking=parameters,
             offered=[*values],
@@ -134,7 +134,7 @@ def _describe_call(
             path=(),
         )
     called = _switches.called_function(module, method)
-    return _modes.LayerCall(
+    return _inactive_parts.LayerCall(
         name=f"{type(called.module).__name__}.{method}",
         asking=parameters,
         offered=[*values],

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import nnx
 
-from . import _batchnorm, _modes, _nnx_rngs, _nnx_values, _switches
+from . import _batch_norm, _inactive_parts, _nnx_rngs, _nnx_values, _switches
 
 PyTree = Any
 # The name of a method, or a function of a module and its input.
@@ -68,8 +68,8 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
         )
 
         with (
-            _modes.watching(describe, train=train),
-            _batchnorm.intercept_batch_norms(may_change=train and _has_norms(module)),
+            _inactive_parts.watching(describe, train=train),
+            _batch_norm.intercept_batch_norms(may_change=train and _has_norms(module)),
             _nnx_rngs.explain_missing_keys(missing_streams),
         ):
             # The scopes above may have replaced the method.
@@ -107,7 +107,7 @@ def _describe_call(
     *,
     parameters: Sequence[inspect.Parameter],
     values: Mapping[str, Any],
-) -> _modes.LayerCall:
+) -> _inactive_parts.LayerCall:
     """A call of a module, for notes."""
     if isinstance(method, str):
         function = _switches.called_function(module, method).function
@@ -115,7 +115,7 @@ def _describe_call(
     else:
         function = method
         passing = ""
-    return _modes.LayerCall(
+    return _inactive_parts.LayerCall(
         name=module_name(module),
         asking=parameters,
         offered=[*values],

@@ -11,7 +11,7 @@ from flax import nnx
 
 from .._messages import raise_all
 from ._slots import inner
-from ._tree import nested
+from ._variable_paths import nested
 
 PyTree = Any
 Path = tuple[Any, ...]

@@ -17,10 +17,10 @@ import numpy as np
 from flax import linen, nnx
 from flax.core import DenyList
 
-from . import _batchnorm, _linen, _nnx, _nnx_values, _rng
-from ._layer import LayerAdapter
+from . import _batch_norm, _linen, _nnx, _nnx_values, _rng
+from ._adapter import LayerAdapter
 from ._slots import Slot, Slots, inner, slot
-from ._tree import Names, flat, nested
+from ._variable_paths import Names, flat, nested
 
 PyTree = Any
 Entries = Sequence[Mapping[str, PyTree]]
@@ -154,7 +154,7 @@ class Parent:
         if not self._nnx:
             return None
         merged = _nnx_values.merge(self._tree, self._under(self._nnx, entries))
-        _batchnorm.set_paths(merged)
+        _batch_norm.set_paths(merged)
         return merged
 
     def _handle(

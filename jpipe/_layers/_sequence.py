@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from .._jaxprs import _jaxpr
 from .._messages import raise_all
 from . import _rng, _skip
+from ._adapter import LayerAdapter
 from ._advice import advice, missing_inputs
-from ._layer import LayerAdapter
 from ._parent import Entries, Parent
 from ._text import shapes
 

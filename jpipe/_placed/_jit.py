@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 
+from .._arguments import _signature, _variables
+from .._arguments._cache import Recent
+from .._arguments._static import Static, without_statics
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
@@ -17,12 +20,9 @@ from .._jaxprs import _jaxpr
 from .._layers._text import shapes
 from .._messages import raise_all
 from .._processes._arrays import is_replicated
-from .._run import _signature, _variables
-from .._run._context import outside_of_meshes
-from .._run._recent import Recent
-from ._by_path import Leaf
-from ._function import PlacedFunction, Placement, where_computed
-from ._static import Static, without_statics
+from ._mesh_context import outside_of_meshes
+from ._mirrored_places import Leaf
+from ._placed_function import PlacedFunction, Placement, where_computed
 
 PyTree = Any
 # The arguments of a call: by position, and by name.

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from .._check import _loss
-from .._functions._batch import Batch
-from .._functions._objective import Objective
-from .._functions._trainable import Trainable
+from .._arguments._batch import Batch
+from .._arguments._objective import Objective
+from .._arguments._trainable import Trainable
+from .._check import _loss_check
 from .._layers._rng import Rngs
-from .._slices._built import Built
-from .._slices._pipelined_function import PipelinedFunction
+from .._pipelined._pipelined_function import PipelinedFunction
+from .._pipelined._specialization import Built
 
 PyTree = Any
 
@@ -69,7 +69,7 @@ class Gradients:
         """Runs the loss alone, at once and in parts: see `_loss`."""
         num_inputs = len(jax.tree.leaves(batch.args[0]))
         num_targets = len(jax.tree.leaves(targets))
-        self.unchecked = _loss.probe(
+        self.unchecked = _loss_check.probe(
             self.objective,
             outputs,
             targets,

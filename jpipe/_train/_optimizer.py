@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import optax
 
+from .._arguments import _signature, _variables
 from .._instructions import _transfer
-from .._instructions._agreed import layer_facts
+from .._instructions._agreement import layer_facts
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._jaxpr import nbytes
 from .._layers._text import shapes
 from .._messages import raise_all
-from .._placed._by_path import ByPath, leaves_at
-from .._placed._function import PlacedFunction
-from .._run import _signature, _variables
-from .._run._pipe import Pipe
+from .._partition._stage_placement import Pipe
+from .._placed._mirrored_places import ByPath, leaves_at
+from .._placed._placed_function import PlacedFunction
 from ._transformation import Transformation, of_init, of_update
 
 PyTree = Any

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
+from .._arguments._static import Static
 from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
-from .._placed._by_path import ByPath, Leaf
-from .._placed._function import Placement, where_computed
 from .._placed._jit import Jitted
-from .._placed._static import Static
+from .._placed._mirrored_places import ByPath, Leaf
+from .._placed._placed_function import Placement, where_computed
 
 PyTree = Any
 

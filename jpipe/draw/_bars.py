@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import _palette as palette
-from ._frame import LABEL
-from ._legend import lay_out_legend
-from ._shapes import (
+from ._elements import (
     BOLD,
     Picture,
     Rect,
@@ -16,6 +14,8 @@ from ._shapes import (
     measure_text,
     shorten,
 )
+from ._frame import LABEL
+from ._legend import lay_out_legend
 
 _TITLE = 13.0
 _TOP = 46.0

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from ..schedules import Timeline
-from ..schedules._units import duration, size
-from ._shapes import measure_text
+from ..schedules._formats import duration, size
+from ._elements import measure_text
 
 LABEL = 11.0  # the font size of most texts
 _MIN_NUMBER_SIZE = 6.5  # the smallest font size that can be read

@@ -6,11 +6,11 @@ from typing import Any
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules._compare import scale_costs
 from . import _palette as palette
+from ._elements import Path, Picture, Shape, Text
 from ._frame import Frame, fit_frame
 from ._legend import lay_out_legend
 from ._panel import format_summary, lay_out_panel, panel_height
-from ._planned import is_plan, lay_out_plan, simulate_plan
-from ._shapes import Path, Picture, Shape, Text
+from ._plan_bars import is_plan, lay_out_plan, simulate_plan
 
 _TOP = 8.0
 _PANEL_SPACE = 8.0

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from . import _palette as palette
+from ._elements import Rect, Shape, Text, measure_text
 from ._frame import LABEL
-from ._shapes import Rect, Shape, Text, measure_text
 
 _SWATCH_WIDTH = 16.0
 _SWATCH_HEIGHT = 10.0

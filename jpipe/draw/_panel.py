@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from ..schedules import MemoryEvent, Timeline
-from ..schedules._units import format_percent
+from ..schedules._formats import format_percent
 from . import _palette as palette
-from ._frame import LABEL, Frame, format_peak
-from ._shapes import (
+from ._elements import (
     BOLD,
     Path,
     Rect,
@@ -16,6 +15,7 @@ from ._shapes import (
     measure_text,
     shorten,
 )
+from ._frame import LABEL, Frame, format_peak
 
 TITLE = 13.0
 _TITLE_HEIGHT = 26.0

@@ -6,8 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from . import _palette as palette
+from ._elements import Path, Rect, Shape, Text
 from ._layout import lay_out
-from ._shapes import Path, Rect, Shape, Text
 
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" \

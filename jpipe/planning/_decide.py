@@ -9,27 +9,27 @@ import optax
 
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
-from .._layers._stage import check_balance
-from .._run._context import outside_of_meshes
+from .._layers._layer_group import check_balance
+from .._placed._mesh_context import outside_of_meshes
 from .._train._optimizer import state_bytes
 from .._train._transformation import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import key_of
 from ..schedules._choose import called
-from ..schedules._units import duration, size
+from ..schedules._formats import duration, size
 from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
 from ._fused import fused_residuals
 from ._interpolate import interpolated
-from ._layer import MODES, count_faults, unknown_mode
+from ._layer_profile import MODES, count_faults, unknown_mode
 from ._link import link
+from ._mesh_shapes import shapes
 from ._plan import Plan
+from ._plan_search import REMATS
 from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
-from ._search import REMATS
-from ._shapes import shapes
 from ._space import Hardware, Space
 from ._subject import Subject
 from ._traced import Traced

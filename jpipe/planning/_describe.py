@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._functions import _remat
-from .._instructions import _bytes
-from .._instructions._bytes import most_residuals
+from .._instructions import _memory
+from .._instructions._memory import most_residuals
 from .._instructions._sharding import SubMesh
 from .._jaxprs import _work
 from .._jaxprs._jaxpr import nbytes, specs
-from .._run._pipe import Pipe
-from .._slices._built import Built
-from .._slices._names import modules
-from .._slices._param_layout import ParamLayout
-from .._slices._stages import Stages
+from .._partition import _remat
+from .._partition._param_layout import ParamLayout
+from .._partition._stage_placement import Pipe
+from .._pipelined._specialization import Built
+from .._stage._stage_names import modules
+from .._stage._stages import Stages
 from ..schedules import Action
 from ._plan import Forecast, Plan, StagePlan
 
@@ -68,7 +68,7 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
         program, compiled_actions = built.program, built.compiled_actions
         most = most_residuals(program, len(pipe.stages))
         names = map(pipe.called, program.devices)
-        peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
+        peaks = tuple(zip(names, _memory.peaks(program), strict=True))
     work: Sequence[float | None] = [None] * len(pipe.stages)
     if known.last is not None:
         work = _shares(known.last.stages)

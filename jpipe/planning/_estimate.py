@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from jax.extend import core
 
-from .._jaxprs import _cheapest, _flops, _jaxpr
-from .._jaxprs._function import Function
+from .._jaxprs import _flops, _jaxpr, _min_cut
+from .._jaxprs._computation import Function
 
 # What reads of its first operand only as much as it gives.
 _PARTS = frozenset(["dynamic_slice", "gather", "slice"])
@@ -55,7 +55,7 @@ def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
     touched: dict[core.Var, int] = {}
     flops, total = 0, 0.0
     for eqn in jaxpr.eqns:
-        if _cheapest.is_cheap(eqn):
+        if _min_cut.is_cheap(eqn):
             flops += _flops.of_equation(eqn)
             for var, size in _touched(eqn).items():
                 touched[var] = max(touched.get(var, 0), size)
@@ -69,10 +69,10 @@ def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
 def _touched(eqn: core.JaxprEqn) -> dict[core.Var, int]:
     """The bytes of each variable that an equation reads or writes."""
     variables = _jaxpr.variables([*eqn.invars, *eqn.outvars])
-    sizes = {var: _cheapest.nbytes(var) for var in variables}
+    sizes = {var: _min_cut.nbytes(var) for var in variables}
     if eqn.primitive.name in _PARTS and eqn.invars[0] in sizes:
         source = eqn.invars[0]
-        sizes[source] = min(sizes[source], _cheapest.nbytes(eqn.outvars[0]))
+        sizes[source] = min(sizes[source], _min_cut.nbytes(eqn.outvars[0]))
     return sizes
 
 
@@ -104,9 +104,9 @@ def _most(jaxpr: core.Jaxpr) -> int:
         ending.setdefault(number, []).append(var)
     alive = most = 0
     for number, eqn in enumerate(jaxpr.eqns):
-        alive += sum(_cheapest.nbytes(var) for var in eqn.outvars if var in last)
+        alive += sum(_min_cut.nbytes(var) for var in eqn.outvars if var in last)
         most = max(most, alive + _inside(eqn))
-        alive -= sum(map(_cheapest.nbytes, ending.get(number, ())))
+        alive -= sum(map(_min_cut.nbytes, ending.get(number, ())))
     return most
 
 
@@ -116,5 +116,5 @@ def _inside(eqn: core.JaxprEqn) -> int:
     most = max(map(_most, inner), default=0)
     if eqn.primitive.name in ("scan", "while"):
         # What a turn gives is written beside what it was given.
-        most += sum(_cheapest.nbytes(var) for jaxpr in inner for var in jaxpr.outvars)
+        most += sum(_min_cut.nbytes(var) for jaxpr in inner for var in jaxpr.outvars)
     return most

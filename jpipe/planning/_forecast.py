@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ..schedules._units import many
+from ..schedules._formats import many
 from ._fingerprint import measured_on_cpu
 from ._plan import Memory, Plan, named
 from ._profile import Profile

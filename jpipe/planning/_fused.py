@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from ..schedules import gpipe
-from ._layer import LayerProfile
-from ._partition import partition
+from ._layer_partition import partition
+from ._layer_profile import LayerProfile
 from ._profile import Profile
 from ._request import Request
 from ._subject import Subject

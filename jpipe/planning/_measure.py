@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._instructions import _transfer
-from .._instructions._compile import Compiled, compile_all
+from .._instructions._compiler import Compiled, compile_all
 from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
-from .._jaxprs._function import Function
-from .._slices._stage import Stage
+from .._jaxprs._computation import Function
+from .._stage._stage import Stage
 from ..schedules._costs import FIELDS
 from ._request import Request
 from ._traced import Traced

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._layers._text import abbreviate
-from .._slices._cuts import Cuts
-from .._slices._names import in_parts
+from .._partition._cut_points import Cuts
+from .._stage._stage_names import in_parts
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT
 from ..schedules._costs import FIELDS
+from ..schedules._formats import columns, duration, size
 from ..schedules._json import reading, value_of
-from ..schedules._units import columns, duration, size
-from ._layer import number_faults
+from ._layer_profile import number_faults
 
 # Columns of a grid beyond which its end is left out.
 _WIDEST = 160

@@ -16,9 +16,9 @@ import numpy as np
 from ..schedules import Costs, Skip
 from ..schedules._choose import called
 from ..schedules._json import reading, value_of
-from . import _layer
-from ._layer import LayerProfile as LayerProfile
-from ._layer import SkipProfile as SkipProfile
+from . import _layer_profile
+from ._layer_profile import LayerProfile as LayerProfile
+from ._layer_profile import SkipProfile as SkipProfile
 from ._sums import Matrix, copied, sums
 from ._table import table
 
@@ -55,7 +55,7 @@ class Profile:
         """What is wrong with the numbers, a line for each fault."""
         names = "input_bytes", "microbatch_size", "action_seconds"
         others = {name: getattr(self, name) for name in names}
-        faults = list(_layer.faults(self.layers, **others))
+        faults = list(_layer_profile.faults(self.layers, **others))
         if self.microbatch_size == 0:
             faults.append("microbatch_size=0; needs at least one example")
         last = len(self.layers) - 1
@@ -67,7 +67,7 @@ class Profile:
                 )
             sizes = {"bytes": skip.bytes, "cotangent_bytes": skip.cotangent_bytes}
             for name, number in sizes.items():
-                faults += _layer.number_faults(f"skips[{i}].{name}", number)
+                faults += _layer_profile.number_faults(f"skips[{i}].{name}", number)
         for i, group in enumerate(self.ties):
             if not group or not all(0 <= layer <= last for layer in group):
                 faults.append(
@@ -344,6 +344,6 @@ def check_profile(what: str, profile: Any) -> None:
 
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
-    yield from _layer.number_faults("latency", latency)
+    yield from _layer_profile.number_faults("latency", latency)
     if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"

@@ -5,16 +5,16 @@ from typing import Any
 
 from .._instructions._progress import Progress, counted
 from .._instructions._transfer import Device
-from .._jaxprs._cheapest import total_bytes
 from .._jaxprs._flops import flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
+from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
-from .._run._context import outside_of_meshes
-from .._slices._stage import Stage
+from .._placed._mesh_context import outside_of_meshes
+from .._stage._stage import Stage
 from ..schedules._costs import FIELDS
 from ._estimate import Rates, seconds, workspace_bytes
 from ._fingerprint import fingerprint
-from ._layer import MODES
+from ._layer_profile import MODES
 from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..schedules import Action, Schedule
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
-from ..schedules._units import duration, size
+from ..schedules._formats import duration, size
 from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, stage_costs, transfers
 from ._plan import Forecast, Plan

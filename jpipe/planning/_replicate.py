@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..schedules._units import columns, many
-from ._layer import count_faults
+from ..schedules._formats import columns, many
+from ._layer_profile import count_faults
 from ._profile import Profile, check_profile, speed_faults
 from ._sums import Matrix, sums
 

@@ -10,16 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._functions import _microbatch
-from .._functions._batch import Axes, Batch
-from .._functions._objective import Objective
+from .._arguments import _call, _microbatch, _variables
+from .._arguments._batch import Axes, Batch
+from .._arguments._objective import Objective
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._layers import _rng
-from .._run import _variables
-from .._slices import _arguments
 from ._estimate import Rates
-from ._layer import count_faults, number_faults
+from ._layer_profile import count_faults, number_faults
 
 PyTree = Any
 
@@ -92,9 +90,9 @@ class Request:
         """
         names = "sample", "targets"
         given = tuple(map(_microbatch.specs, (self.sample, self.targets), names))
-        axes = _arguments.axes_of(self.axes[:2], given, names)
+        axes = _call.axes_of(self.axes[:2], given, names)
         number = self.num_microbatches
-        size = _arguments.batch_size(given, axes, number, names)
+        size = _call.batch_size(given, axes, number, names)
         flat = [axis for own in axes for axis in own]
         return Batch(given, flat, _microbatch.sizes(size, number))
 

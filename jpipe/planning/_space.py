@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedules import Schedule
+from ._mesh_shapes import Shape
 from ._profile import Profile
-from ._shapes import Shape
 
 
 @dataclass(frozen=True)

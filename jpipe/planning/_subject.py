@@ -7,21 +7,22 @@ from typing import Any
 
 import jax
 
-from .._functions._trainable import Trainable
+from .._arguments._trainable import Trainable
 from .._instructions._progress import Progress
 from .._instructions._transfer import OnPaper
-from .._layers._layer import adapt_layers, is_model
+from .._layers._adapter import adapt_layers, is_model
+from .._layers._layer_group import fuse
 from .._layers._skip import label
-from .._layers._stage import fuse
 from .._layers._text import abbreviate
-from .._slices import _cut, _model_functions
-from .._slices._built import Built
-from .._slices._config import PipelineConfig
-from .._slices._cuts import Cuts
-from .._slices._model import Model
-from .._slices._names import modules
-from .._slices._partition import Partition
-from .._slices._pipelined_function import PipelinedFunction
+from .._model._model import Model
+from .._partition import _balanced_cuts
+from .._partition._config import PipelineConfig
+from .._partition._cut_points import Cuts
+from .._partition._partition import Partition
+from .._pipelined import _model_functions
+from .._pipelined._pipelined_function import PipelinedFunction
+from .._pipelined._specialization import Built
+from .._stage._stage_names import modules
 from ..schedules import Schedule, gpipe
 from ._describe import describe, of_function
 from ._plan import Plan
@@ -115,7 +116,7 @@ class Subject:
             one_microbatch, balance=[1], remat="none", schedule=gpipe(1, 1)
         )
         program, count = whole.stages.first, len(jax.tree.leaves(variables))
-        return Cuts.of(program, _cut.pieces(program, _PIECES), count, _PIECES)
+        return Cuts.of(program, _balanced_cuts.pieces(program, _PIECES), count, _PIECES)
 
     def _divided(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..schedules._costs import FIELDS
-from ..schedules._units import columns, duration, many, size
+from ..schedules._formats import columns, duration, many, size
 
 _SHORT = {"input_grad": "I", "weight_grad": "W"}
 _HOW = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from .._functions._batch import Batch
-from .._run import _variables
-from .._slices._built import Built
-from .._slices._stage import Stage
-from .._slices._stages import Stages
+from .._arguments import _variables
+from .._arguments._batch import Batch
+from .._pipelined._specialization import Built
+from .._stage._stage import Stage
+from .._stage._stages import Stages
 
 PyTree = Any
 

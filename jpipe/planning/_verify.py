@@ -5,8 +5,8 @@ import dataclasses
 from .._instructions._progress import counted
 from .._instructions._transfer import OnPaper
 from ._forecast import Candidate
+from ._plan_search import search
 from ._request import Request
-from ._search import search
 from ._space import Space
 from ._subject import Subject
 

@@ -13,13 +13,13 @@ interlock. How long a block keeps an activation decides how much memory a rank n
 from collections.abc import Callable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._action_tables import ActionTables, IdRows
 from ._build import check_counts
 from ._costs import Costs
 from ._improve import compute_latest_starts
 from ._list_schedule import list_schedule
 from ._placement import group_by_rank, place_in_v
 from ._schedule import Schedule
-from ._tables import ActionTables, IdRows
 
 # The slots of a micro-batch on one rank: F, I and W of two chunks.
 _PERIOD = 6

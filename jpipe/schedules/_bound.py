@@ -14,7 +14,7 @@ import heapq
 from typing import NamedTuple
 
 from ._action import BACKWARD, INPUT, WEIGHT
-from ._tables import ActionTables
+from ._action_tables import ActionTables
 
 
 class _Job(NamedTuple):

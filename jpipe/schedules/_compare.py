@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._costs import Costs
+from ._formats import format_percent
 from ._schedule import Schedule
 from ._timeline import Timeline, format_time_and_peaks
-from ._units import format_percent
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
+from ._action_tables import ActionTables, SimulatedOrder
 from ._build import check_counts
 from ._costs import Costs
+from ._order_search import list_catalogue, search_orders
 from ._placement import place_in_loop, place_in_v
 from ._schedule import Schedule
-from ._search import list_catalogue, search_orders
 from ._simulate import TOO_LONG, ScheduleError, check_costs
-from ._tables import ActionTables, SimulatedOrder
 
 
 def fit(

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ._action import BACKWARD, INPUT, WEIGHT
-from ._tables import ActionTables, SimulatedOrder
+from ._action_tables import ActionTables, SimulatedOrder
 
 
 def compute_latest_starts(simulated: SimulatedOrder) -> list[float]:

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._action_tables import ActionTables, IdRows
 from ._placement import group_by_rank
-from ._tables import ActionTables, IdRows
 
 
 def list_schedule(

@@ -10,7 +10,9 @@ from functools import cached_property
 
 from . import _validate
 from ._action import FORWARD, Action
+from ._action_tables import ActionTables, SimulatedOrder
 from ._costs import Costs
+from ._formats import format_percent, many
 from ._json import reading, value_of
 from ._placement import find_ranks, list_ranks
 from ._simulate import (
@@ -20,9 +22,7 @@ from ._simulate import (
     check_costs,
     explain_deadlock,
 )
-from ._tables import ActionTables, SimulatedOrder
 from ._timeline import Timeline
-from ._units import format_percent, many
 
 
 @dataclass(frozen=True)

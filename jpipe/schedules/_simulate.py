@@ -5,8 +5,8 @@ from itertools import chain
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, Action
+from ._action_tables import ActionTables, SimulatedOrder
 from ._costs import Costs, find_faults, look_up
-from ._tables import ActionTables, SimulatedOrder
 from ._timeline import Exchange, MemoryEvent, Timeline
 
 # Sums of finite costs may still be infinite.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
+from ._action_tables import ActionTables
 from ._bound import compute_lower_bound
 from ._costs import FIELDS, Costs
-from ._tables import ActionTables
-from ._units import duration, format_percent, size
+from ._formats import duration, format_percent, size
 
 # The most columns into which the text picture divides the shortest action.
 _MAX_COLUMNS = 8

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from jpipe import draw
-from jpipe.draw._shapes import measure_text
+from jpipe.draw._elements import measure_text
 from jpipe.schedules import BY_NAME, Costs, MemoryEvent, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ import json
 import pytest
 
 import jpipe
-from jpipe.schedules._units import duration
+from jpipe.schedules._formats import duration
 
 from ..planning.models import SAMPLE, dense, planned
 from .pictures import SVG, actions, boxes, parsed, texts

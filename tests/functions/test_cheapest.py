@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jpipe._jaxprs import _jaxpr
-from jpipe._jaxprs._cheapest import cheapest, is_cheap, nbytes
+from jpipe._jaxprs._min_cut import cheapest, is_cheap, nbytes
 
 # What a step computes of one or two values; those in DEAR are dear.
 ONE = [jnp.sin, lambda x: x.astype(jnp.bfloat16), lambda x: x > 0, jnp.sum]

@@ -16,8 +16,9 @@ PURE = ("schedules", "draw")
 # that of the folder is its `__init__`.
 FOLDERS = (
     *PURE,
-    *("_compat", "_messages", "_processes", "_jaxprs", "_layers", "_functions"),
-    *("_instructions", "_run", "_placed", "_check", "_slices", "_train", "planning"),
+    *("_compat", "_messages", "_processes", "_jaxprs", "_layers", "_arguments"),
+    *("_instructions", "_placed", "_trace", "_partition", "_stage", "_lower"),
+    *("_model", "_check", "_pipelined", "_train", "planning", "_api"),
     *("_command", ""),
 )
 # `device_put` anywhere else would be a transfer that the memory count and a later
@@ -27,7 +28,7 @@ MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # what measures how long results take, the thread that watches other processes, and what
 # reads constants before a program is compiled.
 MAY_WAIT = {
-    *("_processes._watch", "_profile", "planning._link", "planning._measure"),
+    *("_processes._watch", "_api._step_profile", "planning._link", "planning._measure"),
 }
 # The one file that may hold private names of JAX, each with its reason.
 MAY_BE_PRIVATE = {"_compat"}

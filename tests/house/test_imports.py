@@ -51,5 +51,5 @@ def test_names_of_the_package_are_there_when_they_are_asked_for():
 
 
 def test_the_probe_sees_jax_and_numpy_where_they_are():
-    assert imported_by("planning._partition") == ["numpy"]
-    assert "jax" in imported_by("_run._signature")
+    assert imported_by("planning._layer_partition") == ["numpy"]
+    assert "jax" in imported_by("_arguments._signature")

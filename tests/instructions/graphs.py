@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jpipe._instructions._graph import Graph
 from jpipe._instructions._program import Program
-from jpipe._jaxprs._function import Function
+from jpipe._jaxprs._computation import Function
 
 SPEC = jax.ShapeDtypeStruct((3,), jnp.float32)
 

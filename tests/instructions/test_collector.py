@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from jpipe._instructions._collector import paused
+from jpipe._instructions._garbage_collector import paused
 
 
 @paused()

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._instructions._compile import on_host
-from jpipe._jaxprs._function import Argument, Function, Result, compose
+from jpipe._instructions._compiler import on_host
+from jpipe._jaxprs._computation import Argument, Function, Result, compose
 
 from .graphs import ADD, BOTH, SPEC, function
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe._instructions._bytes import live, peaks
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
+from jpipe._instructions._memory import live, peaks
 from jpipe.schedules import Action
 
 from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf

@@ -4,7 +4,7 @@ A copy of the checkout is changed, never the checkout itself. Of each mutant the
 test that fails is printed, and of those that no test notices that they live.
 
     python -m tests.mutants
-    python -m tests.mutants --only _run/_totals --workers 2
+    python -m tests.mutants --only _lower/_epilogue --workers 2
 """
 
 import argparse

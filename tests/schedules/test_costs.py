@@ -5,15 +5,7 @@ import re
 
 import pytest
 
-from jpipe.schedules import (
-    Action,
-    Costs,
-    ScheduleError,
-    Skip,
-    gpipe,
-    one_f_one_b,
-    zb_v,
-)
+from jpipe.schedules import Action, Costs, ScheduleError, Skip, gpipe, one_f_one_b, zb_v
 
 
 def test_a_transfer_takes_its_latency_and_its_bytes_over_the_bandwidth():

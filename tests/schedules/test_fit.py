@@ -7,14 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jpipe.schedules import (
-    BY_NAME,
-    Costs,
-    Schedule,
-    ScheduleError,
-    Skip,
-    fit,
-)
+from jpipe.schedules import BY_NAME, Costs, Schedule, ScheduleError, Skip, fit
 
 from .predictions import any_time
 

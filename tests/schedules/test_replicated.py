@@ -8,14 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from jpipe.schedules import (
-    Action,
-    Costs,
-    Exchange,
-    Schedule,
-    ScheduleError,
-    replicated,
-)
+from jpipe.schedules import Action, Costs, Exchange, Schedule, ScheduleError, replicated
 
 
 def costs_of(times):

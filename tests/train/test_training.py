@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import serialization
 
 import jpipe
-from jpipe._run import _recent
+from jpipe._arguments import _cache
 
 from .. import reference as ref
 
@@ -164,7 +164,7 @@ def test_a_state_keeps_neither_the_step_nor_its_programs():
 
 
 def test_a_step_of_many_sizes_keeps_the_programs_of_the_newest(small, monkeypatch):
-    monkeypatch.setattr(_recent, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(_cache, "MAX_ENTRIES", 2)
     tx = optax.sgd(0.1)
     state, step = small.init_train_state(KEY, X, tx), small.train_step(ref.mse, tx)
     sizes = range(2, 7)

@@ -1,0 +1,1 @@
+"""The handles that users hold, and the checks of their arguments."""

@@ -1,0 +1,93 @@
+"""The report of `compile`: what is known of programs once they are compiled."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .._instructions._memory import peaks
+from .._instructions._program import Program
+from ..schedules._formats import columns, size
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """One compiled program.
+
+    Attributes:
+      name: its name in profiles.
+      device: the device on which it runs.
+      calls: the number of times that a call of the whole runs it.
+      flops: the operations of one of these calls; ``None`` if XLA does not report them.
+      workspace_bytes: the memory that it needs while it runs, besides arguments and
+        results; ``None`` if XLA does not report it.
+      seconds: the time that XLA took; zero if it was compiled before.
+    """
+
+    name: str
+    device: str
+    calls: int
+    flops: float | None
+    workspace_bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Pipeline.compile` knows; prints as a table.
+
+    Attributes:
+      programs: one entry for each compiled program.
+      peak_bytes: the name of each device, and the most that it holds between programs,
+        arguments included.
+      seconds: the time to trace and to compile all of them, side by side.
+    """
+
+    programs: tuple[CompiledProgram, ...]
+    peak_bytes: tuple[tuple[str, int], ...]
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """The operations of all calls, as far as XLA reports them."""
+        return sum((p.flops or 0.0) * p.calls for p in self.programs)
+
+    def __str__(self) -> str:
+        rows = [["program", "device", "calls", "flops", "workspace", "compiled in"]]
+        for p in self.programs:
+            flops = "" if p.flops is None else f"{p.flops:,.0f}"
+            workspace = "" if p.workspace_bytes is None else size(p.workspace_bytes)
+            seconds = f"{p.seconds:.2f} s"
+            rows.append([p.name, p.device, str(p.calls), flops, workspace, seconds])
+
+        peak = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
+        lines = [
+            columns(rows, left=range(2)),
+            f"peak: {peak}",
+            f"{self.flops:,.0f} flops; {len(self.programs)} programs in "
+            f"{self.seconds:.1f} s",
+        ]
+        return "\n".join(lines)
+
+
+def compile_report(lower: Callable[[], Program]) -> Report:
+    """Lowers and compiles a list of instructions; returns what is then known."""
+    begin = time.perf_counter()
+    program = lower()
+    program.compile()
+
+    calls = Counter(id(instruction.compiled) for instruction in program.instructions)
+    programs = tuple(
+        CompiledProgram(
+            name=compiled.name,
+            device=str(compiled.device),
+            calls=calls[id(compiled)],
+            flops=compiled.flops,
+            workspace_bytes=compiled.workspace_bytes,
+            seconds=compiled.seconds,
+        )
+        for compiled in program.programs
+    )
+    devices = map(str, program.devices)
+    peak_bytes = tuple(zip(devices, peaks(program), strict=True))
+    return Report(programs, peak_bytes, seconds=time.perf_counter() - begin)

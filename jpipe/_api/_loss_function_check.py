@@ -1,0 +1,196 @@
+"""Compares a loss function on a whole mini-batch with the same in micro-batches.
+
+    at once:           one stage, one micro-batch of all examples   -> loss, gradients
+    in micro-batches:  one stage, micro-batches of the given sizes  -> loss, gradients
+
+Both are programs as a pipeline runs them, on its first device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from .._arguments._batch import Batch
+from .._check import _comparison
+from .._check._loss_check import ADVICE
+from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
+from .._check._split_function import host
+from .._instructions._transfer import one_of, put_each
+from .._jaxprs import _dataflow
+from .._layers._median_prng import half_key
+from .._layers._rng import is_single_key
+from .._messages import WarnOnce
+from .._partition._config import PipelineConfig
+from .._partition._cut_points import Cuts
+from .._partition._partition import Partition
+from .._pipelined._function_spec import FunctionSpec
+from .._pipelined._pipelined_function import PipelinedFunction
+from .._pipelined._specialization import Built
+from .._trace._traced_function import pair
+
+PyTree = Any
+# Numbers of a gradient are compared relative to this fraction of its largest one, if
+# that is more than the largest number beside them.
+_SMALLEST_SCALE = 1e-2
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """The numbers that a program computed.
+
+    Attributes:
+      loss: the loss of the mini-batch.
+      grads: its gradients; ``None`` for parameters that are not trained.
+    """
+
+    loss: jax.Array
+    grads: PyTree
+
+
+def check(
+    spec: FunctionSpec,
+    partition: Partition,
+    trained: Callable[[PyTree], list[bool]],
+    params: PyTree,
+    args: Sequence[PyTree],
+    *,
+    microbatch_sizes: Sequence[int] | None,
+    tolerance: float | None,
+) -> CheckReport:
+    """Checks a loss function: see `FunctionGradient.check`.
+
+    Args:
+      spec: the loss function.
+      partition: the stages that it is divided into by a call.
+      trained: ``specs of params -> one bool per leaf``; True if it has a gradient.
+      params: the parameters.
+      args: the rest of a mini-batch.
+      microbatch_sizes: the number of examples of each micro-batch.
+      tolerance: the largest difference that passes.
+    """
+    args = jax.tree.map(_without_chance, tuple(args))
+    batch = _splittable_batch(spec, partition, args)
+    count = sum(batch.sizes)
+    if microbatch_sizes is None:
+        first = max(1, count // 3)
+        microbatch_sizes = first, count - first
+    sizes = check_microbatch_sizes(microbatch_sizes, count)
+
+    loss = _without_aux(spec)
+    params = jax.tree.map(host, params)
+    with jax.default_matmul_precision("highest"):
+        programs: list[Built] = []
+        for part_sizes in ((count,), sizes):
+            function = PipelinedFunction(
+                loss, _one_stage(partition, len(part_sizes)), trained
+            )
+            split_batch = replace(batch, sizes=part_sizes)
+            programs.append(function.build(params, split_batch))
+        if programs[0].pipe.copies is not None:
+            raise ValueError(
+                "what several processes have cannot be checked in one of them; check "
+                "the function in one process"
+            )
+        at_once, in_parts = [_run(built, params, args) for built in programs]
+
+    if tolerance is None:
+        traces = [built.stages.first.closed for built in programs]
+        dtypes = [dtype for closed in traces for dtype in _dataflow.dtypes(closed)]
+        tolerance = _comparison.tolerance(dtypes)
+    outputs = _comparison.compare(
+        "outputs",
+        whole=at_once.loss,
+        parts=in_parts.loss,
+        axes=[None],
+        sizes=sizes,
+        limit=tolerance,
+    )
+    gradients = _comparison.compare(
+        "gradients",
+        whole=at_once.grads,
+        parts=in_parts.grads,
+        axes=[None] * len(jax.tree.leaves(at_once.grads)),
+        sizes=sizes,
+        limit=tolerance,
+        smallest_scale=_SMALLEST_SCALE * _comparison.size(at_once.grads),
+    )
+    result = CheckResult(
+        f"the loss with reduction={spec.reduction!r}",
+        differences=tuple(filter(None, (outputs, gradients))),
+        compared=("outputs", "gradients"),
+        notes=(f"{at_once.loss:.6g}",),
+        advice=ADVICE,
+    )
+    return CheckReport(sizes, (), result)
+
+
+def _without_aux(spec: FunctionSpec) -> FunctionSpec:
+    """The loss function alone, without what it returns besides the loss."""
+    if not spec.has_aux:
+        return spec
+
+    def loss(params: PyTree, *args: PyTree) -> Any:
+        value, _ = pair(spec.function(params, *args), "(loss, aux)")
+        return value
+
+    return replace(spec, function=loss, has_aux=False, joins=lambda _: [])
+
+
+def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
+    """One stage on the first device, wherever a call divides the function."""
+    config = PipelineConfig(
+        num_microbatches=num_microbatches,
+        ranks=[one_of(partition.config.ranks[0])],
+        num_stages=1,
+        schedule="gpipe",
+        remat="none",
+        cuts=Cuts.none(about=1),
+    )
+    one_stage = Partition(config)
+    one_stage.warnings = WarnOnce(is_muted=True)  # a call gives all warnings
+    return one_stage
+
+
+def _splittable_batch(
+    spec: FunctionSpec, partition: Partition, args: Sequence[PyTree]
+) -> Batch:
+    """The mini-batch, which need not be split by a call.
+
+    Raises:
+      ValueError: if it cannot be split.
+    """
+    try:
+        batch = spec.batch(args, num_microbatches=2, num_shards=1, few=True)
+    except ValueError as error:
+        if partition.num_microbatches == 1:
+            error.add_note(
+                "with num_microbatches=1 nothing is split, as it need not be: then "
+                "there is nothing that check could compare"
+            )
+        raise
+    if all(axis is None for axis in batch.axes):
+        raise ValueError(
+            f"check compares a mini-batch with its parts, and in_axes="
+            f"{spec.in_axes!r} splits no array: give examples as an argument"
+        )
+    return batch
+
+
+def _run(built: Built, params: PyTree, args: Sequence[PyTree]) -> _Computed:
+    """Runs a program of one stage."""
+    params = put_each(params, built.pipe.devices, built.layout.locations)
+    outputs = built.program(built.given(params, args, "params"))
+    loss, _, grads = built.returned(outputs)
+    leaves = [
+        next(grads) if is_trained else None for is_trained in built.layout.trained
+    ]
+    return _Computed(loss, jax.tree.structure(params).unflatten(leaves))
+
+
+def _without_chance(leaf: Any) -> Any:
+    """An array on the host; in place of a key one that draws the middle number."""
+    if not hasattr(leaf, "dtype"):
+        return leaf  # which the mini-batch is refused for
+    return half_key() if is_single_key(leaf) else host(leaf)

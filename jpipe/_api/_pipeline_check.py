@@ -1,0 +1,190 @@
+"""Checks layers and a loss on a batch: the settings of `Pipeline.check`."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from .._arguments import _call, _microbatch, _variables
+from .._arguments._objective import Objective
+from .._check._layer_checker import LayerChecker, LayerToCheck
+from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
+from .._instructions import _transfer
+from .._instructions._transfer import OnPaper
+from .._layers import _rng
+from .._layers._layer_group import fuse
+from .._layers._sequence import Sequential
+from .._lower._join import MEAN, SUM
+from .._model._model import Model
+from .._partition._config import PipelineConfig
+from .._partition._partition import Partition
+from .._pipelined import _model_functions
+from .._pipelined._pipelined_function import PipelinedFunction
+from ..schedules import gpipe
+from ._pipelined_model import PipelinedModel
+
+PyTree = Any
+
+
+def checked(
+    pipelined: PipelinedModel,
+    variables: PyTree,
+    x: PyTree,
+    targets: PyTree,
+    *,
+    objective: Objective | None,
+    rngs: _rng.Rngs,
+    train: bool,
+    tolerance: float | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
+) -> CheckReport:
+    """Checks layers, or a model as the only one: see `Pipeline.check`.
+
+    Args:
+      pipelined: the layers or the model.
+      variables: its variables.
+      x: an input.
+      targets: its targets.
+      objective: the loss; ``None``: layers only.
+      rngs: keys.
+      train: whether layers are run as in training.
+      tolerance: the largest relative difference that passes.
+      microbatch_sizes: the number of examples of each micro-batch.
+    """
+    model, partition = pipelined.model, pipelined.partition
+    entries = model.entries(variables)
+    if len({device.process_index for device in partition.places}) > 1:
+        raise ValueError(
+            "what several processes have cannot be checked in one of them; check "
+            "jpipe.sequential of the same layers, in one process"
+        )
+    if rngs is not None:
+        _rng.check_rngs(rngs)
+    _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
+
+    names = "x", "targets"
+    axes = model.axes
+    specs = [_microbatch.specs(x, "x"), _microbatch.specs(targets, "targets")]
+    in_axes = axes.in_axes, axes.target_axes
+    x_axes, target_axes = _call.axes_of(in_axes, specs, names)
+    count = _call.batch_size(specs, (x_axes, target_axes), 2, names)
+    num_parts = partition.num_microbatches * partition.num_shards
+    microbatch_size = -(-count // num_parts)
+    if microbatch_sizes is None:
+        microbatch_sizes = _uneven_sizes(count, microbatch_size)
+    sizes = check_microbatch_sizes(microbatch_sizes, count)
+
+    pipelined.checks.by_owner(variables, x)
+    _variables.check_alive(jax.tree.leaves(variables))
+    layers = _layers_to_check(model, entries, x, rngs=rngs, train=train)
+    is_divided = pipelined.num_stages is not None
+    first_rank = pipelined.pipe.devices[0] if is_divided else partition.config.ranks[0]
+
+    results: list[CheckResult] = []
+    loss = None
+    with jax.default_device(_transfer.one_of(first_rank)):
+        checker = LayerChecker(
+            x, x_axes, sizes=sizes, rngs=rngs, train=train, tolerance=tolerance
+        )
+        for layer in layers[:-1]:
+            results.append(checker.check(layer))
+        reductions = functools.partial(_reductions, axes.out_axes, microbatch_size)
+        results.append(checker.check(layers[-1], reductions))
+        if objective is not None:
+            loss = checker.check_loss(objective, targets, target_axes)
+    if not model.is_list:
+        results = [replace(results[0], name=f"the model ({model})")]
+    return CheckReport(sizes, tuple(results), loss)
+
+
+def _layers_to_check(
+    model: Model,
+    entries: Sequence[PyTree],
+    x: PyTree,
+    *,
+    rngs: _rng.Rngs,
+    train: bool,
+) -> list[LayerToCheck]:
+    """Each layer behind those whose variables it reads, and the variables of these.
+
+    Who reads which variable is asked of a pipeline with a stage for each layer.
+    """
+    count = len(model.layers)
+    config = PipelineConfig(
+        num_microbatches=1,
+        ranks=[OnPaper(rank) for rank in range(count)],
+        schedule=gpipe(count, 1),
+        remat="none",
+    )
+    partition = Partition(config, fuse(model.layers, [1] * count))
+    stage_each = Model(model.layers, model.axes, partition.stage_of_layer)
+    function = PipelinedFunction(
+        _model_functions.forward(stage_each, train=train), partition
+    )
+    stages = function.divide(tuple(entries), (x, rngs)).stages
+
+    # leaf of the variables -> index of the layer in whose entry it is
+    layer_of_leaf: list[int] = []
+    for i, entry in enumerate(entries):
+        layer_of_leaf += [i] * len(jax.tree.leaves(entry))
+
+    layers: list[LayerToCheck] = []
+    for i in range(count):
+        leaves = [k for k in stages.params_of(i) if k < len(layer_of_leaf)]
+        owners = {layer_of_leaf[k] for k in leaves}  # the others are constants
+        indices = [*sorted(owners - {i}), i]
+        sequential = Sequential(
+            [model.layers[k] for k in indices],
+            [model.stage_of_layer[k] for k in indices],
+            numbers=indices,
+        )
+        layers.append(LayerToCheck(i, sequential, [entries[k] for k in indices]))
+    return layers
+
+
+def _reductions(
+    out_axes: Any, microbatch_size: int, outputs: PyTree
+) -> list[Sequence[str]]:
+    """The reductions of outputs by `Pipeline.apply`: see `LayerChecker.check`.
+
+    Args:
+      out_axes: the argument of the pipeline.
+      microbatch_size: the number of examples of a micro-batch of the pipeline.
+      outputs: specs of the outputs.
+    """
+    flat = _microbatch.flat_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
+    reductions: list[Sequence[str]] = []
+    for leaf, axis in zip(jax.tree.leaves(outputs), flat, strict=True):
+        if axis is MEAN:
+            reductions.append(("mean",))
+        elif axis is SUM:
+            reductions.append(("sum", "each"))
+        elif axis is None or _has_rows(leaf, axis, microbatch_size):
+            reductions.append(("each",))
+        else:  # which apply does not join, but a loss may be a mean or a sum of it
+            reductions.append(("mean", "sum"))
+    return reductions
+
+
+def _has_rows(leaf: Any, axis: int, count: int) -> bool:
+    """True if an array has ``count`` rows on an axis."""
+    return -leaf.ndim <= axis < leaf.ndim and leaf.shape[axis] == count
+
+
+def _uneven_sizes(batch_size: int, microbatch_size: int) -> tuple[int, int]:
+    """Two micro-batches of different sizes, if they can be.
+
+    Layers may take examples in groups: the first is as large as a micro-batch of the
+    pipeline, or else even.
+
+    Args:
+      batch_size: the number of examples, two at least.
+      microbatch_size: the number of examples of a micro-batch of the pipeline.
+    """
+    first = max(min(microbatch_size, batch_size // 3), min(2, batch_size // 2))
+    is_odd = first % 2 == 1
+    if is_odd and 2 < first != microbatch_size:
+        first -= 1
+    return first, batch_size - first

@@ -1,0 +1,219 @@
+"""`jpipe.pipeline`: a list of layers, or one model, over many devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from .._arguments._batch import Axes
+from .._instructions._transfer import Device
+from .._layers._adapter import adapt_layers, is_model
+from .._layers._layer_group import fuse
+from .._model._model import Model
+from .._partition import _param_sharding
+from .._partition._partition import Partition
+from .._processes._start import check_joined
+from ..planning._plan import Plan
+from ..schedules import Schedule, ScheduleBuilder
+from . import _setting_checks
+from ._pipeline import Pipeline
+from ._pipelined_model import PipelinedModel
+from ._settings import configure
+
+
+def pipeline(
+    stages: Any,
+    num_microbatches: int | None = None,
+    *,
+    num_stages: int | None = None,
+    balance: Sequence[int] | None = None,
+    plan: Plan | None = None,
+    devices: Sequence[Device] | Mesh | None = None,
+    mesh: Mesh | None = None,
+    sharding: _param_sharding.Rule | None = None,
+    gather: str = "step",
+    replicas: Sequence[int] | None = None,
+    schedule: str | ScheduleBuilder | Schedule = "1f1b",
+    remat: Any = "min_cut",
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    out_axes: Any = 0,
+) -> Pipeline:
+    """Turns a model, or a sequence of layers, into one program over many devices.
+
+    The program gives the numbers of the same layers on one device. Each stage, a
+    group of neighbouring layers, is compiled onto its own device; a mini-batch is cut
+    in micro-batches, which pass through the stages in the order of a schedule.
+
+    Args:
+      stages: the layers: linen modules, `Layer` objects, functions ``x -> y``; each
+        maps one pytree to one pytree. Or one of these alone, a whole model with inputs
+        of its own (several: `inputs`), which is divided by itself, where that balances
+        and few bytes cross, or where it calls `boundary`.
+      num_microbatches: into how many micro-batches a mini-batch is cut, at least 1.
+        Their sizes differ by at most one.
+      num_stages: of a model in how many stages it is divided; default: one for each
+        device, or as many as marks make.
+      balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
+        each layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers
+        finds the one with equal times.
+      plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
+        ``schedule`` and ``remat``, and of ``mesh`` where it has several devices per
+        stage: those of ``devices`` are laid out, stage by stage.
+      devices: one per rank, default `jax.devices`; repeat a device to let it serve
+        several stages. A rank may have a mesh of its own in place of a device.
+      mesh: several devices per stage, in place of ``devices``: the stages are along its
+        axis ``"stage"``, all other axes are each stage's own. Examples are spread over
+        ``"data"``; parameters are sharded by ``sharding``.
+      sharding: ``(path, spec) -> PartitionSpec`` of a parameter, or ``None``; the path
+        starts with the layer's number. Left out, the boxes of Flax
+        (`flax.linen.with_partitioning`) and the metadata of nnx decide. A parameter
+        that is cut along ``"data"`` (FSDP) is gathered for use.
+      gather: when that is: once in a ``"step"``, or for each ``"microbatch"``, which
+        holds less.
+      replicas: how many ranks take turns at each stage, such as ``[3, 2, 2, 1]``:
+        micro-batch i runs on the (i mod r)-th of r, under ``"1f1b"`` or
+        ``"eager_1f1b"``. Variables stay on the first, whence the others get them once
+        in a step; gradients are added up there.
+      schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
+      remat: what is stored between forward and backward. ``"min_cut"``: the fewest
+        bytes from which all that the backward reads follows without a product, a
+        convolution or a loop. ``"dots"``: the results of products and convolutions,
+        and the stage's inputs. ``"full"``: its inputs; the rest is computed again.
+        ``"none"``: all that the backward reads. ``"except_last"``: ``"full"``, but
+        ``"none"`` for the last micro-batch. Or a policy of `jax.checkpoint_policies`.
+        One for all stages, or one per stage.
+      in_axes: the batch axis of the inputs, as `jax.vmap` takes it: an int, ``None``
+        for what every micro-batch gets whole, or a pytree prefix of these.
+      target_axes: the same for the targets.
+      out_axes: the batch axis of the outputs, on which `Pipeline.apply` joins them, as
+        `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these; or
+        `jpipe.MEAN`, the mean over the examples, or `jpipe.SUM`, as for ``aux_axes``
+        of `Pipeline.value_and_grad`. An output that follows from no example, such as a
+        learned temperature or a codebook, is what one device returns; ``None`` is for
+        no other.
+
+    Returns:
+      The pipeline; of a model its variables, gradients and states are trees of the
+      model's own. Nothing is compiled yet.
+
+    Warns:
+      UserWarning: if a schedule that runs several stages per rank leaves devices idle,
+        of which each stage could have its own.
+
+    Raises:
+      ValueError: if a number, name or length does not fit; with all faults of a kind.
+      TypeError: if a layer, device or number is of a wrong type.
+      ScheduleError: if a schedule cannot run.
+      RuntimeError: if it is one of several processes and has not joined them, or has
+        too few threads for meshes of CPU devices.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe
+      >>> from flax import linen as nn
+      >>> pipe = jpipe.pipeline(
+      ...     [nn.Dense(8), nn.relu, nn.Dense(1)], num_microbatches=2, balance=[2, 1]
+      ... )
+      >>> x = jnp.ones((4, 3))
+      >>> variables = pipe.init(jax.random.key(0), x)
+      >>> pipe.apply(variables, x).shape
+      (4, 1)
+
+    References:
+      Huang et al., `GPipe: Efficient Training of Giant Neural Networks using
+      Pipeline Parallelism <https://arxiv.org/abs/1811.06965>`_ (2019).
+      Kim et al., `torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+      Models <https://arxiv.org/abs/2004.09910>`_ (2020).
+    """
+    check_joined()
+    is_one = is_model(stages)
+    layers = adapt_layers([stages] if is_one else stages)
+    if is_one:
+        _setting_checks.check_no_balance(balance)
+    elif num_stages is not None:
+        instead = (
+            "give the model as it is, not in a list"
+            if len(layers) == 1
+            else "of a list of layers type balance=, how many layers each stage takes"
+        )
+        raise ValueError(
+            f"num_stages={num_stages} is for one model that is divided by itself; "
+            f"{instead}"
+        )
+    config = configure(
+        plan=plan,
+        layers=None if is_one else layers,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        devices=devices,
+        mesh=mesh,
+        sharding=sharding,
+        gather=gather,
+        replicas=replicas,
+        schedule=schedule,
+        remat=remat,
+        balance=balance,
+    )
+    groups = None if config.balance is None else fuse(layers, config.balance)
+    partition = Partition(config, groups, is_lasting=is_one)
+    axes = Axes(in_axes, target_axes, out_axes)
+    model = Model(layers, axes, partition.stage_of_layer)
+    pipelined = PipelinedModel(model, partition)
+    is_chosen = isinstance(config.schedule, Schedule) or replicas is not None
+    if groups is not None and not is_chosen:
+        _setting_checks.warn_of_idle(config.ranks, pipelined.pipe.schedule)
+    return Pipeline(pipelined, getattr(plan, "forecast", None))
+
+
+def sequential(
+    layers: Any,
+    num_microbatches: int = 1,
+    *,
+    devices: Sequence[Device] | None = None,
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    out_axes: Any = 0,
+) -> Pipeline:
+    """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
+
+    With the same number of micro-batches it draws the same dropout. Each micro-batch
+    is one compiled forward and backward; nothing is recomputed.
+
+    Args:
+      layers: as for `pipeline`.
+      num_microbatches: as for `pipeline`; the gradients are accumulated.
+      devices: the device, as a sequence of one; default the first of this process.
+      in_axes: as for `pipeline`.
+      target_axes: as for `pipeline`.
+      out_axes: as for `pipeline`.
+
+    Returns:
+      A pipeline with one stage.
+
+    Raises:
+      ValueError: as for `pipeline`.
+      TypeError: as for `pipeline`.
+
+    Example:
+      >>> import jpipe
+      >>> from flax import linen as nn
+      >>> jpipe.sequential([nn.Dense(8), nn.relu]).num_stages
+      1
+    """
+    if is_model(layers):
+        one: dict[str, Any] = {"num_stages": 1}
+    else:
+        layers = list(layers) if hasattr(layers, "__iter__") else layers
+        size = len(layers) if isinstance(layers, list) else 0
+        one = {"balance": [size] if size else None}
+    return pipeline(
+        layers,
+        num_microbatches,
+        **one,
+        devices=jax.local_devices()[:1] if devices is None else devices,
+        remat="none",
+        in_axes=in_axes,
+        target_axes=target_axes,
+        out_axes=out_axes,
+    )

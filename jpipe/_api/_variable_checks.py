@@ -1,0 +1,170 @@
+"""Whether variables and an input fit a model, on abstract values.
+
+Checks run before anything is compiled. What fits is remembered by its shapes, so that
+variables are checked once, and an error can name the input with which they were used.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from .._arguments import _microbatch, _signature, _variables
+from .._arguments._cache import Recent
+from .._layers._text import shapes
+from .._model._initial import Initial
+from .._model._model import Model
+from .._partition._partition import Partition
+
+PyTree = Any
+
+
+class VariableChecks:
+    """The checks of what a model is given, and what they remember.
+
+    Args:
+      model: the model.
+      partition: the stages that it runs in.
+
+    Attributes:
+      specs: the variables that were seen last, as specs; ``None`` before the first.
+    """
+
+    def __init__(self, model: Model, partition: Partition) -> None:
+        self._model = model
+        self._partition = partition
+        self.specs: PyTree = None
+        # signature of variables -> the input that they fit, in words
+        self._inputs = Recent[Any, str]()
+
+    def note(self, variables: PyTree, x: PyTree) -> None:
+        """Remembers variables and an input that they fit."""
+        self.specs = _microbatch.specs(variables, "variables")
+        signature = self._signature(variables)
+        if signature not in self._inputs:
+            self._inputs[signature] = shapes(x)
+
+    def check_call(self, variables: PyTree, args: Sequence[PyTree]) -> None:
+        """Checks variables of a list that were not seen before, before they are used.
+
+        Those of one model are not, which would be a trace of its initialization.
+
+        Raises:
+          ValueError: if they are not those of the layers.
+        """
+        if not self._model.is_list:
+            return
+        if self._signature(variables) not in self._inputs:
+            self._check(variables, args[0])
+        self.note(variables, args[0])
+
+    def explain(self, variables: PyTree, args: Sequence[PyTree]) -> None:
+        """Says what is wrong with an input on which a call raised an error.
+
+        Raises:
+          ValueError: if the variables fit another input, and not this one.
+        """
+        x = args[0]
+        if self._inputs.get(self._signature(variables)) in (None, shapes(x)):
+            return
+        try:
+            initial = self._initial(x)
+        except Exception:  # it is not for the variables
+            return
+        self._compare(initial, variables, x)
+
+    def by_owner(self, variables: PyTree, x: PyTree) -> PyTree:
+        """Checks variables; returns each in the entry that `Pipeline.init` gives it to.
+
+        Raises:
+          ValueError: if they are not those of the model.
+        """
+        entries = self._model.entries(variables)
+        initial = self._check(variables, x)
+        if initial is not None and self._model.is_list:
+            entries = self._model.parent.like(initial.specs, entries)
+        variables = self._model.from_entries(entries)
+        self.note(variables, x)
+        return variables
+
+    def _initial(self, x: PyTree, given: Sequence[PyTree] | None = None) -> Initial:
+        return self._model.initial(self._model.sample(x, self._partition), given)
+
+    def _check(self, variables: PyTree, x: PyTree) -> Initial | None:
+        """Compares variables with what the layers would make for an input.
+
+        Layers that cannot make such variables are given them as they are.
+
+        Returns:
+          What the layers would make; ``None`` for one model that cannot make any, such
+          as one whose parameters follow from data.
+
+        Raises:
+          ValueError: if the variables are not those of the model.
+        """
+        entries = self._model.entries(variables)
+        given = entries
+        initial = None
+        try:
+            initial = self._initial(x)
+            given = [*map(state_of, initial.specs, entries)]
+            return self._compare(initial, variables, x)
+        except Exception:
+            with suppress(Exception):  # the first one says what is wrong
+                return self._compare(self._initial(x, given), variables, x)
+            if initial is None and not self._model.is_list:
+                return None
+            raise
+
+    def _compare(self, initial: Initial, variables: PyTree, x: PyTree) -> Initial:
+        """Checks that variables are like those which layers would make."""
+        message = self._misfit(variables, x)
+        if self._model.is_list:
+            parent = self._model.parent
+            _variables.check_layers(parent, initial.specs, variables, message)
+        else:
+            (expected,) = initial.specs
+            specs = _microbatch.specs(variables, "variables")
+            _variables.check({"variables": expected}, {"variables": specs}, message)
+        return initial
+
+    def _signature(self, variables: PyTree) -> Any:
+        entries = self._model.entries(variables)
+        leaves, tree = jax.tree.flatten(tuple(entries))
+        return tree, _signature.shapes(leaves)
+
+    def _misfit(self, variables: PyTree, x: PyTree) -> str:
+        """The beginning of an error on variables and an input that do not fit."""
+        fitting_input = self._inputs.get(self._signature(variables))
+        if fitting_input in (None, shapes(x)):
+            sample = f"x of {shapes(x)}"
+            if not self._model.is_list:
+                (first,) = self._model.sample(x, self._partition).first
+                sample = f"micro-batches of {shapes(first)}"
+            return (
+                f"the variables are not those of this model for {sample}; one of the "
+                f"two is wrong"
+            )
+        return (
+            f"x is {shapes(x)}, and the variables fit {fitting_input}, with which they "
+            f"were made or used before; give such an x, and x before the targets"
+        )
+
+
+def state_of(specs: Mapping[str, PyTree], entry: Any) -> dict[str, PyTree]:
+    """The collections of an entry that are no parameters, where leaves are the same.
+
+    A layer is not held to the shapes that its state has at the start: a cache has room
+    for more tokens than the input has.
+
+    Args:
+      specs: the collections that the layer would make.
+      entry: the variables of the layer, as the caller has them.
+    """
+    structure = jax.tree.structure
+    return {
+        name: entry[name]
+        for name, collection in specs.items()
+        if name != "params" and structure(entry.get(name)) == structure(collection)
+    }

@@ -1,0 +1,1 @@
+"""The arguments of a call: variables, mini-batches, losses, selections."""

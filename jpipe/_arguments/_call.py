@@ -1,0 +1,203 @@
+"""Checks the arguments of a call, and describes its mini-batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._layers import _rng
+from .._layers._inputs import Inputs
+from .._layers._text import shapes
+from . import _microbatch
+from ._batch import Batch
+from ._static import Static
+
+PyTree = Any
+# The name of the arguments that a loss function is given by name, for errors.
+KEYWORDS = "keywords"
+_AXES = (
+    "in_axes= is a value for all arguments after params, or a tuple with one for each: "
+    "None for what each micro-batch is given whole, such as a number, a table or "
+    "running statistics"
+)
+
+
+# ------------------------------------------------------- the call of a loss function
+
+
+def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
+    """The names of the arguments besides the parameters, for errors.
+
+    Args:
+      count: the number of these arguments by position.
+      argnums: the positions of the parameters.
+    """
+    positions = [i for i in range(count + len(argnums)) if i not in argnums]
+    return [*(f"argument {position}" for position in positions), KEYWORDS]
+
+
+def axes_of_call(
+    in_axes: Any, args: Sequence[PyTree], keywords: Mapping[str, PyTree]
+) -> tuple[Any, ...]:
+    """The axes of the examples, in the form of ``(*args, keywords)``.
+
+    A single value is for all arguments. A tuple has one for each argument by position,
+    and arguments by name are split along axis 0, as by `jax.vmap`; `inputs` gives axes
+    by name too.
+
+    Raises:
+      ValueError: if there are axes of other arguments.
+    """
+    if not isinstance(in_axes, tuple | Inputs):
+        return *[in_axes] * len(args), dict.fromkeys(keywords, in_axes)
+    named_axes = dict[str, Any]()
+    if isinstance(in_axes, Inputs):
+        axes, named_axes = in_axes.call
+        axes += [0] * (len(args) - len(axes))
+    else:
+        axes = list(in_axes)
+    if len(axes) != len(args):
+        raise ValueError(
+            f"in_axes={in_axes!r} has {len(axes)} entries for {len(args)} arguments "
+            f"after params; give one for each, or one for all"
+        )
+    if unknown := named_axes.keys() - keywords.keys():
+        raise ValueError(
+            f"in_axes names {', '.join(sorted(unknown))}, and the arguments by name "
+            f"are: {', '.join(keywords) or 'none'}"
+        )
+    return *axes, {**dict.fromkeys(keywords, 0), **named_axes}
+
+
+def as_arrays(
+    in_axes: Any,
+    args: Sequence[PyTree],
+    keywords: Mapping[str, PyTree],
+    argnums: Sequence[int],
+) -> tuple[PyTree, ...]:
+    """``(*args, keywords)`` with arrays for leaves.
+
+    An argument without any array is static, as in `inputs`: its values are a part of
+    the structure. A Python number whose axis is ``None`` is an array.
+
+    Args:
+      in_axes: where the examples are.
+      args: the arguments by position.
+      keywords: the arguments by name.
+      argnums: the positions of the parameters.
+    """
+    trees = *args, dict(keywords)
+    if all(map(_is_array, jax.tree.leaves(trees))):
+        return trees
+    *axes, named_axes = axes_of_call(in_axes, args, keywords)
+    names = argument_names(len(args), argnums)
+    array_args = map(_as_arrays, args, axes, names)
+    array_keywords = {
+        name: _as_arrays(tree, named_axes[name], name)
+        for name, tree in keywords.items()
+    }
+    return *array_args, array_keywords
+
+
+def _as_arrays(tree: PyTree, axes: Any, name: str) -> PyTree:
+    """One argument: see `as_arrays`."""
+    is_static = not any(map(_is_array, jax.tree.leaves(tree)))
+    note = f"{name} holds no array, so that it is fixed and has to be hashable"
+
+    def convert(leaf: Any, axis: Any) -> Any:
+        if _is_array(leaf):
+            return leaf
+        if axis is None and type(leaf) in (int, float, complex):
+            return jnp.asarray(leaf)
+        return Static.of(leaf, note) if is_static else leaf
+
+    leaf_axes = _microbatch.full_axes(axes, tree, name, "in_axes")
+    return jax.tree.map(convert, tree, leaf_axes)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape")
+
+
+def note_order(error: Exception, params: PyTree, args: Sequence[PyTree]) -> None:
+    """Notes that parameters come first, where one array stands for them."""
+    is_leaf = jax.tree.structure(params) == jax.tree.structure(0)
+    if is_leaf and any(len(jax.tree.leaves(tree)) > 1 for tree in args[:-1]):
+        error.add_note(
+            f"params come first, as in grad_fn(params, x); they are {shapes(params)}"
+        )
+
+
+# ------------------------------------------------------------------ any mini-batch
+
+
+def axes_of(
+    in_axes: Sequence[Any], args: Sequence[PyTree], names: Sequence[str]
+) -> list[list[int | None]]:
+    """The axis of the examples in each leaf of each argument; keys have none."""
+    axes_by_arg = []
+    for name, axes, tree in zip(names, in_axes, args, strict=True):
+        leaves = jax.tree.leaves(tree)
+        option = "target_axes" if name == "targets" else "in_axes"
+        # An argument without leaves takes whatever axes there are.
+        leaf_axes = _microbatch.flat_axes(axes if leaves else 0, tree, name, option)
+        axes_by_arg.append(
+            [
+                None if _rng.is_single_key(leaf) else axis
+                for leaf, axis in zip(leaves, leaf_axes, strict=True)
+            ]
+        )
+    return axes_by_arg
+
+
+def batch_size(
+    args: Sequence[PyTree],
+    axes: Sequence[Sequence[int | None]],
+    count: int,
+    names: Sequence[str],
+) -> int:
+    """The number of examples, at least as many as micro-batches."""
+    arguments = [*zip(names, args, axes, strict=True)]
+    if KEYWORDS in names:
+        return _microbatch.batch_size(arguments, count, advice=_AXES)
+    return _microbatch.batch_size(arguments, count)
+
+
+def batch(
+    args: Sequence[PyTree],
+    in_axes: Sequence[Any],
+    names: Sequence[str],
+    *,
+    num_microbatches: int,
+    num_shards: int,
+    few: bool = False,
+) -> Batch:
+    """Checks a mini-batch.
+
+    Args:
+      args: its arguments, in arrays or specs.
+      in_axes: where the examples are in each argument.
+      names: the names of the arguments, for errors.
+      num_microbatches: M.
+      num_shards: the number of shards over which examples are spread.
+      few: whether a mini-batch that cannot be split, such as a single example, is taken
+        as one micro-batch.
+    """
+    specs = tuple(map(_microbatch.specs, args, names))
+    axes = axes_of(in_axes, specs, names)
+    flat_axes = [axis for leaf_axes in axes for axis in leaf_axes]
+    unsplit = Batch(specs, [None] * len(flat_axes), (1,))
+    if few and all(axis is None for axis in flat_axes):
+        return unsplit
+    try:
+        size = batch_size(specs, axes, 1 if few else num_microbatches, names)
+    except ValueError:
+        if num_microbatches * num_shards == 1:  # which splits nothing
+            return unsplit
+        raise
+    if few and (size < num_microbatches * num_shards or size % num_shards):
+        return Batch(specs, flat_axes, (size,))
+    shard = _microbatch.shard(size, num_microbatches, num_shards)
+    sizes = _microbatch.sizes(shard, num_microbatches)
+    return Batch(specs, flat_axes, sizes, num_shards)

@@ -1,0 +1,149 @@
+"""A loss function, its results, and how the losses of micro-batches combine."""
+
+import reprlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._jaxprs._structural_key import Same
+from .._layers._text import shapes
+
+PyTree = Any
+
+REDUCTIONS = ("mean", "sum", "weighted", "microbatch_mean")
+# (is weighted, has aux) -> the results of a loss function in words
+_RETURNS = {
+    (False, False): "a scalar loss",
+    (False, True): "(loss, aux)",
+    (True, False): "(total, weight), two scalars",
+    (True, True): "((total, weight), aux)",
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss function and how micro-batches combine.
+
+    Attributes:
+      loss_fn: ``(outputs, targets) -> loss``, or ``(loss, aux)`` with ``has_aux``;
+        for ``"weighted"`` the loss is a pair ``(total, weight)``.
+      has_aux: True if ``loss_fn`` returns something besides the loss.
+      reduction: ``"mean"``: each micro-batch weighs its share of the examples;
+        ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
+        add up, and the loss is their quotient.
+      aux_axes: the axes on which aux of micro-batches are joined, as a prefix of aux;
+        ``None``: a new one.
+      identity: the key of ``loss_fn``, as for `jax.jit`: itself with its hash and
+        equality, or which object it is.
+    """
+
+    loss_fn: Callable[..., Any] = field(compare=False)
+    has_aux: bool = False
+    reduction: str = "mean"
+    aux_axes: Any = None
+    identity: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise TypeError(
+                f"loss_fn={reprlib.repr(self.loss_fn)}: needs a function "
+                f"(outputs, targets) -> scalar"
+            )
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(
+                f"unknown reduction {self.reduction!r}: choose "
+                f"{', '.join(map(repr, REDUCTIONS))}"
+            )
+        if self.aux_axes is not None and not self.has_aux:
+            raise ValueError(f"aux_axes={self.aux_axes!r} needs has_aux=True")
+
+        try:
+            hash(self.loss_fn)
+            object.__setattr__(self, "identity", self.loss_fn)
+        except TypeError:
+            object.__setattr__(self, "identity", Same(self.loss_fn))
+
+    def __hash__(self) -> int:
+        return hash((self.identity, self.has_aux, self.reduction))
+
+    def of_part(self, outputs: PyTree, targets: PyTree) -> tuple[Any, PyTree]:
+        """The loss of a micro-batch, or ``(total, weight)``, and aux; checked."""
+        try:
+            result = self.loss_fn(outputs, targets)
+        except Exception as error:
+            error.add_note(
+                f"raised by loss_fn on outputs {shapes(outputs)} and "
+                f"targets {shapes(targets)}, those of a micro-batch"
+            )
+            raise
+        loss, aux = self._split_aux(result)
+        if self.reduction != "weighted":
+            return _scalar(loss, "loss_fn must return a scalar loss", outputs), aux
+        total, weight = loss
+        total = _scalar(total, "the total must be a scalar", outputs)
+        return (total, weight), aux
+
+    def _split_aux(self, result: Any) -> tuple[Any, PyTree]:
+        """Splits a result into the loss, or ``(total, weight)``, and aux."""
+        is_weighted = self.reduction == "weighted"
+        loss = result
+        aux = ()
+        is_complete = True
+        if self.has_aux:
+            is_complete = _is_pair(result)
+            if is_complete:
+                loss, aux = result
+        has_loss = _is_pair(loss) if is_weighted else not isinstance(loss, Sequence)
+        if not (is_complete and has_loss):
+            raise TypeError(
+                f"reduction={self.reduction!r}, has_aux={self.has_aux}: loss_fn must "
+                f"return {_RETURNS[is_weighted, self.has_aux]}; it returned "
+                f"{shapes(result)}. For (loss, aux) type has_aux=True, for (total, "
+                f"weight) reduction='weighted', for ((total, weight), aux) both"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+            if hasattr(leaf, "__jax_array__"):
+                continue
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                raise TypeError(
+                    f"has_aux=True: aux{jax.tree_util.keystr(path)} is {leaf!r}, a "
+                    f"{type(leaf).__name__}; needs arrays or numbers"
+                ) from None
+        return loss, aux
+
+
+def as_weight(weight: Any, total: jax.Array) -> jax.Array:
+    """The weight of a weighted loss, in a dtype that sums of it fit.
+
+    Raises:
+      TypeError: if it is no scalar.
+    """
+    weight = jnp.asarray(weight)
+    if weight.ndim:
+        raise TypeError(f"the weight must be a scalar; it returned {shapes(weight)}")
+    return weight.astype(jnp.promote_types(jnp.float32, total.dtype))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2
+
+
+def _scalar(value: Any, requirement: str, outputs: PyTree) -> jax.Array:
+    """Checks that a value is a scalar of a floating dtype."""
+    dtype = getattr(value, "dtype", None)
+    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if is_floating and jnp.shape(value) == ():
+        return value
+    if isinstance(value, int | float):
+        description = f"the Python number {value}"
+    else:
+        description = shapes(value)
+    raise TypeError(
+        f"{requirement} of a floating dtype; it returned {description} for outputs "
+        f"{shapes(outputs)}"
+    )

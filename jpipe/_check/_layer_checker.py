@@ -1,0 +1,478 @@
+"""Runs each layer with all examples at once and in micro-batches, and compares.
+
+    layer:  (params, activations, state, keys) -> (activations, state)
+
+Nothing is proven of what a layer computes: it computes, on the user's data, in both
+ways. Compared are the activations that it returns, the state that it writes, and the
+gradient of one random projection of these activations. The next layer is given what
+this one made of all examples at once, so that the first difference hides no second one.
+
+Each layer runs alone, in the module tree of those layers whose variables it reads. The
+slices of a pipeline with one layer per stage would not do: a slice returns only what a
+later one reads, so that one of a layer that returns its input returns nothing, and it
+can be traced for a micro-batch only if all layers can.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._arguments._objective import Objective
+from .._jaxprs._jaxpr import is_inexact
+from .._layers import _batch_norm, _inactive_parts, _median_prng, _rng, _skip
+from .._layers._parent import Entries
+from .._layers._sequence import Sequential
+from . import _loss_check
+from ._comparison import (
+    Difference,
+    Unlike,
+    axis_of,
+    comparable_state,
+    compare,
+    floating,
+    join,
+    size,
+)
+from ._report import CheckResult
+from ._split_function import Computed, Function, first_line, host, split, with_values_of
+
+PyTree = Any
+# Some gradients are zero but for rounding: the scale of one is at least this fraction
+# of the largest number in the gradients of the layer.
+_SMALLEST_SCALE = 1e-2
+# ``specs of outputs -> for each leaf without examples its reductions``: see `compare`.
+Reductions = Callable[[PyTree], list[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The arrays that go from one layer to later ones.
+
+    Attributes:
+      x: the output of the last layer, for all examples at once.
+      skips: what was stashed and not popped yet, likewise.
+      axes: the axis of the examples in each leaf of ``x`` and of the skips; ``None`` in
+        one that belongs to no example.
+      microbatch_values: for each leaf that belongs to no example the values of all
+        micro-batches, along a new first axis; ``None`` for the others.
+    """
+
+    x: PyTree
+    skips: Mapping[_skip.Key, PyTree]
+    axes: Sequence[int | None]
+    microbatch_values: Sequence[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Inputs:
+    """The arguments of a layer by which it is differentiated.
+
+    Attributes:
+      params: the parameters, one entry for each layer that runs it.
+      activations: its input, and what it may pop.
+    """
+
+    params: list[PyTree]
+    activations: tuple[PyTree, list[PyTree]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Fixed:
+    """The other arguments of a layer.
+
+    Attributes:
+      microbatch_values: see `Activations`; only micro-batches read it.
+      state: the variables that are no parameters.
+      keys: keys of random numbers, or ``None``; the last of all leaves.
+    """
+
+    microbatch_values: list[Any]
+    state: list[PyTree]
+    keys: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Outputs:
+    """The results of a layer.
+
+    Attributes:
+      activations: its output, and what may be popped after it.
+      state: the variables that it may have changed, by their paths.
+    """
+
+    activations: tuple[PyTree, list[PyTree]]
+    state: list[PyTree]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _WholeOutputs:
+    """The results of a layer for all examples at once.
+
+    Attributes:
+      compared: its results, with batch norms that return their input.
+      activations: what the next layer is given.
+    """
+
+    compared: _Outputs
+    activations: tuple[PyTree, list[PyTree]]
+
+
+@dataclass(frozen=True)
+class LayerToCheck:
+    """A layer, and what runs it.
+
+    Attributes:
+      index: its index among all layers.
+      layers: the layer, behind those whose variables it reads.
+      entries: the variables of these.
+    """
+
+    index: int
+    layers: Sequential
+    entries: Entries
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return f"layer {self.index} ({self.layers.layers[-1].name})"
+
+
+class LayerChecker:
+    """Goes through the layers of a model, and then to the loss.
+
+    Args:
+      x: the input of a mini-batch.
+      axes: the axis of the examples in each of its leaves.
+      sizes: the number of examples of each micro-batch.
+      rngs: the keys of a step, or ``None``.
+      train: whether this is training.
+      tolerance: the largest relative difference that passes; ``None``: what rounding
+        explains.
+    """
+
+    def __init__(
+        self,
+        x: PyTree,
+        axes: Sequence[int | None],
+        *,
+        sizes: tuple[int, ...],
+        rngs: _rng.Rngs,
+        train: bool,
+        tolerance: float | None,
+    ) -> None:
+        self._activations = Activations(
+            x=jax.tree.map(host, x),
+            skips={},
+            axes=axes,
+            microbatch_values=[None] * len(axes),
+        )
+        # The reason why no later layer can be compared; empty if they can.
+        self._stopped = ""
+        self._sizes = sizes
+        self._train = train
+        self._tolerance = tolerance
+        self._keys = _median_prng.like(rngs)
+        # fingerprint -> function: equal layers on equal shapes are compiled once
+        self._functions: dict[Any, Function] = {}
+
+    def check(
+        self, layer: LayerToCheck, reductions: Reductions | None = None
+    ) -> CheckResult:
+        """Checks the next layer.
+
+        Args:
+          layer: the layer.
+          reductions: of the last layer, what `Pipeline.apply` makes of its outputs;
+            default: what has no examples may be a mean or a sum, as a loss takes it.
+        """
+        if self._stopped:
+            return CheckResult(layer.name, notes=(self._stopped,))
+        given = self._activations
+        entries = jax.tree.map(host, layer.entries)
+        skips = [*given.skips.values()]
+        inputs = _Inputs(params=_params_of(entries), activations=(given.x, skips))
+        fixed = _Fixed(
+            microbatch_values=[*given.microbatch_values],
+            state=_state_of(entries),
+            keys=self._keys,
+        )
+
+        out_keys: list[_skip.Key] = []
+        apply = functools.partial(self._apply, layer.layers, [*given.skips], out_keys)
+        with _inactive_parts.collect_notes() as switch_notes:
+            specs = jax.eval_shape(apply, inputs, fixed)
+        # Batch norms of Flax normalize each micro-batch by itself, which is known and
+        # meant: here they return what they are given.
+        bypass = self._train and any("batch_stats" in entry for entry in entries)
+        advice = _advice(layer.index, is_last=reductions is not None)
+        try:
+            function, out_axes = self._function(apply, inputs, fixed, specs, bypass)
+        except Exception as error:
+            self._stopped = f"not compared, since {layer.name} was not"
+            if isinstance(error, Unlike):
+                return CheckResult(
+                    layer.name,
+                    differences=error.args,
+                    compared=("outputs",),
+                    notes=tuple(switch_notes),
+                    advice=advice,
+                )
+            notes = f"not compared: {first_line(error)}", *switch_notes
+            return CheckResult(layer.name, notes=notes)
+
+        random = np.random.default_rng(0)
+        cotangents = [
+            random.normal(size=leaf.shape).astype(leaf.dtype)
+            for leaf in function.outputs
+        ]
+        whole, parts = function.run(inputs, fixed, cotangents)
+
+        leaf_reductions: list[Sequence[str]] = [("mean", "sum")] * len(out_axes)
+        if reductions is not None:
+            of_outputs = reductions(specs.activations[0])
+            leaf_reductions[: len(of_outputs)] = of_outputs
+        compared, differences = self._compare(
+            function, whole, parts, out_axes, leaf_reductions
+        )
+        notes = [*self._notes(function, whole, out_axes), *switch_notes]
+
+        y, skips = whole.results.activations
+        part_leaves = jax.tree.leaves(parts.results.activations)
+        self._activations = Activations(
+            x=y,
+            skips=dict(zip(out_keys, skips, strict=True)),
+            axes=out_axes,
+            microbatch_values=[
+                leaf if axis is None else None
+                for leaf, axis in zip(part_leaves, out_axes, strict=True)
+            ],
+        )
+        return CheckResult(layer.name, differences, compared, tuple(notes), advice)
+
+    def check_loss(
+        self, objective: Objective, targets: PyTree, target_axes: Sequence[int | None]
+    ) -> CheckResult:
+        """Checks the loss of the outputs of the last layer."""
+        if self._stopped:
+            name = f"loss_fn with reduction={objective.reduction!r}"
+            return CheckResult(name, notes=(self._stopped,))
+        return _loss_check.check(
+            objective,
+            self._activations.x,
+            targets,
+            output_axes=self._activations.axes,
+            target_axes=target_axes,
+            sizes=self._sizes,
+            tolerance=self._tolerance,
+            microbatch_values=self._activations.microbatch_values,
+        )
+
+    def _apply(
+        self,
+        layers: Sequential,
+        in_keys: Sequence[_skip.Key],
+        out_keys: list[_skip.Key],
+        inputs: _Inputs,
+        fixed: _Fixed,
+        *,
+        bypass: bool = False,
+    ) -> _Outputs:
+        """Applies the last of some layers.
+
+        Args:
+          layers: the layers.
+          in_keys: the keys of what it may pop.
+          out_keys: becomes the keys of what may be popped after it.
+          inputs: its parameters and activations.
+          fixed: its other arguments.
+          bypass: whether batch norms of Flax return their input.
+        """
+        x, skips = inputs.activations
+        values = dict(zip(in_keys, skips, strict=True))
+        with (
+            jax.default_matmul_precision("highest"),
+            _batch_norm.merging(True),
+            _batch_norm.recording(),
+            _batch_norm.apart() if bypass else nullcontext(),
+        ):
+            pairs = zip(inputs.params, fixed.state, strict=True)
+            entries = [{**params, **state} for params, state in pairs]
+            y, changed = layers.last(entries, x, fixed.keys, self._train, values)
+        out_keys[:] = values
+        state = [comparable_state(collections) for collections in changed]
+        return _Outputs((y, [*values.values()]), state)
+
+    def _function(
+        self,
+        apply: Callable[..., _Outputs],
+        inputs: _Inputs,
+        fixed: _Fixed,
+        specs: _Outputs,
+        bypass: bool,
+    ) -> tuple[Function, list[int | None]]:
+        """A layer as a function, and the axis of the examples in its activations.
+
+        Raises:
+          Unlike: if it returns something else in micro-batches.
+        """
+        in_axes = self._activations.axes
+
+        def apply_to_parts(inputs: _Inputs, fixed: _Fixed) -> list[_Outputs]:
+            parts = split(inputs.activations, in_axes, self._sizes)
+            outputs: list[_Outputs] = []
+            for i, activations in enumerate(parts):
+                values = with_values_of(activations, fixed.microbatch_values, i)
+                part_inputs = _Inputs(inputs.params, values)
+                outputs.append(apply(part_inputs, fixed, bypass=bypass))
+            return outputs
+
+        def join_activations(parts: Sequence[_Outputs]) -> PyTree:
+            activations = [outputs.activations for outputs in parts]
+            return join("outputs", specs.activations, activations)
+
+        part_specs = jax.eval_shape(apply_to_parts, inputs, fixed)
+        jax.eval_shape(join_activations, part_specs)
+        whole_leaves = jax.tree.leaves(specs.activations)
+        part_leaves = jax.tree.leaves(part_specs[0].activations)
+        out_axes = list(map(axis_of, whole_leaves, part_leaves))
+
+        def differentiated_leaves(activations: PyTree) -> list[jax.Array]:
+            # A leaf of no example may be a mean or a sum.
+            pairs = zip(jax.tree.leaves(activations), out_axes, strict=True)
+            return [x for x, axis in pairs if axis is not None and is_inexact(x)]
+
+        def at_once(inputs: _Inputs, fixed: _Fixed) -> Any:
+            compared = apply(inputs, fixed, bypass=bypass)
+            activations = compared.activations
+            if bypass:
+                activations = apply(inputs, fixed).activations
+            outputs = differentiated_leaves(compared.activations)
+            return outputs, _WholeOutputs(compared, activations)
+
+        def in_parts(inputs: _Inputs, fixed: _Fixed) -> Any:
+            parts = apply_to_parts(inputs, fixed)
+            activations = join_activations(parts)
+            state = join("state", specs.state, [outputs.state for outputs in parts])
+            return differentiated_leaves(activations), _Outputs(activations, state)
+
+        function = Function(at_once, in_parts, inputs, fixed)
+        return self._functions.setdefault(function.fingerprint, function), out_axes
+
+    def _compare(
+        self,
+        function: Function,
+        whole: Computed,
+        parts: Computed,
+        out_axes: Sequence[int | None],
+        reductions: Sequence[Sequence[str]],
+    ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
+        """The kinds of results that a layer has, and what differs of them."""
+        compared: list[str] = []
+        differences: list[Difference] = []
+        limit = function.limit if self._tolerance is None else self._tolerance
+
+        def add(
+            kind: str, whole: PyTree, parts: PyTree, axes: Any = None, **options: Any
+        ) -> None:
+            count = len(jax.tree.leaves(whole))
+            if count and kind not in compared:
+                compared.append(kind)
+            difference = compare(
+                kind,
+                whole=whole,
+                parts=parts,
+                axes=[None] * count if axes is None else axes,
+                sizes=self._sizes,
+                limit=limit,
+                **options,
+            )
+            if difference is not None:
+                differences.append(difference)
+
+        at_once, in_parts = whole.results.compared, parts.results
+        add(
+            "outputs",
+            at_once.activations,
+            in_parts.activations,
+            out_axes,
+            reductions=reductions,
+        )
+        add("state", at_once.state, in_parts.state)
+        if whole.gradient is not None:
+            add(
+                "gradients",
+                whole.gradient.params,
+                parts.gradient.params,
+                by="parameters",
+                smallest_scale=_SMALLEST_SCALE * size(whole.gradient.params),
+            )
+            given = self._activations
+            activations = given.x, [*given.skips.values()]
+            add(
+                "gradients",
+                whole.gradient.activations,
+                parts.gradient.activations,
+                floating(activations, given.axes),
+                by="input",
+            )
+        return tuple(compared), tuple(differences)
+
+    def _notes(
+        self, function: Function, whole: Computed, out_axes: Sequence[int | None]
+    ) -> list[str]:
+        """Remarks on how a layer was compared."""
+        notes: list[str] = []
+        is_normed = compare(
+            "outputs",
+            whole=whole.results.activations,
+            parts=whole.results.compared.activations,
+            axes=out_axes,
+            sizes=self._sizes,
+            limit=0.0,
+        )
+        if is_normed:
+            notes.append("batch norms normalize each micro-batch by itself")
+        if function.reads_any_of_last(len(jax.tree.leaves(self._keys))):
+            notes.append("compared without dropout and other random numbers")
+        if function.error:
+            notes.append(f"without gradients: {function.error}")
+        return notes
+
+
+def _advice(index: int, *, is_last: bool) -> str:
+    """The lines to type where a layer differs."""
+    advice = (
+        f"where all examples should count take num_microbatches=1; where those of each "
+        f"micro-batch should, say so: report.raise_if_different(accept=[{index}])"
+    )
+    if is_last:
+        advice += (
+            "; out_axes= says what apply makes of outputs: an axis, jpipe.MEAN or "
+            "jpipe.SUM"
+        )
+    return advice
+
+
+def _params_of(entries: Entries) -> list[PyTree]:
+    """The parameters of each entry."""
+    return [
+        {name: tree for name, tree in entry.items() if name == "params"}
+        for entry in entries
+    ]
+
+
+def _state_of(entries: Entries) -> list[PyTree]:
+    """The variables of each entry that are no parameters."""
+    return [
+        {name: tree for name, tree in entry.items() if name != "params"}
+        for entry in entries
+    ]

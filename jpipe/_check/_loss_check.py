@@ -1,0 +1,369 @@
+"""A loss, run with all examples at once and in micro-batches.
+
+Micro-batches give the loss of the mini-batch where it is a mean over examples, a sum,
+or a quotient of sums. A loss that is none of these, such as a mean over the tokens of a
+mask, would train another model, and nothing would show it.
+"""
+
+import contextlib
+import functools
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._arguments._batch import Batch
+from .._arguments._objective import Objective, as_weight
+from .._jaxprs import _dataflow, _sharding_constraints
+from ._comparison import Difference, compare, floating
+from ._comparison import tolerance as rounding_tolerance
+from ._report import CheckResult
+from ._split_function import (
+    Function,
+    differentiated,
+    first_line,
+    host,
+    part,
+    split,
+    with_values_of,
+)
+
+PyTree = Any
+ADVICE = (
+    "for a sum over examples type reduction='sum'; for a mean by a mask or by weights "
+    "return (total, weight) and type reduction='weighted'; for the mean of what each "
+    "micro-batch gives by itself type reduction='microbatch_mean'; num_microbatches=1 "
+    "computes any loss"
+)
+# Digests of the programs of losses that passed: they are not run again.
+_passed: set[bytes] = set()
+# The outputs that a loss is run on have at most this number of elements.
+_MOST = 2**26
+# reduction -> relative difference of two numbers that are equal but for rounding; a
+# weight such as mask.sum() + 1e-2 causes a small difference that is intended.
+_TOLERANCE = {"mean": 1e-4, "sum": 1e-4, "weighted": 1e-2}
+# This number of logits, or of probabilities, is drawn, and repeated.
+_PERIOD = 65521
+
+
+def _terms(
+    objective: Objective, axes: Sequence[int | None], sizes: Sequence[int]
+) -> Callable[..., list[jax.Array]]:
+    """``(outputs, targets, microbatch_values) -> terms`` whose sum is the loss.
+
+    There is one term for each micro-batch. For ``microbatch_values`` see
+    `with_values_of`; by default there are none.
+
+    Args:
+      objective: the loss.
+      axes: the axis of the examples in each leaf of outputs and targets.
+      sizes: the number of examples of each micro-batch.
+    """
+
+    def value_of(outputs: PyTree, targets: PyTree) -> Any:
+        with jax.default_matmul_precision("highest"):
+            value, _ = objective.of_part(outputs, targets)
+        return value
+
+    def run(
+        outputs: PyTree, targets: PyTree, microbatch_values: Sequence[Any] = ()
+    ) -> list[jax.Array]:
+        values = [
+            value_of(with_values_of(part_outputs, microbatch_values, i), part_targets)
+            for i, (part_outputs, part_targets) in enumerate(
+                split((outputs, targets), axes, sizes)
+            )
+        ]
+        if objective.reduction == "sum":
+            return values
+        if objective.reduction == "mean":
+            shares = [n / sum(sizes) for n in sizes]
+            return [value * share for value, share in zip(values, shares, strict=True)]
+        weight = sum(as_weight(weight, total) for total, weight in values)
+        weight = jax.lax.stop_gradient(weight)
+        return [total / weight for total, _ in values]
+
+    return run
+
+
+def check(
+    objective: Objective,
+    outputs: PyTree,
+    targets: PyTree,
+    *,
+    output_axes: Sequence[int | None],
+    target_axes: Sequence[int | None],
+    sizes: Sequence[int],
+    tolerance: float | None,
+    microbatch_values: Sequence[Any],
+) -> CheckResult:
+    """Checks a loss of the outputs of a model.
+
+    Args:
+      objective: the loss.
+      outputs: the outputs for all examples.
+      targets: their targets.
+      output_axes: the axis of the examples in each leaf of the outputs.
+      target_axes: that in each leaf of the targets.
+      sizes: the number of examples of each micro-batch.
+      tolerance: the largest difference that passes; ``None``: what rounding explains.
+      microbatch_values: the outputs that each micro-batch has by itself: see
+        `with_values_of`.
+    """
+    name = f"loss_fn with reduction={objective.reduction!r}"
+    if objective.reduction == "microbatch_mean":
+        return CheckResult(name, notes=("not compared: each micro-batch by itself",))
+    axes = [*output_axes, *target_axes]
+    count = sum(sizes)
+    fixed = jax.tree.map(host, targets), microbatch_values
+
+    def at_once(outputs: PyTree, fixed: PyTree) -> jax.Array:
+        targets, _ = fixed
+        (term,) = _terms(objective, axes, [count])(outputs, targets)
+        return term
+
+    def in_parts(order: slice) -> Callable[[PyTree, PyTree], jax.Array]:
+        def run(outputs: PyTree, fixed: PyTree) -> jax.Array:
+            targets, microbatch_values = fixed
+            values = jax.tree.map(lambda x: x[order], microbatch_values)
+            terms = _terms(objective, axes, sizes[order])(outputs, targets, values)
+            return functools.reduce(operator.add, terms)
+
+        return run
+
+    try:
+        # The examples of one micro-batch may count by chance as all do.
+        for order in (slice(None), slice(None, None, -1)):
+            function = Function(
+                differentiated(at_once),
+                differentiated(in_parts(order)),
+                outputs,
+                fixed,
+            )
+            whole, differences = _compare_loss(
+                function,
+                outputs,
+                fixed,
+                output_axes=output_axes,
+                sizes=sizes[order],
+                tolerance=tolerance,
+            )
+            if differences:
+                break
+    except Exception as error:
+        some_outputs, some_targets = part(
+            (outputs, targets), axes, start=0, stop=sizes[0], count=count
+        )
+        first = with_values_of(some_outputs, microbatch_values, 0), (some_targets, ())
+        if not _runs_on_some(at_once, (outputs, fixed), first):
+            raise  # the loss cannot run on any examples
+        return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
+
+    notes = [f"{whole:.6g}"]
+    compared = ["outputs"]
+    if function.error:
+        notes.append(f"without its gradient: {function.error}")
+    else:
+        compared.append("gradients")
+    return CheckResult(name, differences, tuple(compared), tuple(notes), ADVICE)
+
+
+def _compare_loss(
+    function: Function,
+    outputs: PyTree,
+    fixed: PyTree,
+    *,
+    output_axes: Sequence[int | None],
+    sizes: Sequence[int],
+    tolerance: float | None,
+) -> tuple[Any, tuple[Difference, ...]]:
+    """The loss of all examples, and its differences and those of its gradient."""
+    cotangents = [np.ones((), leaf.dtype) for leaf in function.outputs]
+    whole, parts = function.run(outputs, fixed, cotangents)
+    limit = function.limit if tolerance is None else tolerance
+    differences = [
+        compare(
+            "outputs",
+            whole=whole.results,
+            parts=parts.results,
+            axes=[None],
+            sizes=sizes,
+            limit=limit,
+        )
+    ]
+    if whole.gradient is not None:
+        differences.append(
+            compare(
+                "gradients",
+                whole=whole.gradient,
+                parts=parts.gradient,
+                axes=floating(outputs, output_axes),
+                sizes=sizes,
+                limit=limit,
+            )
+        )
+    return whole.results, tuple(filter(None, differences))
+
+
+def _runs_on_some(function: Callable[..., Any], *calls: tuple[Any, ...]) -> bool:
+    """True if a function can be traced with the arguments of one of several calls."""
+    for args in calls:
+        with contextlib.suppress(Exception):
+            jax.eval_shape(function, *args)
+            return True
+    return False
+
+
+def probe(
+    objective: Objective,
+    outputs: PyTree,
+    targets: PyTree,
+    *,
+    target_axes: Sequence[int | None],
+    batch: Batch,
+    axis: int,
+) -> str:
+    """Runs a loss before anything is compiled, on random outputs and real targets.
+
+    Args:
+      objective: the loss.
+      outputs: specs of the outputs of the first micro-batch.
+      targets: the targets of the mini-batch, as the user gave them.
+      target_axes: the axis of the examples in each leaf of the targets.
+      batch: the mini-batch.
+      axis: the axis of the examples in an output of one array.
+
+    Returns:
+      The reason why it was not checked; empty if it was.
+
+    Raises:
+      ValueError: if it is not of its ``reduction``, with both numbers.
+    """
+    if objective.reduction == "microbatch_mean":
+        return "each micro-batch counts by itself"
+    leaves = jax.tree.leaves(targets)
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
+        isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves
+    ):
+        return "its targets are not arrays of this process"
+    sizes = _sizes(outputs, batch)
+    if not sizes:
+        return f"its outputs have more than {_MOST:,} elements"
+    count = sum(sizes)
+    specs, axes = _whole(outputs, size=batch.sizes[0], count=count, preferred_axis=axis)
+    at_once = _terms(objective, [*axes, *target_axes], [count])
+    in_parts = _terms(objective, [*axes, *target_axes], sizes)
+    total = sum(batch.sizes) * batch.num_shards
+
+    def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
+        some_targets = part(targets, target_axes, start=0, stop=count, count=total)
+        return [terms(outputs, some_targets) for terms in (at_once, in_parts)]
+
+    try:
+        both = jax.jit(_sharding_constraints.without(losses))
+        traced = both.trace(specs, targets)
+        if traced.jaxpr.effects:
+            return "it has effects"
+        lowered = traced.lower()
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        if text in _passed:
+            return ""
+        run = lowered.compile(compiler_options=_compat.quick_to_compile())
+        results = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
+        rounding = rounding_tolerance(_dataflow.dtypes(traced.jaxpr))
+    except Exception as error:
+        return (
+            f"it raises {type(error).__name__} for {count} examples of random outputs"
+        )
+    finite = [
+        (whole, terms)
+        for (whole,), terms in results
+        if np.isfinite([whole, *terms]).all()
+    ]
+    if not finite:
+        return "it gives no finite number for random outputs"
+    limit = max(_TOLERANCE[objective.reduction], rounding)
+    for whole, terms in finite:
+        combined = sum(terms)
+        if abs(whole - combined) > limit * max(map(abs, [whole, *terms])):
+            raise ValueError(
+                f"reduction={objective.reduction!r}: loss_fn is {whole:.6g} for "
+                f"{count} examples but {combined:.6g} as combined of two parts of "
+                f"{sizes[0]} and {sizes[1]} (random outputs, the first of these "
+                f"targets), so micro-batches would train another loss; {ADVICE}"
+            )
+    _passed.add(text)
+    return ""
+
+
+def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
+    """The sizes of two parts; ``None`` if two examples have too many elements."""
+    size = batch.sizes[0]
+    total = sum(batch.sizes) * batch.num_shards
+    elements = sum(leaf.size for leaf in jax.tree.leaves(outputs)) // size + 1
+    if (most := _MOST // elements) < 2:
+        return None
+    first = max(1, min(size, most // 3))
+    second = min(2 * first, total - first, most - first)
+    return first, second if second != first else max(1, first // 2)
+
+
+def _whole(
+    outputs: PyTree, *, size: int, count: int, preferred_axis: int
+) -> tuple[PyTree, list[int | None]]:
+    """Specs of the outputs of more examples, and the axis of the examples in each.
+
+    Args:
+      outputs: specs of the outputs of ``size`` examples.
+      size: the number of these.
+      count: the number of examples that are wanted.
+      preferred_axis: the axis of the examples where several have that length.
+    """
+    leaves, structure = jax.tree.flatten(outputs)
+    specs: list[jax.ShapeDtypeStruct] = []
+    axes: list[int | None] = []
+    for leaf in leaves:
+        candidates = [i for i, length in enumerate(leaf.shape) if length == size]
+        axis = candidates[0] if candidates else None
+        if leaf.ndim and preferred_axis % leaf.ndim in candidates:
+            axis = preferred_axis % leaf.ndim
+        shape = tuple(count if i == axis else n for i, n in enumerate(leaf.shape))
+        specs.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        axes.append(axis)
+    return structure.unflatten(specs), axes
+
+
+def _random(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:
+    """Random outputs as logits, then as probabilities.
+
+    They are smaller for the first example than for the last. So losses of examples
+    differ, however many elements they are means of.
+    """
+    rng = np.random.default_rng(0)
+    leaves, structure = jax.tree.flatten(specs)
+
+    def fill(values: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return np.resize(values > np.median(values), leaf.shape).astype(leaf.dtype)
+        y = np.resize(values.astype(leaf.dtype), leaf.shape)
+        if axis is None:
+            return y
+        shape = [n if i == axis else 1 for i, n in enumerate(leaf.shape)]
+        return y * np.linspace(0.2, 1, shape[axis]).reshape(shape).astype(leaf.dtype)
+
+    def draw_logits() -> Any:
+        return 3 * rng.standard_normal(_PERIOD)
+
+    def draw_probabilities() -> Any:
+        return rng.random(_PERIOD)
+
+    for draw in (draw_logits, draw_probabilities):
+        arrays = [
+            fill(draw(), leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        yield structure.unflatten(arrays)

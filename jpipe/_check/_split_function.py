@@ -1,0 +1,240 @@
+"""Runs a function with all examples at once and in micro-batches.
+
+    function:       (inputs, fixed)              -> (outputs, results)
+    at once:        (inputs, fixed, cotangents)  -> (results, gradient by inputs)
+    in micro-batches:  likewise
+
+``outputs`` are the arrays that are differentiated, ``results`` is what is compared. The
+gradient is that of one projection of the outputs: its cotangents are given.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
+from .._jaxprs._jaxpr import is_inexact
+from . import _comparison
+
+PyTree = Any
+# ``(inputs, fixed) -> (outputs, results)``
+Differentiated = Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The numbers that a function computed, as arrays of NumPy.
+
+    Attributes:
+      results: the results of the function.
+      gradient: the gradient by its inputs; ``None`` for each leaf that is not of
+        floating numbers, and where nothing is differentiated.
+    """
+
+    results: PyTree
+    gradient: PyTree
+
+
+class Function:
+    """A function to be run at once and in micro-batches.
+
+    Args:
+      at_once: the function.
+      in_parts: the same, of micro-batches.
+      inputs: the arguments by which both are differentiated.
+      fixed: the other arguments.
+
+    Attributes:
+      outputs: specs of the arrays that are differentiated.
+      limit: the tolerance for the narrowest dtype in which anything is computed.
+      error: the reason why it cannot be differentiated; empty if it can.
+      fingerprint: equal for functions that compute the same.
+    """
+
+    def __init__(
+        self,
+        at_once: Differentiated,
+        in_parts: Differentiated,
+        inputs: PyTree,
+        fixed: PyTree,
+    ) -> None:
+        whole, whole_results = _jaxpr.trace(at_once, inputs, fixed)
+        parts, part_results = _jaxpr.trace(in_parts, inputs, fixed)
+        self.outputs, _ = whole_results
+        self._whole = whole
+        trees = jax.tree.structure((inputs, fixed, whole_results, part_results))
+        self.fingerprint = (
+            trees,
+            _structural_key.form(whole),
+            _structural_key.form(parts),
+        )
+        dtypes = [*_dataflow.dtypes(whole), *_dataflow.dtypes(parts)]
+        self.limit = _comparison.tolerance(dtypes)
+        self.error = ""
+        self._at_once = _compiled(at_once)
+        self._in_parts = _compiled(in_parts)
+
+    def reads_any_of_last(self, count: int) -> bool:
+        """True if it reads any of its last inputs, of which there are ``count``."""
+        used_inputs = _jaxpr.live_inputs(self._whole)
+        return any(used_inputs[len(used_inputs) - count :])
+
+    def run(
+        self, inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]
+    ) -> tuple[Computed, Computed]:
+        """Runs it at once, then in micro-batches.
+
+        Args:
+          inputs: the arguments by which it is differentiated.
+          fixed: the other arguments.
+          cotangents: the cotangents of its outputs; with none there is no gradient.
+        """
+
+        def run(cotangents: Sequence[Any]) -> tuple[Computed, Computed]:
+            whole = self._at_once(inputs, fixed, cotangents)
+            parts = self._in_parts(inputs, fixed, cotangents)
+            return _on_host(whole), _on_host(parts)
+
+        if cotangents and not self.error:
+            try:
+                return run(cotangents)
+            except Exception as error:  # as of a jax.lax.while_loop
+                self.error = first_line(error)
+        return run([])
+
+
+def _compiled(function: Differentiated) -> Callable[..., Any]:
+    """``(inputs, fixed, cotangents) -> (results, gradient)``."""
+
+    def run(inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]) -> Any:
+        if not cotangents:
+            _, results = function(inputs, fixed)
+            return results, None
+        _, pullback, results = jax.vjp(
+            lambda inputs: function(inputs, fixed), inputs, has_aux=True
+        )
+        (gradient,) = pullback([*cotangents])
+        return results, jax.tree.map(_or_none, gradient)
+
+    options = _compat.quick_to_compile()
+    return jax.jit(_sharding_constraints.without(run), compiler_options=options)
+
+
+def _on_host(computed: tuple[PyTree, PyTree]) -> Computed:
+    results, gradient = jax.tree.map(host, computed)
+    return Computed(results, gradient)
+
+
+def _or_none(leaf: Any) -> Any:
+    """A gradient; ``None`` for what JAX has in place of that by an integer."""
+    return None if leaf.dtype == jax.dtypes.float0 else leaf
+
+
+def differentiated(loss: Callable[[PyTree, PyTree], Any]) -> Differentiated:
+    """A loss as a function whose output is its result."""
+
+    def run(inputs: PyTree, fixed: PyTree) -> tuple[list[jax.Array], jax.Array]:
+        value = loss(inputs, fixed)
+        return [value], value
+
+    return run
+
+
+def split(
+    tree: PyTree, axes: Sequence[int | None], sizes: Sequence[int]
+) -> list[PyTree]:
+    """Splits the arrays of a mini-batch into those of its micro-batches.
+
+    Args:
+      tree: the arrays of all examples.
+      axes: the axis of the examples in each of them.
+      sizes: the number of examples of each micro-batch.
+    """
+    ends = [0, *itertools.accumulate(sizes)]
+    return [
+        part(tree, axes, start=start, stop=stop, count=ends[-1])
+        for start, stop in itertools.pairwise(ends)
+    ]
+
+
+def part(
+    tree: PyTree, axes: Sequence[int | None], *, start: int, stop: int, count: int
+) -> PyTree:
+    """The arrays of some examples, each of which may have several rows.
+
+    Args:
+      tree: the arrays of all examples.
+      axes: the axis of the examples in each of them.
+      start: the first example.
+      stop: the first example behind them.
+      count: the number of all examples.
+    """
+
+    def slice_leaf(leaf: Any, axis: int | None) -> Any:
+        if axis is None:
+            return leaf
+        rows = leaf.shape[axis]
+        first = rows * start // count
+        end = rows * stop // count
+        return jax.lax.slice_in_dim(leaf, first, end, axis=axis)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        slice_leaf(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)
+    )
+
+
+def with_values_of(
+    tree: PyTree, microbatch_values: Sequence[Any], microbatch: int
+) -> PyTree:
+    """A micro-batch with its own values of the arrays that have no examples.
+
+    Args:
+      tree: the micro-batch; its arrays without examples are those of all examples.
+      microbatch_values: for each leaf the values of all micro-batches along the first
+        axis; ``None`` where all have those of the tree. Empty: there are none.
+      microbatch: the index of the micro-batch.
+
+    Returns:
+      Its arrays. The gradients of values are those of the leaves in whose place they
+      are: they are added up.
+    """
+    if not microbatch_values:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        leaf if values is None else _in_place_of(leaf, values[microbatch])
+        for leaf, values in zip(leaves, microbatch_values, strict=True)
+    )
+
+
+def _in_place_of(leaf: Any, value: Any) -> Any:
+    return _with_gradient_of(leaf, value) if is_inexact(leaf) else value
+
+
+@jax.custom_jvp
+def _with_gradient_of(leaf: Any, value: Any) -> Any:
+    """A value, whose gradient is that of something else."""
+    del leaf
+    return value
+
+
+_with_gradient_of.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+def host(leaf: Any) -> Any:
+    """An array of NumPy, of a dtype that JAX has; random keys as they are."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def first_line(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

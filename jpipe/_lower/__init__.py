@@ -1,0 +1,1 @@
+"""A schedule and stages, lowered to a graph: prologue, actions, epilogue."""

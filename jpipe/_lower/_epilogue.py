@@ -1,0 +1,454 @@
+"""The end of a step: sums over micro-batches become what the step returns.
+
+    reduce_sums:   sums of a stage, of each replica and shard -> sums of the stage
+    value_grads:   terms of cotangents, loss_divisor -> cotangents of prologue values
+    Prologue.vjp:  params, cotangents of prologue values -> terms of gradients
+    epilogue:      loss, loss weights, terms of gradients, state, aux
+                   -> loss, gradients, new state, aux
+
+All but the first are functions of leaves on all places, which `PlacedFunction` cuts by
+place: a result that is an argument, as most gradients are, costs no call.
+
+The first is a call for each stage that has replicas or shards. So it runs as soon as
+the stage is done, its stacked sums are freed before those of the next stage are
+reduced, and its results are sharded as parameters are. The vjp is a program of its own,
+in which XLA cannot contract a product with a sum that comes after it: bits do not
+depend on which stages share a device.
+
+Terms of a gradient are added in the order of stages, that of the prologue last;
+replicas in the order of their last micro-batches, and of each its shards.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arguments._batch import Batch
+from .._instructions._graph import Place, Value
+from .._instructions._sharding import WHOLE, Sharding
+from .._jaxprs._computation import Function
+from .._placed._placed_function import PlacedFunction, Placement
+from .._trace._accumulation import accumulate
+from .._trace._state_updates import State
+from ._join import Join
+from ._prologue import Prologue
+from ._shards import spec_of, unstack
+
+Values = list[Value]
+# The place where a value belongs, and its sharding there.
+Location = tuple[Place, Sharding]
+
+
+class StageSums(NamedTuple):
+    """Sums over the micro-batches of a stage, or over those that one place runs.
+
+    Leaves are values of a graph, or arrays.
+
+    Attributes:
+      grads: of each weight that the stage trains.
+      loss: the sum of the losses, in the last stage; else empty.
+      state: of what micro-batches write: see `State.sum_specs`.
+    """
+
+    grads: list[Any]
+    loss: list[Any]
+    state: list[Any]
+
+
+class EpilogueInputs(NamedTuple):
+    """What the epilogue reads. Leaves are values of a graph, or arrays.
+
+    Attributes:
+      loss: the sum of the losses of micro-batches; ``None`` if there is no loss.
+      penalty: the summand of the loss that depends on no example, if there is one.
+      loss_divisor: the sum of the weights of a weighted loss, if backwards have divided
+        by it.
+      loss_weights: otherwise the weight of each micro-batch and shard.
+      grads: the number of a parameter -> the terms of its gradient.
+      old_state: by stage, the old values of the leaves that micro-batches write.
+      state: by stage, the running sums of these.
+      aux: by leaf, what each micro-batch and shard returned.
+    """
+
+    loss: Any
+    penalty: Any
+    loss_divisor: Any
+    loss_weights: list[Any]
+    grads: dict[int, list[Any]]
+    old_state: list[list[Any]]
+    state: list[list[Any]]
+    aux: list[list[Any]]
+
+
+class StepOutputs(NamedTuple):
+    """What a mini-batch comes to. Leaves are values of a graph, or arrays.
+
+    Attributes:
+      loss: the loss of the whole mini-batch, if there is one.
+      aux: what is returned beside it.
+      grads: the gradient of each trained parameter, by its number.
+      changed: the new value of each parameter that micro-batches write, likewise.
+    """
+
+    loss: list[Any]
+    aux: list[Any]
+    grads: dict[int, Any]
+    changed: dict[int, Any]
+
+
+# ------------------------------------------------------------------ functions of arrays
+
+
+def epilogue(
+    inputs: EpilogueInputs,
+    *,
+    loss_dtype: Any,
+    weight_specs: Sequence[Any],
+    states: Sequence[State],
+    joins: Sequence[Join],
+) -> StepOutputs:
+    """The results of a step, of the sums over its micro-batches.
+
+    Args:
+      inputs: these sums.
+      loss_dtype: the dtype of the loss.
+      weight_specs: the shape and dtype of each parameter, and so of its gradient.
+      states: by stage, what micro-batches write.
+      joins: how each leaf of aux is joined.
+    """
+    total_weight = _sum(inputs.loss_weights) if inputs.loss_weights else None
+    grads = {
+        i: sum_terms(terms, weight_specs[i], total_weight)
+        for i, terms in inputs.grads.items()
+    }
+
+    loss = list[jax.Array]()
+    if inputs.loss is not None:
+        total = inputs.loss
+        if inputs.penalty is not None:
+            (total,) = accumulate([total], [inputs.penalty])
+        divisor = inputs.loss_divisor if total_weight is None else total_weight
+        loss = [_divide(total, divisor).astype(loss_dtype)]
+
+    changed = dict[int, jax.Array]()
+    for state, old, sums in zip(states, inputs.old_state, inputs.state, strict=True):
+        changed |= zip(state.at, state.commit(old, sums), strict=True)
+
+    aux = [join.run(x) for join, x in zip(joins, inputs.aux, strict=True)]
+    return StepOutputs(loss, aux, grads, changed)
+
+
+def sum_terms(terms: Sequence[jax.Array], spec: Any, divisor: Any = None) -> jax.Array:
+    """The sum of the terms of a gradient, divided, in the dtype of its parameter."""
+    total = _sum(terms) if terms else jnp.zeros(spec.shape)
+    return _divide(total, divisor).astype(spec.dtype)
+
+
+def reduce_sums(
+    replicas: Sequence[StageSums],
+    shards: Sequence[StageSums],
+    state: State,
+    *,
+    is_stacked: bool,
+) -> StageSums:
+    """The sums of a stage.
+
+    Args:
+      replicas: the sums of each place that runs it, of which gradients are read.
+      shards: those of each shard of these, of which all else is read.
+      state: what micro-batches write.
+      is_stacked: whether gradients have a leading axis of shards.
+    """
+    grads = list[jax.Array]()
+    for terms in zip(*[sums.grads for sums in replicas], strict=True):
+        total = _sum(terms)
+        grads.append(total.sum(0) if is_stacked else total)
+
+    losses = zip(*[sums.loss for sums in shards], strict=True)
+    return StageSums(
+        grads=grads,
+        loss=[_sum(terms) for terms in losses],
+        state=functools.reduce(state.merge, [sums.state for sums in shards]),
+    )
+
+
+def _sum(terms: Sequence[jax.Array]) -> jax.Array:
+    """The sum of at least one term, in order."""
+    first, *others = terms
+    return sum(others, first)
+
+
+def _divide(total: jax.Array, divisor: Any) -> jax.Array:
+    return total if divisor is None else total / divisor.astype(total.dtype)
+
+
+# ---------------------------------------------------------------- written into a graph
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The end of a step, written into a graph.
+
+    Attributes:
+      prologue: the weights, and where they are.
+      batch: the mini-batch.
+      weights: the weights, as stages read them.
+      joins: how each leaf of aux is joined.
+    """
+
+    prologue: Prologue
+    batch: Batch
+    weights: Values
+    joins: Sequence[Join]
+
+    @property
+    def num_aux(self) -> int:
+        """The number of leaves that the loss function or the model returns as aux."""
+        return len(self.joins)
+
+    def write_outputs(self, aux: Sequence[Values]) -> StepOutputs:
+        """Writes the end of a forward pass.
+
+        Args:
+          aux: what each micro-batch returned.
+
+        Returns:
+          The results, as values, each where it belongs.
+        """
+        return self._write_epilogue(
+            EpilogueInputs(
+                loss=None,
+                penalty=None,
+                loss_divisor=None,
+                loss_weights=[],
+                grads={},
+                old_state=[],
+                state=[],
+                aux=self._columns(aux),
+            )
+        )
+
+    def write(
+        self,
+        sums: Sequence[Sequence[StageSums]],
+        loss_weights: Values,
+        loss_divisor: Value | None,
+        aux: Sequence[Values],
+    ) -> StepOutputs:
+        """Writes the end of a training step.
+
+        Args:
+          sums: by stage, those of each place that runs it.
+          loss_weights: of a weighted loss, of each micro-batch.
+          loss_divisor: their sum, where backwards have divided by it.
+          aux: what each micro-batch returned.
+
+        Returns:
+          The results, as values, each where it belongs.
+        """
+        reduced = [self._reduce(s, replicas) for s, replicas in enumerate(sums)]
+        terms = self._terms(reduced)
+        grads = {i: v for i, v in terms.items() if i < len(self.prologue.params)}
+        for i, grad in self._terms_of_prologue(terms, loss_divisor).items():
+            grads[i].append(grad)
+
+        graph, stages = self.prologue.graph, self.prologue.stages
+        if loss_divisor is not None:
+            loss_weights = []
+        return self._write_epilogue(
+            EpilogueInputs(
+                loss=reduced[-1].loss[0],
+                penalty=self.weights[-1] if stages.first.rest else None,
+                loss_divisor=loss_divisor,
+                loss_weights=[graph.at(value, self._last) for value in loss_weights],
+                grads=grads,
+                old_state=[[self.weights[i] for i in x.at] for x in stages.states],
+                state=[stage_sums.state for stage_sums in reduced],
+                aux=self._columns(aux),
+            )
+        )
+
+    @property
+    def _last(self) -> Place:
+        """The place of the last stage."""
+        return self.prologue.pipe.place(self.prologue.stages.num_stages - 1)
+
+    def _columns(self, aux: Sequence[Values]) -> list[Values]:
+        """By leaf, what each micro-batch returned, where the first of them did."""
+        graph = self.prologue.graph
+        columns = list[Values]()
+        for join in self.joins:
+            place = graph.places[aux[0][join.leaf]]
+            columns.append([graph.at(row[join.leaf], place) for row in aux])
+        return columns
+
+    def _reduce(self, stage: int, replicas: Sequence[StageSums]) -> StageSums:
+        """The sums of the replicas and shards of a stage as one."""
+        prologue, num_shards = self.prologue, self.batch.num_shards
+        graph = prologue.graph
+        leaves, tree = jax.tree.flatten(list(replicas))
+        if not leaves or (len(replicas) == 1 and num_shards == 1):
+            return replicas[0]
+
+        state = prologue.stages.states[stage]
+        first, result_tree = jax.tree.flatten(replicas[0])
+        shardings = [prologue.sharding(i) for i in prologue.stages.trained_by(stage)]
+        shardings += [WHOLE] * (len(first) - len(shardings))
+
+        # What a mapped call hands on as it came is not stacked.
+        is_stacked = [
+            jax.tree.map(lambda value: graph.shardings[value].stacked, sums)
+            for sums in replicas
+        ]
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            replicas = jax.tree.unflatten(tree, arrays)
+            shards = list[StageSums]()
+            for sums, flags in zip(replicas, is_stacked, strict=True):
+                losses = self._unstack(sums.loss, flags.loss)
+                states = self._unstack(sums.state, flags.state)
+                for d in range(num_shards):
+                    part = StageSums([], losses[d::num_shards], states[d::num_shards])
+                    shards.append(part)
+            sums = reduce_sums(replicas, shards, state, is_stacked=num_shards > 1)
+            return jax.tree.leaves(sums)
+
+        values = graph.call(
+            Function("reduce_sums", run, [graph.specs[value] for value in first]),
+            prologue.pipe.place(stage),
+            leaves,
+            shardings=shardings,
+        )
+        return jax.tree.unflatten(result_tree, values)
+
+    def _terms(self, sums: Sequence[StageSums]) -> dict[int, Values]:
+        """The number of a trained weight -> the terms of its gradient, by stage."""
+        stages = self.prologue.stages
+        terms: dict[int, Values] = {
+            i: [] for i, is_trained in enumerate(stages.trained) if is_trained
+        }
+        for stage, stage_sums in enumerate(sums):
+            for weight, value in zip(
+                stages.trained_by(stage), stage_sums.grads, strict=True
+            ):
+                terms[weight].append(value)
+        return terms
+
+    def _terms_of_prologue(
+        self, terms: Mapping[int, Values], loss_divisor: Value | None
+    ) -> dict[int, Value]:
+        """The number of a parameter -> the term of its gradient from prologue values.
+
+        Args:
+          terms: those of the gradients of all weights, from stages.
+          loss_divisor: what backwards have divided by.
+        """
+        prologue, graph = self.prologue, self.prologue.graph
+        num_params, penalty = len(prologue.params), len(self.weights) - 1
+        value_terms = {i: v for i, v in terms.items() if i >= num_params and v}
+        # A penalty is added to the loss as it is: its cotangent is that of the loss.
+        if prologue.stages.first.rest and penalty in terms:
+            one = np.ones((), graph.specs[self.weights[penalty]].dtype)
+            value_terms[penalty] = [graph.constant(one, self._last)]
+        specs = [graph.specs[value] for value in self.weights]
+
+        def value_grads(
+            terms: Mapping[int, Sequence[jax.Array]], loss_divisor: Any
+        ) -> dict[int, jax.Array]:
+            return {
+                i: sum_terms(x, specs[i], loss_divisor if i == penalty else None)
+                for i, x in terms.items()
+            }
+
+        cotangents = self._call(
+            "value_grads",
+            value_grads,
+            (value_terms, loss_divisor),
+            lambda grads: [self._location(i) for i in grads],
+        )
+        return prologue.vjp(cotangents)
+
+    def _write_epilogue(self, inputs: EpilogueInputs) -> StepOutputs:
+        graph, stages = self.prologue.graph, self.prologue.stages
+        is_stacked = jax.tree.map(lambda value: graph.shardings[value].stacked, inputs)
+        loss = stages.first.closed.out_avals[: stages.first.has_loss]
+        aux_locations = [(graph.places[column[0]], WHOLE) for column in inputs.aux]
+
+        def run(inputs: EpilogueInputs) -> StepOutputs:
+            pairs = zip(inputs.aux, is_stacked.aux, strict=True)
+            return epilogue(
+                inputs._replace(
+                    loss_weights=self._unstack(
+                        inputs.loss_weights, is_stacked.loss_weights
+                    ),
+                    aux=[self._unstack(*pair) for pair in pairs],
+                ),
+                loss_dtype=loss[0].dtype if loss else None,
+                weight_specs=[graph.specs[value] for value in self.weights],
+                states=stages.states[: len(inputs.state)],
+                joins=self.joins,
+            )
+
+        def locations(outputs: StepOutputs) -> list[Location]:
+            of_loss = [(self._last, WHOLE) for _ in outputs.loss]
+            weights = [*outputs.grads, *outputs.changed]
+            return [*of_loss, *aux_locations, *map(self._location, weights)]
+
+        return self._call("epilogue", run, (inputs,), locations)
+
+    def _location(self, weight: int) -> Location:
+        """The location of a weight between steps, and so of its gradient."""
+        return self.prologue.place(weight), self.prologue.sharding(weight)
+
+    def _unstack(
+        self, column: Sequence[jax.Array], is_stacked: Sequence[bool]
+    ) -> list[jax.Array]:
+        """The arrays of micro-batches, shard by shard."""
+        parts = list[jax.Array]()
+        for array, flag in zip(column, is_stacked, strict=True):
+            parts += unstack(array, self.batch.num_shards, is_stacked=flag)
+        return parts
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        locations: Callable[[Any], list[Location]],
+    ) -> Any:
+        """Writes a function of leaves on all places.
+
+        Args:
+          name: how profiles call its programs.
+          function: of pytrees.
+          args: these, with values as leaves.
+          locations: specs of its result -> where each leaf belongs.
+
+        Returns:
+          Its result, with values as leaves.
+        """
+        graph = self.prologue.graph
+        values, tree = jax.tree.flatten(args)
+        specs = [spec_of(graph, value, self.batch.num_shards) for value in values]
+
+        def results(result: Any) -> tuple[list[Place], list[Sharding]]:
+            places, shardings = list[Place](), list[Sharding]()
+            for place, sharding in locations(result):
+                places.append(place)
+                shardings.append(sharding)
+            return places, shardings
+
+        placed = PlacedFunction(
+            function,
+            jax.tree.unflatten(tree, specs),
+            Placement([graph.places[value] for value in values], results),
+            name,
+            copy=False,
+        )
+        result_tree = jax.tree.structure(placed.result)
+        return jax.tree.unflatten(result_tree, placed.into(graph, values))

@@ -1,0 +1,236 @@
+"""Initial variables, leaf by leaf: each needs room for itself alone."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._instructions import _transfer
+from .._instructions._compiler import Executable, compiling, drawing_options, is_ahead
+from .._instructions._sharding import WHOLE
+from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
+from .._jaxprs._jaxpr import zeros
+from .._layers._linen import OF_DATA
+from .._layers._sequence import Sequential
+from .._trace._folded_numbers import lifted
+
+PyTree = Any
+
+
+class Initial:
+    """The variables of layers before any step.
+
+    The layers' init is traced once, ``key -> (leaf, leaf, ...)``. Each leaf is then the
+    result of a small jaxpr of its own, the equations that it follows from; equal ones,
+    such as the kernels of equal blocks, share a compiled program.
+
+    Args:
+      layers: the layers.
+      key: a key, or specs of one.
+      spec: the input of a micro-batch.
+      given: for each layer, variables that it takes as they are, in place of new ones.
+
+    Attributes:
+      specs: specs of the variables, for each layer.
+      draws: whether any of them follows from the key.
+      routes: the skip connections between stages.
+
+    Raises:
+      ValueError: with the variables that would follow from values of the input.
+    """
+
+    def __init__(
+        self,
+        layers: Sequential,
+        key: chex.PRNGKey,
+        spec: PyTree,
+        given: Sequence[PyTree] | None = None,
+    ) -> None:
+        routes: list[Any] = []
+
+        def init(key: chex.PRNGKey, x: PyTree, taken: PyTree) -> Any:
+            initialized = layers.init(key, x, taken)
+            routes[:] = initialized.routes
+            return tuple(jax.tree.map(strong, tuple(initialized.entries)))
+
+        taken = _specs([{}] * len(layers.parent) if given is None else given)
+        key_spec = _jaxpr.spec(jax.typeof(key))
+        closed, specs = jax.make_jaxpr(init, return_shape=True)(key_spec, spec, taken)
+        closed = _sharding_constraints.leave_out(closed)
+        _check_follows_from_shapes(closed, specs, taken, is_list=layers.parent.is_list)
+        self._closed, self._numbers = _function_of_key(closed, key_spec)
+        self.routes = tuple(routes)
+        self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
+
+        # A module of nnx holds values already: these are its initial variables.
+        held_values = layers.parent.nnx_values(taken)
+        held_specs = jax.eval_shape(
+            lambda trees: jax.tree.map(strong, trees), held_values
+        )
+        self.specs: tuple[PyTree, ...] = tuple(
+            {
+                name: _taken_if_alike(collection, taken_entry.get(name))
+                for name, collection in held_entry.items()
+            }
+            or drawn_entry
+            for held_entry, taken_entry, drawn_entry in zip(
+                held_specs, taken, specs, strict=True
+            )
+        )
+        # The source of each leaf: its value, or the variable of the jaxpr that it is.
+        self._sources: list[Any] = []
+        outvars = iter(self._closed.jaxpr.outvars)
+        for held_entry, drawn_entry in zip(held_values, specs, strict=True):
+            drawn_vars = [next(outvars) for _ in jax.tree.leaves(drawn_entry)]
+            self._sources += jax.tree.leaves(held_entry) or drawn_vars
+
+    @cached_property
+    def _producer(self) -> dict[core.Var, int]:
+        """The number of the equation that makes each variable."""
+        return _jaxpr.producers(self._closed.jaxpr)
+
+    def leaves(
+        self, key: chex.PRNGKey, device: Any, wanted: Sequence[bool]
+    ) -> Iterator[jax.Array | None]:
+        """Makes the leaves one after the other, on a device.
+
+        Args:
+          key: the key.
+          device: the device.
+          wanted: one bool per leaf; False yields ``None`` in its place.
+        """
+        key = _transfer.put_each(key, [device], [(0, WHOLE)])
+        # The draw of each leaf, with numbers that are folded into the key; or its
+        # value; or None.
+        runs = list[Any]()
+        executables: dict[Any, Executable] = {}  # structural key of a jaxpr -> it
+        with compiling() as compile_ahead:
+            for source, is_wanted in zip(self._sources, wanted, strict=True):
+                if not is_wanted or not isinstance(source, core.Var | core.Literal):
+                    runs.append(source if is_wanted else None)
+                    continue
+                closed, numbers = self._function_of_leaf(source)
+                form = _structural_key.form(closed)
+                if form not in executables:
+                    draw = jax.jit(_named_draw(core.jaxpr_as_fun(closed)))
+                    if is_ahead():
+                        executables[form] = compile_ahead(
+                            functools.partial(draw.trace, key, *numbers),
+                            device,
+                            drawing_options(device),
+                        )
+                    else:
+                        executables[form] = Executable(draw)
+                runs.append((executables[form], numbers))
+
+        for run in runs:
+            if isinstance(run, tuple):
+                executable, numbers = run
+                yield executable.run(key, *_transfer.put(numbers, device))[0]
+            else:  # a copy: a step overwrites its arguments
+                yield None if run is None else jnp.copy(strong(run))
+
+    def _function_of_leaf(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
+        """The jaxpr ``(key, *numbers) -> leaf``, and the numbers."""
+        jaxpr = self._closed.jaxpr
+        needed = _jaxpr.variables([var])
+        eqn_indices = set[int]()
+        todo = [*needed]
+        while todo:
+            index = self._producer.get(todo.pop())
+            if index is None or index in eqn_indices:
+                continue
+            eqn_indices.add(index)
+            operands = _jaxpr.variables(jaxpr.eqns[index].invars)
+            todo += operands
+            needed |= operands
+
+        key, *folded = jaxpr.invars
+        number_indices = [i for i, invar in enumerate(folded) if invar in needed]
+        constants = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        constvars = [constvar for constvar in jaxpr.constvars if constvar in needed]
+        leaf_jaxpr = jaxpr.replace(
+            constvars=constvars,
+            invars=[key, *(folded[i] for i in number_indices)],
+            outvars=[var],
+            eqns=[jaxpr.eqns[index] for index in sorted(eqn_indices)],
+            effects=set(),
+        )
+        closed = core.ClosedJaxpr(leaf_jaxpr, [constants[var] for var in constvars])
+        return closed, [self._numbers[i] for i in number_indices]
+
+
+def _function_of_key(
+    closed: core.ClosedJaxpr, key_spec: Any
+) -> tuple[core.ClosedJaxpr, list[Any]]:
+    """The jaxpr ``(key, *numbers) -> leaves``, and numbers that are folded into keys.
+
+    No leaf follows from values of the other inputs. Some equations have them among
+    their operands all the same, as a jax.checkpoint has: they are zeros.
+    """
+    others = [*map(_jaxpr.spec, closed.in_avals[1:])]
+    run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
+    on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), key_spec)
+    return lifted(on_zeros)
+
+
+def _taken_if_alike(specs: PyTree, taken: PyTree) -> PyTree:
+    """A collection that was taken, if it has the same leaves; else its specs."""
+    is_alike = jax.tree.structure(taken) == jax.tree.structure(specs)
+    return taken if is_alike else specs
+
+
+def _specs(trees: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: _jaxpr.spec(jax.typeof(x)), tuple(trees))
+
+
+def _check_follows_from_shapes(
+    closed: core.ClosedJaxpr,
+    specs: Sequence[PyTree],
+    taken: Sequence[PyTree],
+    *,
+    is_list: bool,
+) -> None:
+    """Checks that variables follow from the shapes of the input, not from its values.
+
+    Args:
+      closed: the jaxpr ``(key, *input, *taken) -> variables``.
+      specs: specs of the variables.
+      taken: variables that are taken as they are.
+      is_list: whether the layers are a list, which the message names.
+    """
+    is_input = [index > 0 for index in range(len(closed.jaxpr.invars))]
+    taken_paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(taken)}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
+    follows = _dataflow.reached(closed, is_input)
+    faults = []
+    for path, follows_from_input in zip(paths, follows, strict=True):
+        if follows_from_input and path not in taken_paths:
+            name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            faults.append(f"{name} of layer {path[0].idx}" if is_list else name)
+    if faults:
+        raise ValueError(
+            f"what a layer holds at the start follows from the shapes of its input "
+            f"alone, and not from its values, as {', '.join(faults)} would; {OF_DATA}"
+        )
+
+
+def strong(leaf: Any) -> Any:
+    """An array that is not weakly typed, as after a step, so that programs fit both."""
+    dtype = jnp.result_type(leaf)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return leaf if is_key else jnp.asarray(leaf, dtype)
+
+
+def _named_draw(function: Any) -> Any:
+    """The same function with a name, which profiles show."""
+
+    def draw(*args: Any) -> Any:
+        return function(*args)
+
+    return draw

@@ -1,0 +1,322 @@
+"""A list of layers, or one model, as functions of variables and a micro-batch.
+
+    call:    variables, x, rngs -> y, changed variables
+    forward: variables, x, rngs -> y, changed variables by leaf index
+    loss:    variables, x, targets, rngs -> loss, aux, changed variables by leaf index
+
+The variables of a list are a tuple with one entry per layer, and a mark stands in the
+trace between two of its stages. One model is a sequence of one layer whose variables
+are a tree of its own; where it is cut follows from its trace.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import errors
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from .._arguments import _call, _signature, _variables
+from .._arguments._batch import Axes, Batch, explained
+from .._arguments._cache import Recent
+from .._arguments._trainable import Trainable
+from .._instructions._sharding import Sharding
+from .._layers import _batch_norm, _linen, _rng, _skip
+from .._layers._adapter import LayerAdapter, check_unchanged
+from .._layers._sequence import Sequential
+from .._partition import _param_sharding
+from .._partition._partition import Partition
+from .._partition._stage_placement import Pipe
+from .._stage._stages import Stages
+from .._trace import _boundaries
+from ._initial import Initial
+
+PyTree = Any
+# What Flax's own TrainState overwrites with its gradient.
+_BY_GRADIENT = "_overwrite_with_gradient"
+
+
+class Model:
+    """A list of layers, or one model.
+
+    Args:
+      layers: the layers; of a model the only one.
+      axes: where the examples are.
+      stage_of_layer: the stage of each layer of a list; ``None`` for one model.
+
+    Attributes:
+      layers: likewise.
+      axes: likewise.
+      is_list: whether it is a list.
+      stage_of_layer: the stage of each layer; of a model 0, whatever it is cut into.
+      parent: the modules in it.
+      routes: the skip connections between stages, of the last trace.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerAdapter],
+        axes: Axes,
+        stage_of_layer: Sequence[int] | None = None,
+    ) -> None:
+        self.layers = layers
+        self.axes = axes
+        self.is_list = stage_of_layer is not None
+        self.routes: Sequence[_skip.Route] = ()
+        self.stage_of_layer = [0] if stage_of_layer is None else stage_of_layer
+        self._sequence = Sequential(layers, self.stage_of_layer, is_list=self.is_list)
+        self.parent = self._sequence.parent
+        # (settings, signature of key, input and given variables) -> initial variables
+        self._initial = Recent[Any, Initial]()
+
+    # ------------------------------------------------------------------------- words
+
+    def __str__(self) -> str:
+        return f"{len(self.layers)} layers" if self.is_list else self.layers[0].name
+
+    @property
+    def label(self) -> str:
+        """The words for a layer in errors, to be formatted with its index."""
+        return "layer {}" if self.is_list else "the model"
+
+    @property
+    def advice(self) -> str:
+        """The call to type where variables are not in place."""
+        args = "variables" if self.is_list else "variables, x"
+        return f"variables = pipe.place({args})"
+
+    def name_written(self, path: Any) -> str:
+        """The words for what is written to a variable, in errors."""
+        if not self.is_list:
+            return keystr(path, simple=True, separator="/")
+        layer, *names = path
+        variable = keystr(tuple(names), simple=True, separator="/")
+        layer_name = self.layers[layer.idx].name
+        return f"layer {layer.idx} ({layer_name}) writes {variable}"
+
+    # --------------------------------------------------------------------- variables
+
+    def entries(self, variables: PyTree) -> Sequence[PyTree]:
+        """Returns the variables of each layer; of a model those of the only one.
+
+        Raises:
+          ValueError: if there is not one entry per layer, or they are no mapping.
+        """
+        if self.is_list:
+            _variables.check_length(variables, len(self.layers))
+            return variables
+        _variables.check_model(variables)
+        return (variables,)
+
+    def from_entries(self, entries: Sequence[PyTree]) -> PyTree:
+        """Returns the variables whose `entries` are these."""
+        return tuple(entries) if self.is_list else entries[0]
+
+    def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
+        """Says of each leaf of the variables, or of their specs, if it is trained."""
+        entries = self.entries(variables)
+        return self.from_entries(trainable.marks(self.layers, entries))
+
+    def shardings(
+        self, pipe: Pipe, variables: PyTree, owner_stages: Sequence[int]
+    ) -> list[Sharding]:
+        """Returns the sharding of each leaf of the variables in its stage.
+
+        Args:
+          pipe: the stages, and where they run.
+          variables: the variables, or specs of them.
+          owner_stages: the stage of each leaf.
+
+        Raises:
+          ValueError: with every parameter of a layer that its axes do not divide.
+          TypeError: if the rule returns something else than axes.
+        """
+        devices = [pipe.devices[stage] for stage in owner_stages]
+        shardings: list[Sharding] = []
+        for i, entry in enumerate(self.entries(variables)):
+            begin = len(shardings)
+            shardings += _param_sharding.of_tree(
+                pipe,
+                entry,
+                devices[begin : begin + len(jax.tree.leaves(entry))],
+                owner=self.layers[i].owner,
+                layer=(i,) if self.is_list else (),
+            )
+        return shardings
+
+    def sample(self, x: PyTree, partition: Partition) -> Batch:
+        """Returns an input from which variables are made, as a mini-batch.
+
+        Args:
+          x: the input; it may have few examples.
+          partition: how many micro-batches and shards it is split in, if it can be.
+        """
+        return _call.batch(
+            [x],
+            (self.axes.in_axes,),
+            ["x"],
+            num_microbatches=partition.num_microbatches,
+            num_shards=partition.num_shards,
+            few=True,
+        )
+
+    def initial(
+        self,
+        batch: Batch,
+        given: Sequence[PyTree] | None = None,
+        key: chex.PRNGKey | None = None,
+    ) -> Initial:
+        """Returns the variables before any step, for the first micro-batch.
+
+        Args:
+          batch: the mini-batch.
+          given: variables by layer that are taken as they are: see `Initial`.
+          key: a key such as they are drawn by, typed or raw; default: typed.
+
+        Raises:
+          ValueError: if skip connections do not fit.
+        """
+        key_like: Any = _rng.key_spec() if key is None else key
+        (x,) = batch.first
+        signature = _signature.settings(), _signature.of(key_like, x, given)
+        if signature not in self._initial:
+            with explained(batch):
+                initial = Initial(self._sequence, key_like, x, given)
+            self.routes = initial.routes
+            self._initial[signature] = initial
+        return self._initial[signature]
+
+    # ------------------------------------------------------------------------- calls
+
+    def look_again(self) -> None:
+        """Traces layers anew from now on.
+
+        Raises:
+          ValueError: if an nnx module was changed.
+        """
+        check_unchanged(self.layers, self.label)
+        self._initial.clear()
+
+    def call(
+        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+    ) -> tuple[PyTree, dict[int, Any]]:
+        """Applies the layers to a micro-batch.
+
+        Returns:
+          The output, and what leaves of the variables become, by their index.
+        """
+        if train:
+            _check_collections(self.entries(variables))
+        # A raw key is folded where it is wrapped, which is here and not in a loop.
+        rngs = jax.tree.map(_rng.wrapped_once, rngs)
+        with _batch_norm.recording():
+            y, changed = self.apply(variables, x, rngs, train=train)
+        leaf_index = {
+            path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
+        }
+        return y, {
+            leaf_index[path]: leaf
+            for path, leaf in tree_leaves_with_path(changed)
+            if path in leaf_index
+        }
+
+    def apply(
+        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the output, and the collections that may have changed."""
+        entries = variables
+        mark_ends = None
+        if self.is_list:
+            mark_ends = _EndMarks(self.stage_of_layer)
+        else:
+            check_unchanged(self.layers, self.label)
+            entries = (variables,)
+        try:
+            made = self._sequence(entries, x, rngs, train, mark_ends)
+        except Exception as error:
+            if not self.is_list:
+                _refuse_writes(error, self.layers[0].owner, variables, train)
+                if _variables.lacks_params(variables):
+                    error.add_note(
+                        f"variables has no entry 'params'; {_variables.WRAPPED}"
+                    )
+            raise
+        self.routes = made.routes
+        return made.y, self.from_entries(made.entries)
+
+    def name_skips(self, stages: Stages) -> dict[Any, str]:
+        """Returns the name of each value that a skip connection brings to a stage."""
+        marked = _boundaries.marked(stages.first.closed)
+        return {
+            var: _skip.label(self.routes[number - 1].key)
+            for var, (_, number) in marked.items()
+            if number
+        }
+
+
+class _EndMarks:
+    """Marks what leaves a stage: its output, and what it stashed for later ones.
+
+    Args:
+      stage_of_layer: the stage of each layer.
+    """
+
+    def __init__(self, stage_of_layer: Sequence[int]) -> None:
+        self._stage_of_layer = stage_of_layer
+        # key of what was stashed in an earlier stage -> its number in the marks
+        self._stashed: dict[_skip.Key, int] = {}
+
+    def __call__(self, layer: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:
+        stage, *next_stages = self._stage_of_layer[layer : layer + 2]
+        if next_stages in ([], [stage]):
+            return x
+
+        new_keys = [key for key in skips if key not in self._stashed]
+        numbered = dict(enumerate(new_keys, len(self._stashed) + 1))
+        self._stashed |= {key: number for number, key in numbered.items()}
+
+        x = jax.tree.map(jnp.asarray, x)
+        trees = {0: x} | {number: skips[key] for number, key in numbered.items()}
+        marked = _boundaries.numbered(stage, trees)
+        skips |= {key: marked[number] for number, key in numbered.items()}
+        return marked[0]
+
+
+def _check_collections(entries: Sequence[PyTree]) -> None:
+    """Refuses what Flax changes in a way that a pipeline does not know."""
+    if any(_BY_GRADIENT in entry for entry in entries):
+        raise ValueError(
+            f"the variables hold the collection {_BY_GRADIENT}, as the fp8 operations "
+            f"of flax.linen do, whose values a step replaces by their gradients; a "
+            f"pipeline does not, and would leave them as they are: train without "
+            f"dot_general_cls; evaluation works"
+        )
+
+
+def _refuse_writes(
+    error: Exception, owner: Any, variables: PyTree, train: bool
+) -> None:
+    """Says what to type where a model of linen writes in evaluation, as caches do.
+
+    Args:
+      error: what a call of it raised.
+      owner: the model.
+      variables: what it was given.
+      train: whether this is training.
+
+    Raises:
+      ValueError: if the error is one of these.
+    """
+    if train or not _linen.is_module(owner):
+        return
+    if "cache" in variables or isinstance(error, errors.ModifyScopeVariableError):
+        raise ValueError(
+            "a model of linen writes its variables in evaluation, as attention with a "
+            "cache does (decode=True); a pipeline finds in evaluation where they stay, "
+            "and gives outputs alone. Give it the model with decode=False, which has "
+            "the same parameters; decode by model.apply({**cache, "
+            "**jax.device_put(variables, device)}, token, mutable=['cache']), or list "
+            "its layers. A batch norm needs use_running_average=not train"
+        ) from error

@@ -1,0 +1,1 @@
+"""The cuts between stages, and the places of stages and parameters."""

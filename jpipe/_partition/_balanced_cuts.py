@@ -1,0 +1,288 @@
+"""Chooses where a program is cut: at marks, or where it balances and few bytes cross.
+
+A cut is the index of the equation with which a stage begins. Without marks, the
+candidates are the places that fewer bytes cross than their neighbours. Among these an
+exact dynamic program finds the cuts whose largest stage is smallest, and of several
+such cuts the ones that fewest bytes cross. With C the cost of the equations before each
+candidate,
+
+    best[s + 1, j] = min over i < j of max(best[s, i], C[j] - C[i])
+
+is the largest cost of a stage if the equations before candidate j are s + 1 stages.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from jax.extend import core
+
+from .._jaxprs import _eqn_source, _jaxpr, _min_cut, _work
+from .._messages import WarnOnce
+from .._trace import _boundaries
+from .._trace._traced_function import EqnKind, Traced
+
+# A piece is at least one of so many parts of a stage.
+_PARTS_OF_STAGE = 8
+# So much more than an even share of the work is worth a warning.
+_UNEVEN = 1.25
+# An equation of fewer operations takes less than the start of the program that it is
+# in, some microseconds: there is nothing to balance.
+_LEAST_WORK = 2**15
+# Places that so much more bytes cross than the best place nearby are as good.
+_AS_FEW_BYTES = 1.01
+
+
+def positions(
+    program: Traced, num_stages: int | None, default: int, warnings: WarnOnce
+) -> list[int]:
+    """Chooses the equations with which the stages but the first begin.
+
+    Args:
+      program: the program that is cut.
+      num_stages: the number of stages; ``None``: as many as marks make.
+      default: the number of stages where there are no marks either.
+      warnings: the warnings of the pipeline.
+
+    Returns:
+      The indices of these equations.
+
+    Raises:
+      ValueError: if the program cannot be cut into so many stages.
+    """
+    marks = _boundaries.positions(program.closed)
+    if not marks:
+        num_stages = default if num_stages is None else num_stages
+        return _balanced_cuts(program, num_stages, warnings)
+    if num_stages not in (None, len(marks) + 1):
+        raise ValueError(
+            f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, "
+            f"so that there are {len(marks) + 1} stages; leave out num_stages"
+        )
+    return marks
+
+
+def pieces(program: Traced, num_stages: int) -> list[int]:
+    """Finds places that few bytes cross, at marks or else as for so many stages.
+
+    Between two of them there is something to compute, at least a part of a stage.
+    """
+    if marks := _boundaries.positions(program.closed):
+        return marks
+    cost_before = [0, *accumulate(_stage_costs(program))]
+    total_cost = cost_before[-1]
+    least_cost = total_cost / num_stages / _PARTS_OF_STAGE
+    begins = [0]
+    for index in _candidates(
+        program,
+        crossing=crossing_bytes(program),
+        cost_before=cost_before,
+        num_stages=num_stages,
+    ):
+        cost_of_piece = cost_before[index] - cost_before[begins[-1]]
+        cost_after = total_cost - cost_before[index]
+        if cost_of_piece >= least_cost and cost_after >= least_cost:
+            begins.append(index)
+    return begins[1:]
+
+
+def crossing_bytes(program: Traced) -> list[int]:
+    """The bytes that cross each place: made by stages before it, read behind it.
+
+    Returns:
+      One number per equation, for the place before it, and one for the end.
+    """
+    eqns = program.closed.jaxpr.eqns
+    # variable -> the equation of a stage that makes it, the last one that reads it
+    producer: dict[core.Var, int] = {}
+    last_reader: dict[core.Var, int] = {}
+    for index, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True)):
+        for var in _jaxpr.variables(eqn.invars):
+            if var in producer:
+                last_reader[var] = index
+        if kind == EqnKind.STAGE:
+            producer.update(dict.fromkeys(eqn.outvars, index))
+
+    change = [0] * (len(eqns) + 2)
+    for var, reader in last_reader.items():
+        change[producer[var] + 1] += _min_cut.nbytes(var)
+        change[reader + 1] -= _min_cut.nbytes(var)
+    return [*accumulate(change)][: len(eqns) + 1]
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Stages of the equations before some place.
+
+    Attributes:
+      largest_cost: the cost of the most expensive stage.
+      num_bytes: the bytes that cross the cuts.
+      cuts: the indices of the equations with which the stages but the first begin.
+    """
+
+    largest_cost: float
+    num_bytes: int = 0
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[float, int, tuple[int, ...]]:
+        """The order of preference: balance, then bytes, then the earliest cuts."""
+        return self.largest_cost, self.num_bytes, self.cuts
+
+    def with_last_stage(self, cut: int, cost: float, num_bytes: int) -> "_Division":
+        """The same stages, and one more behind them that begins at a cut."""
+        return _Division(
+            largest_cost=max(self.largest_cost, cost),
+            num_bytes=self.num_bytes + num_bytes,
+            cuts=(*self.cuts, cut),
+        )
+
+
+_IMPOSSIBLE = _Division(largest_cost=np.inf)
+
+
+def _balanced_cuts(program: Traced, num_stages: int, warnings: WarnOnce) -> list[int]:
+    """The cuts whose largest stage is smallest: see the head of the file."""
+    if num_stages == 1:
+        return []
+    costs = _stage_costs(program)
+    _check_largest_equation(program, costs, num_stages)
+    cost_before = [0, *accumulate(costs)]
+    crossing = crossing_bytes(program)
+    candidates = _candidates(
+        program, crossing=crossing, cost_before=cost_before, num_stages=num_stages
+    )
+    if len(candidates) < num_stages - 1:
+        raise ValueError(
+            f"num_stages={num_stages}: the program can be divided in "
+            f"{len(candidates) + 1} at most; type num_stages={len(candidates) + 1}"
+        )
+
+    ends = [*candidates, len(costs)]
+    # best[j]: the best division of the equations before ends[j], at first as one stage
+    best = [_Division(largest_cost=cost_before[end]) for end in ends]
+    for _ in range(1, num_stages):
+        divisions = []
+        for j, end in enumerate(ends):
+            options = [
+                best[i].with_last_stage(
+                    cut=ends[i],
+                    cost=cost_before[end] - cost_before[ends[i]],
+                    num_bytes=crossing[ends[i]],
+                )
+                for i in range(j)
+            ]
+            shortest = min(options, key=lambda option: option.key, default=_IMPOSSIBLE)
+            divisions.append(shortest)
+        best = divisions
+
+    cuts = list(best[-1].cuts)
+    _warn_of_large_equation(program, costs, cuts, warnings)
+    return cuts
+
+
+def _stage_costs(program: Traced) -> list[float]:
+    """The operations that each equation adds to a stage: none if it is in all."""
+    return [
+        _work.of_equation(eqn) if kind == EqnKind.STAGE else 0
+        for eqn, kind in zip(program.closed.jaxpr.eqns, program.kinds, strict=True)
+    ]
+
+
+def _candidates(
+    program: Traced,
+    *,
+    crossing: Sequence[int],
+    cost_before: Sequence[float],
+    num_stages: int,
+) -> list[int]:
+    """The places that no more bytes cross than places up to a quarter of a stage away.
+
+    Of neighbours that are equal the first is taken, right behind the equation that
+    makes the value that crosses: so equal blocks are cut alike. Around a call of many
+    equations, such as a block in `jax.checkpoint`, places are no neighbours.
+
+    Args:
+      program: the program that is cut.
+      crossing: the bytes that cross each place.
+      cost_before: the cost of the equations before each place.
+      num_stages: the number of stages.
+    """
+    eqns = program.closed.jaxpr.eqns
+    kinds = program.kinds
+    of_stages = [index for index, kind in enumerate(kinds) if kind == EqnKind.STAGE]
+    if not of_stages:
+        return []
+    first, last = of_stages[0] + 1, of_stages[-1]
+    stage_cost = cost_before[-1] / num_stages
+    reach = stage_cost / 4
+
+    candidates: list[int] = []
+    for index in range(first, last + 1):
+        if kinds[index - 1] != EqnKind.STAGE:
+            continue
+        begin = max(bisect_left(cost_before, cost_before[index] - reach), first)
+        end = min(bisect_left(cost_before, cost_before[index] + reach), last)
+        nearby = crossing[begin : end + 1] if begin <= end else [crossing[index]]
+        if crossing[index] > _AS_FEW_BYTES * min(nearby):
+            continue
+        follows_equal = (
+            candidates[-1:] == [index - 1] and crossing[index] == crossing[index - 1]
+        )
+        cost_of_eqn = cost_before[index] - cost_before[index - 1]
+        is_behind_call = (
+            bool(_jaxpr.bodies(eqns[index - 1]))
+            and cost_of_eqn >= stage_cost / _PARTS_OF_STAGE
+        )
+        if is_behind_call or not follows_equal:
+            candidates.append(index)
+    return candidates
+
+
+def _check_largest_equation(
+    program: Traced, costs: Sequence[float], num_stages: int
+) -> None:
+    """Raises a ValueError if a loop has more work than a stage and a half."""
+    if not costs:
+        return
+    largest = max(range(len(costs)), key=costs.__getitem__)
+    eqn = program.closed.jaxpr.eqns[largest]
+    share = costs[largest] / max(sum(costs), 1)
+    if _jaxpr.inside(eqn) and share > 1.5 / num_stages:
+        raise ValueError(
+            f"num_stages={num_stages}: one operation, {_eqn_source.told(eqn)} is "
+            f"{share:.0%} of the work and cannot be divided; write the loop over "
+            f"layers in Python, or take fewer stages"
+        )
+
+
+def _warn_of_large_equation(
+    program: Traced, costs: Sequence[float], cuts: Sequence[int], warnings: WarnOnce
+) -> None:
+    """Warns of one equation because of which a stage has more than its share."""
+    ends = [0, *cuts, len(costs)]
+    stages = [range(begin, end) for begin, end in itertools.pairwise(ends)]
+    stage_costs = [sum(costs[index] for index in stage) for stage in stages]
+    fullest = max(range(len(stages)), key=stage_costs.__getitem__)
+    largest = max(stages[fullest], key=costs.__getitem__)
+    share = stage_costs[fullest] / max(sum(stage_costs), 1)
+
+    is_uneven = share * len(stages) > _UNEVEN
+    is_because_of_one = costs[largest] > stage_costs[fullest] / 2
+    if not is_uneven or not is_because_of_one or costs[largest] < _LEAST_WORK:
+        return
+
+    eqn = program.closed.jaxpr.eqns[largest]
+    fewer_stages = max(int(_UNEVEN / share), 1)
+    loop = "write the loop in Python, or " if _jaxpr.inside(eqn) else ""
+    warnings(
+        "balance",
+        f"stage {fullest} has {share:.0%} of the estimated work, where "
+        f"an even share of {len(stages)} stages is {1 / len(stages):.0%}: one "
+        f"operation, {_eqn_source.told(eqn)} is "
+        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and cannot be divided; "
+        f"{loop}take fewer stages: num_stages={fewer_stages}",
+    )

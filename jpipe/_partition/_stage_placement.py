@@ -1,0 +1,202 @@
+"""Stages, devices and a schedule: all that is fixed for all mini-batches.
+
+A stage runs on the rank that the schedule gives it, a rank is a device, and a *place*
+is the index of a device among the different devices:
+
+    stages     0  1  2  3
+    placement  0  1  1  0    (schedule.placement: stage -> rank)
+    ranks      a  b          (rank -> device)
+    places     a  b          (place -> device)
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from .._instructions._graph import Graph
+from .._instructions._sharding import SubMesh
+from .._instructions._transfer import Device, OnPaper, devices_of
+from .._layers._adapter import LayerAdapter
+from .._layers._layer_group import StageLayers
+from .._layers._text import abbreviate
+from .._processes._arrays import is_here, replicated_sharding
+from .._processes._digest import digest
+from ..schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipeline without its batches.
+
+    Attributes:
+      stages: all stages, in order.
+      ranks: the device of each rank.
+      schedule: the actions of each rank, in order.
+      remat: the remat mode of each stage: see `_remat`.
+      rule: the sharding of parameters, for stages of several devices.
+      gather: the time when sharded weights are gathered: once in a ``"step"`` or for
+        each ``"microbatch"``.
+    """
+
+    stages: tuple[StageLayers, ...]
+    ranks: tuple[Device, ...]
+    schedule: Schedule
+    remat: tuple[Any, ...]
+    rule: Any = None
+    gather: str = "step"
+
+    def check_trains(self) -> None:
+        """Checks that the schedule has backwards.
+
+        Raises:
+          ValueError: if it has forwards alone.
+        """
+        if self.schedule.forward_only:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} has forwards only: it can apply, not "
+                f"train; take another, such as schedule='1f1b'"
+            )
+
+    @property
+    def layers(self) -> list[LayerAdapter]:
+        """All layers, in order."""
+        return [layer for stage in self.stages for layer in stage.layers]
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each stage, or of its first replica.
+
+        Its variables are there, and its gradients are added up there.
+        """
+        return tuple(self.ranks[rank] for rank in self.schedule.placement)
+
+    @cached_property
+    def places(self) -> tuple[Device, ...]:
+        """The device of each place: a device may serve several stages.
+
+        In a pipeline over several processes each process has a place, if only for
+        metrics.
+        """
+        replica_ranks = itertools.chain.from_iterable(self.schedule.ranks_of)
+        replica_devices = [self.ranks[rank] for rank in replica_ranks]
+        devices = dict.fromkeys([*self.devices, *replica_devices])
+        return (*devices, *idle(devices))
+
+    @cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The process of each place."""
+        return tuple(device.process_index for device in self.places)
+
+    @cached_property
+    def own_places(self) -> tuple[Device, ...]:
+        """The places of this process.
+
+        Raises:
+          ValueError: if there are none.
+        """
+        local = tuple(filter(is_here, self.places))
+        if not local:
+            (process,) = set(self.processes)
+            raise ValueError(
+                f"all devices of this pipeline are in process {process}, and this is "
+                f"process {jax.process_index()} of {jax.process_count()}: call it "
+                f"there alone, or give devices=jax.local_devices() for one in each"
+            )
+        return local
+
+    @cached_property
+    def copies(self) -> NamedSharding | None:
+        """The sharding of an array with a copy in each process; ``None`` for one."""
+        processes = sorted(set(self.processes))
+        if len(processes) == 1:
+            return None
+        devices: list[Any] = []
+        for process in processes:
+            first_place = self.processes.index(process)
+            devices += devices_of(self.places[first_place])
+        return replicated_sharding(devices)
+
+    @cached_property
+    def _place_of(self) -> dict[Device, int]:
+        return {device: place for place, device in enumerate(self.places)}
+
+    def called(self, device: Device) -> str:
+        """A device in messages, with its process if there are several."""
+        if self.copies is None:
+            return str(device)
+        return f"{device} of process {device.process_index}"
+
+    def graph(self) -> Graph:
+        """An empty graph over its places, with the facts that processes compare."""
+        graph = Graph(self.places)
+        if self.copies is not None:
+            layers = [layer.name for layer in self.layers]
+            text = self.schedule.to_text()
+            graph.facts |= {
+                "layers": abbreviate(layers),
+                "balance": str([len(stage.layers) for stage in self.stages]),
+                "devices": ", ".join(map(self.called, self.devices)),
+                "micro-batches": str(self.schedule.num_microbatches),
+                "schedule": f"{self.schedule.name} ({digest([text])})",
+            }
+        return graph
+
+    def place(self, stage: int, microbatch: int | None = None) -> int:
+        """The place of a stage, or that of its replica for a micro-batch."""
+        if microbatch is None or not self.schedule.replicas:
+            return self._place_of[self.devices[stage]]
+        rank = self.schedule.rank_of[microbatch][stage]
+        return self._place_of[self.ranks[rank]]
+
+    def replicas(self, stage: int) -> tuple[Device, ...]:
+        """The devices that take turns at a stage."""
+        return tuple(self.ranks[rank] for rank in self.schedule.ranks_of[stage])
+
+    def places_of(self, stage: int) -> list[int]:
+        """The places that run a stage, in the order of their last micro-batches."""
+        microbatches = reversed(range(self.schedule.num_microbatches))
+        places = dict.fromkeys(self.place(stage, m) for m in microbatches)
+        return list(reversed(places))
+
+    @cached_property
+    def num_shards(self) -> int:
+        """The number of shards over which each micro-batch is spread."""
+        first = self.devices[0]
+        return first.num_shards if isinstance(first, SubMesh | OnPaper) else 1
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the meshes of all places."""
+        meshes = [place.mesh for place in self.places if isinstance(place, SubMesh)]
+        return tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
+
+    @cached_property
+    def stage_of_layer(self) -> tuple[int, ...]:
+        """The stage of each layer."""
+        return tuple(stage.index for stage in self.stages for _ in stage.layers)
+
+
+def idle(devices: Collection[Device]) -> Iterator[Device]:
+    """Yields a device of each process that has none of these, if they are of several.
+
+    Raises:
+      ValueError: if there is such a process, and stages have meshes.
+    """
+    processes = {device.process_index for device in devices}
+    if len(processes) < 2:
+        return
+    has_meshes = any(isinstance(device, SubMesh) for device in devices)
+    for device in jax.devices():
+        if device.process_index not in processes:
+            if has_meshes:
+                raise ValueError(
+                    f"process {device.process_index} has no stage of this pipeline; "
+                    f"with a mesh each of the {jax.process_count()} processes needs one"
+                )
+            processes.add(device.process_index)
+            yield device

@@ -1,0 +1,1 @@
+"""Functions as pipelines: traced, cut and lowered for each signature."""

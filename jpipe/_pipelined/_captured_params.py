@@ -1,0 +1,83 @@
+"""Finds parameters that a loss closes over: as constants they have no gradient."""
+
+from typing import Any
+
+import jax
+
+from .._layers import _nnx_values
+from .._layers._adapter import LayerAdapter
+from .._messages import WarnOnce, raise_all
+from .._model._model import Model
+from ._specialization import Built
+
+PyTree = Any
+
+
+def check(
+    params: PyTree, built: Built, *, model: Model | None, warnings: WarnOnce
+) -> None:
+    """Checks that a loss closes over no array by which it is differentiated.
+
+    Args:
+      params: the parameters of the call.
+      built: the function, traced for them.
+      model: the model that has these variables. ``None``: they are the parameters of a
+        loss function, where this is a warning: `jax.value_and_grad` takes them as
+        constants too, and a penalty on the distance from the start closes over the
+        parameters that it starts from.
+      warnings: the warnings of the function.
+
+    Raises:
+      TypeError: with the parameters that modules or their loss close over.
+    """
+    program = built.stages.first
+    if not program.has_loss or not program.constants:
+        return
+    constant_ids = set(map(id, program.constants))
+    tree_name = "variables" if model else "params"
+    captured = _captured_leaves(params, built, constant_ids, tree_name)
+    if model is None:
+        if captured:
+            warnings(
+                "closures",
+                f"the loss closes over {', '.join(captured)}, which it is given as "
+                f"parameters too; as under jax.value_and_grad they are constants there "
+                f"and have no gradient: read them from the first argument, or give "
+                f"copies, jax.tree.map(jnp.copy, params), where constants are meant",
+            )
+        return
+    for index, layer in enumerate(model.layers):
+        layer_name = model.label.format(index)
+        captured += _captured_variables(layer, constant_ids, layer_name)
+    raise_all(
+        "the loss or a layer takes variables from outside, which would be "
+        "constants without a gradient and stay as they are now; compute it in the "
+        "model, or in a layer that lists the module again; or add the gradient to that "
+        "of the loss: pipe.jit(jax.value_and_grad(penalty))(params), where penalty is "
+        "a function of them; for constants give copies",
+        captured,
+        error=TypeError,
+    )
+
+
+def _captured_leaves(
+    params: PyTree, built: Built, constant_ids: set[int], tree_name: str
+) -> list[str]:
+    """The trained parameters of the call that are among the constants."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [
+        f"{tree_name}{jax.tree_util.keystr(path)}"
+        for (path, leaf), is_trained in zip(leaves, built.layout.marks, strict=True)
+        if is_trained and id(leaf) in constant_ids
+    ]
+
+
+def _captured_variables(
+    layer: LayerAdapter, constant_ids: set[int], layer_name: str
+) -> list[str]:
+    """The parameters of a module of nnx that are among the constants."""
+    return [
+        f"{_nnx_values.dotted(path)} of {layer_name} ({layer.name})"
+        for path, variable in _nnx_values.parameters(layer.owner).items()
+        if id(variable.get_raw_value()) in constant_ids
+    ]

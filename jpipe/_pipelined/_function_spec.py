@@ -1,0 +1,137 @@
+"""A function of parameters and a mini-batch, and what a pipeline has to know of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._arguments import _call, _variables
+from .._arguments._batch import Batch
+from .._instructions._sharding import Sharding
+from .._layers import _rng
+from .._lower._join import Join
+from .._model._model import Model
+from .._partition import _param_sharding
+from .._partition._stage_placement import Pipe
+from .._trace._microbatch_outputs import Results
+from .._trace._state_updates import Written
+from .._trace._traced_function import Traced
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A function that is computed in stages.
+
+    Attributes:
+      function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``; the last of
+        ``args`` of a loss function is a dict of those by name.
+      joins: says how what micro-batches return besides the loss is joined.
+      in_axes: where the examples are in the arguments after ``params``.
+      has_loss: whether it returns a loss, which is differentiated.
+      has_aux: whether it returns something besides the loss.
+      reduction: what the loss is: see `jpipe.value_and_grad`.
+      model: the model of which it is a function: then its first argument after
+        ``params`` is the input, and its aux a pair, of aux and what the model writes.
+      names: how errors call the arguments, of a model.
+      argnums: which arguments of a loss function are its parameters.
+      writes: ``(trace, specs of the parameters) -> (index in aux of the first leaf that
+        is written to a parameter, these leaves)``; ``None``: none is.
+      discards: is given the same where nobody is given what is written.
+      check: checks parameters and arguments of a new signature, before it is built.
+      explain: raises a better error than one that was raised on such arguments.
+    """
+
+    function: Callable[..., Any]
+    joins: Callable[[Results], list[Join]]
+    in_axes: Any = 0
+    has_loss: bool = True
+    has_aux: bool = False
+    reduction: str = "mean"
+    model: Model | None = None
+    names: Sequence[str] = ()
+    argnums: Sequence[int] = (0,)
+    writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
+    discards: Callable[[Traced, PyTree], None] | None = None
+    check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
+    explain: Callable[[PyTree, Sequence[PyTree]], None] | None = None
+
+    @property
+    def params_name(self) -> str:
+        """The name of the parameters in errors."""
+        return "params" if self.model is None else "variables"
+
+    @property
+    def advice(self) -> str:
+        """The call to type where parameters are not in place."""
+        if self.model is None:
+            return "params = grad_fn.place(params, *args)"
+        return self.model.advice
+
+    def check_params(self, params: PyTree) -> None:
+        """Notices what is no tree of parameters, as arguments in another order.
+
+        Raises:
+          ValueError: if it is none.
+        """
+        if self.model is None:
+            _variables.check_params(params)
+        else:
+            self.model.entries(params)
+
+    def note_order(
+        self, error: Exception, params: PyTree, args: Sequence[PyTree]
+    ) -> None:
+        """Notes where the parameters of a loss function may not be the first."""
+        if self.model is None:
+            _call.note_order(error, params, args)
+
+    def batch(
+        self,
+        args: Sequence[PyTree],
+        *,
+        num_microbatches: int,
+        num_shards: int,
+        few: bool = False,
+    ) -> Batch:
+        """Checks the arguments after the parameters; returns them as a mini-batch.
+
+        Args:
+          args: the arguments.
+          num_microbatches: how many micro-batches they are split in.
+          num_shards: how many devices the examples of each are spread over.
+          few: see `_arguments.batch`.
+
+        Raises:
+          ValueError: if they cannot be split.
+          TypeError: if a leaf is not an array, or keys are none.
+        """
+        names = self.names
+        in_axes = self.in_axes
+        if self.model is None:
+            *by_position, keywords = args
+            names = _call.argument_names(len(by_position), self.argnums)
+            in_axes = _call.axes_of_call(in_axes, by_position, keywords)
+        elif args[-1] is not None:
+            _rng.check_rngs(args[-1])
+        return _call.batch(
+            args,
+            in_axes,
+            names,
+            num_microbatches=num_microbatches,
+            num_shards=num_shards,
+            few=few,
+        )
+
+    def shardings(
+        self, pipe: Pipe, params: PyTree, owner_stages: Sequence[int]
+    ) -> list[Sharding]:
+        """Returns the sharding of each parameter in its stage."""
+        if self.model is not None:
+            return self.model.shardings(pipe, params, owner_stages)
+        devices = [pipe.devices[stage] for stage in owner_stages]
+        return _param_sharding.of_tree(pipe, params, devices, inside=("params",))
+
+    def aux_of(self, traced: Traced) -> PyTree:
+        """Returns specs of what is returned besides the loss and what is written."""
+        return traced.aux if self.model is None else traced.aux[0]

@@ -1,0 +1,112 @@
+"""The forward pass and the loss of a model, as functions for a pipeline."""
+
+import functools
+from typing import Any
+
+import jax
+from jax.tree_util import tree_leaves_with_path
+
+from .._arguments._batch import Axes
+from .._arguments._objective import Objective
+from .._jaxprs import _jaxpr
+from .._layers import _rng
+from .._lower import _join
+from .._model._model import Model
+from .._trace import _discarded_state
+from .._trace._microbatch_outputs import Results
+from .._trace._state_updates import Written
+from .._trace._traced_function import Traced
+from ._function_spec import FunctionSpec
+
+PyTree = Any
+
+
+def forward(model: Model, *, train: bool) -> FunctionSpec:
+    """``(variables, x, rngs) -> (outputs, changed)``; nobody keeps what changed."""
+
+    def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
+        return model.call(variables, x, rngs, train=train)
+
+    def join(results: Results) -> list[_join.Join]:
+        try:
+            return _join.of_outputs(model.axes.out_axes, results)
+        except ValueError as error:
+            _note_axes(error, model.axes)
+            raise
+
+    return FunctionSpec(
+        call,
+        join,
+        (model.axes.in_axes, None),
+        has_loss=False,
+        model=model,
+        names=("x", "rngs"),
+        writes=functools.partial(_writes, model),
+        discards=functools.partial(_warn_of_discarded, model, train),
+    )
+
+
+def loss(
+    model: Model, objective: Objective, outputs: list[PyTree], *, train: bool
+) -> FunctionSpec:
+    """``(variables, x, targets, rngs) -> (loss, (aux, changed))``.
+
+    Args:
+      model: the model.
+      objective: the loss of its outputs.
+      outputs: receives specs of what the loss is given, of each trace.
+      train: whether this is training; evaluation writes nothing.
+    """
+
+    def call(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
+        y, changed = model.call(variables, x, rngs, train=train)
+        outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y))
+        value, aux = objective.of_part(y, targets)
+        return value, (aux, changed)
+
+    def join(results: Results) -> list[_join.Join]:
+        return _join.of_aux(objective.aux_axes, results)
+
+    discards = None
+    if not train:
+        discards = functools.partial(_warn_of_discarded, model, train)
+    return FunctionSpec(
+        call,
+        join,
+        (model.axes.in_axes, model.axes.target_axes, None),
+        has_aux=True,
+        reduction=objective.reduction,
+        model=model,
+        names=("x", "targets", "rngs"),
+        writes=functools.partial(_writes, model),
+        discards=discards,
+    )
+
+
+def _writes(
+    model: Model, traced: Traced, variables: PyTree
+) -> tuple[int, list[Written]]:
+    """The index in aux of the first leaf that is written, and which these are."""
+    aux, changed = traced.aux
+    paths = [path for path, _ in tree_leaves_with_path(variables)]
+    written = [
+        Written(i, paths[i], model.name_written(paths[i])) for i in sorted(changed)
+    ]
+    return len(jax.tree.leaves(aux)), written
+
+
+def _warn_of_discarded(
+    model: Model, train: bool, traced: Traced, variables: PyTree
+) -> None:
+    """Warns of what is written, where nobody is given it."""
+    _discarded_state.check(traced, *_writes(model, traced, variables), variables, train)
+
+
+def _note_axes(error: ValueError, axes: Axes) -> None:
+    """Notes where outputs may have their examples, if the input has them elsewhere."""
+    if isinstance(axes.in_axes, int) and axes.in_axes and axes.out_axes == 0:
+        error.add_note(
+            f"in_axes={axes.in_axes} splits the input along axis {axes.in_axes}; where "
+            f"the outputs have the examples there too, type out_axes={axes.in_axes}; "
+            f"where the examples are rows of the input, leave in_axes= out"
+        )

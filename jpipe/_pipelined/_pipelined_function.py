@@ -1,0 +1,254 @@
+"""A function of parameters and a mini-batch as a program over many devices.
+
+    signature of the arguments -> Built:  check, trace, cut, lay out the parameters
+
+What was built is kept by all that it depends on, so that a second call of the same
+signature traces nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._arguments import _microbatch, _signature, _variables
+from .._arguments._batch import Batch, explained
+from .._arguments._cache import Recent
+from .._instructions import _transfer
+from .._instructions._garbage_collector import paused
+from .._layers import _batch_norm
+from .._partition._param_layout import ParamLayout
+from .._partition._partition import Partition
+from .._partition._planned_shapes import check_planned_shapes
+from .._partition._stage_placement import Pipe
+from .._stage import _stacked_params
+from .._stage._stages import Stages
+from .._trace._microbatch_outputs import Results
+from .._trace._state_updates import State, without_the_rest, written_by
+from .._trace._traced_function import Traced
+from . import _captured_params
+from ._function_spec import FunctionSpec
+from ._specialization import Built
+from ._tracing import trace_sizes, trace_whole
+
+PyTree = Any
+
+
+class PipelinedFunction:
+    """``(params, *args)`` in stages; compiled once for each signature of arguments.
+
+    Args:
+      spec: the function.
+      partition: the stages that it is cut in.
+      trained: ``specs of the parameters -> one bool per leaf``; True if it has a
+        gradient.
+
+    Attributes:
+      last: what was built last, without a whole mini-batch if there was none yet.
+    """
+
+    def __init__(
+        self,
+        spec: FunctionSpec,
+        partition: Partition,
+        trained: Callable[[PyTree], list[bool]] = lambda specs: [],
+    ) -> None:
+        self._spec = spec
+        self._partition = partition
+        self._trained = trained
+        # (settings, signature of the arguments) -> what runs for them
+        self._cache = Recent[Any, Built]()
+        self.last: Built | None = None
+
+    def __call__(self, params: PyTree, *args: PyTree) -> Built:
+        """Returns what runs for such arguments, built once for each signature."""
+        key = _signature.settings(), _signature.of(params, args)
+        if key not in self._cache:
+            self._cache[key] = self._build_checked(params, *args)
+        self.last = self._cache[key]
+        return self.last
+
+    def clear(self) -> None:
+        """Forgets what was built."""
+        self._cache.clear()
+
+    # --------------------------------------------------------------------- parameters
+
+    def place(self, params: PyTree, *args: PyTree) -> PyTree:
+        """Puts each parameter onto the device of the stage where it stays."""
+        built = self(params, *args)
+        return _transfer.put_each(params, built.pipe.devices, built.layout.locations)
+
+    def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
+        """Returns where parameters stay, the same for all functions of a partition.
+
+        Args:
+          params: the parameters, or specs of them.
+          args: a mini-batch, or specs; it may have few examples, and is only looked at
+            where nothing was cut yet.
+
+        Raises:
+          ValueError: if there are not as many parameters as there were, or others
+            than a plan is of.
+        """
+        self._check_planned(params)
+        partition = self._partition
+        if partition.owner_stages(params) is None:
+            self.last = self.last or self.divide(params, args)
+        owner_stages = partition.owner_stages(params) or []
+        count = len(jax.tree.leaves(params))
+        if len(owner_stages) != count:
+            raise ValueError(
+                f"the variables have {count} arrays, those of the model "
+                f"{len(owner_stages)}; give a tree such as init makes"
+            )
+        pipe = partition.placement(partition.num_stages or 1)
+        return self._layout(pipe, params, owner_stages, [False] * count)
+
+    def _layout(
+        self,
+        pipe: Pipe,
+        specs: PyTree,
+        owner_stages: Sequence[int],
+        is_trained: Sequence[bool],
+    ) -> ParamLayout:
+        return ParamLayout(
+            pipe,
+            specs,
+            owner_stages=owner_stages,
+            shardings=self._spec.shardings(pipe, specs, owner_stages),
+            marks=is_trained,
+            has_collections=self._spec.model is not None,
+            advice=self._spec.advice,
+        )
+
+    def _check_planned(self, params: PyTree) -> None:
+        check_planned_shapes(
+            params,
+            self._partition.config.planned_shapes,
+            name=self._spec.params_name,
+            has_collections=self._spec.model is not None,
+        )
+
+    # -------------------------------------------------------------------------- build
+
+    @paused()
+    def _build_checked(self, params: PyTree, *args: PyTree) -> Built:
+        """Checks arguments, and builds what runs for them."""
+        spec = self._spec
+        _variables.check_concrete(jax.tree.leaves((params, args)))
+        spec.check_params(params)
+        try:
+            batch = self._batch(args)
+        except ValueError as error:
+            spec.note_order(error, params, args)
+            raise
+        if spec.check is not None:
+            spec.check(params, args)
+
+        try:
+            built = self.build(params, batch)
+        except Exception as error:
+            if spec.explain is not None:
+                spec.explain(params, args)
+            spec.note_order(error, params, args)
+            raise
+        _captured_params.check(
+            params, built, model=spec.model, warnings=self._partition.warnings
+        )
+        return built
+
+    def _batch(self, args: Sequence[PyTree], *, few: bool = False) -> Batch:
+        return self._spec.batch(
+            args,
+            num_microbatches=self._partition.num_microbatches,
+            num_shards=self._partition.num_shards,
+            few=few,
+        )
+
+    def divide(self, params: PyTree, args: Sequence[PyTree]) -> Built:
+        """Builds what cannot run, of arguments that may have few examples."""
+        return self.build(params, self._batch(args, few=True), runs=False)
+
+    def build(self, params: PyTree, batch: Batch, *, runs: bool = True) -> Built:
+        """Builds what runs for a mini-batch, whose micro-batches may have any sizes.
+
+        Args:
+          params: the parameters, or specs of them.
+          batch: the mini-batch.
+          runs: whether it has enough examples to run.
+        """
+        spec = self._spec
+        specs = _microbatch.specs(params, "params")
+        is_trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
+        with explained(batch), _batch_norm.merging(batch.num_parts > 1):
+            programs, state = self._trace(specs, batch, runs=runs)
+            self._check_planned(specs)
+            count = len(is_trained)
+            cuts, positions = self._partition.cut(programs, count)
+            pipe = self._partition.placement(len(positions[batch.sizes[0]]) + 1)
+            stages = Stages(
+                programs=programs,
+                cuts=positions,
+                sizes=batch.sizes,
+                remat=pipe.remat,
+                trained=is_trained,
+                owner_stages=self._partition.owner_stages(specs) or (),
+                state=state,
+            )
+            owner_stages = stages.owner_stages[:count]
+            self._partition.keep_owner_stages(owner_stages)
+            layout = self._layout(pipe, specs, owner_stages, is_trained)
+            leaf_names = [
+                f"{spec.params_name}{jax.tree_util.keystr(path)}"
+                for path in layout.paths
+            ]
+            _stacked_params.check(stages, leaf_names, self._partition.warnings)
+
+        if spec.has_loss:
+            pipe.check_trains()
+        joins = spec.joins(self._results(stages, specs, batch)) if runs else None
+        return Built(
+            pipe=pipe,
+            stages=stages,
+            layout=layout,
+            cuts=cuts,
+            batch=batch,
+            aux=spec.aux_of(stages.first),
+            joins=joins,
+        )
+
+    def _trace(
+        self, specs: PyTree, batch: Batch, *, runs: bool
+    ) -> tuple[dict[int, Traced], State]:
+        """Traces the function; returns also what of its aux is written to parameters.
+
+        The traces return no other aux that could be written.
+        """
+        spec = self._spec
+        programs = trace_sizes(spec, self._partition, specs, batch)
+        state = State()
+        if spec.writes is None:
+            return programs, state
+
+        first = programs[batch.sizes[0]]
+        if spec.discards is None:
+            first_leaf, written = spec.writes(first, specs)
+            state = written_by(first, first_leaf, written)
+        elif runs:
+            spec.discards(first, specs)
+        for size, traced in programs.items():
+            first_leaf, written = spec.writes(traced, specs)
+            programs[size] = without_the_rest(traced, first_leaf, written, state)
+        return programs, state
+
+    def _results(self, stages: Stages, specs: PyTree, batch: Batch) -> Results:
+        """Returns what micro-batches return besides the loss, which is to be joined."""
+        return Results(
+            program=stages.first,
+            has_examples=[axis is not None for axis in batch.axes],
+            first=self._spec.aux_of(stages.first),
+            last=self._spec.aux_of(stages.program(-1)),
+            sizes=[size for size in batch.sizes for _ in range(batch.num_shards)],
+            trace_whole=lambda: trace_whole(self._spec, specs, batch),
+        )

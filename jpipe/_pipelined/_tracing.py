@@ -1,0 +1,125 @@
+"""Traces of a function on micro-batches of each size, made ready to be cut.
+
+trace -> on the devices -> loss scaled to its part of the mini-batch -> equal arrays
+-> equations behind what first reads them
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from .._arguments._batch import Batch
+from .._layers import _batch_norm
+from .._partition._partition import Partition
+from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
+from .._trace._traced_function import Traced
+from ._function_spec import FunctionSpec
+
+PyTree = Any
+
+
+def trace_sizes(
+    spec: FunctionSpec, partition: Partition, params: PyTree, batch: Batch
+) -> dict[int, Traced]:
+    """Traces a function on micro-batches of each size.
+
+    Args:
+      spec: the function.
+      partition: the stages that it is cut in.
+      params: specs of the parameters.
+      batch: the mini-batch.
+
+    Returns:
+      The traces by these sizes, that of the first micro-batch first.
+    """
+    programs = {}
+    for size in dict.fromkeys(batch.sizes):
+        traced = _trace(
+            spec, params, batch, size, num_stages=partition.num_traced_stages
+        )
+        closed = _user_meshes.on_places(
+            traced.closed, partition.places, partition.warnings
+        )
+        traced = replace(
+            traced, closed=closed, is_split=any(axis is not None for axis in batch.axes)
+        )
+        traced = _with_local_inputs(spec, traced, batch.part(size))
+        if spec.has_loss:
+            traced = _with_scaled_loss(spec, traced, batch, size)
+        programs[size] = traced
+    return _eqn_order.late(
+        _traced_function.with_equal_arrays(programs), moves=partition.moves_equations
+    )
+
+
+def trace_whole(
+    spec: FunctionSpec, params: PyTree, batch: Batch
+) -> tuple[Traced, PyTree]:
+    """Traces a function on the mini-batch as one micro-batch.
+
+    Returns:
+      The trace, and specs of what is returned besides the loss.
+    """
+    size = sum(batch.sizes) * batch.num_shards
+    try:
+        with _batch_norm.merging(True):
+            traced = _trace(spec, params, batch, size, num_stages=1)
+    except Exception as error:
+        error.add_note(
+            f"raised on the {size} examples of the mini-batch at once: something "
+            f"that is returned follows from no example, and is what one device "
+            f"returns"
+        )
+        raise
+    return traced, spec.aux_of(traced)
+
+
+def _trace(
+    spec: FunctionSpec, params: PyTree, batch: Batch, size: int, *, num_stages: int
+) -> Traced:
+    return _traced_function.traced(
+        spec.function,
+        params,
+        batch.part(size),
+        num_stages,
+        has_aux=spec.has_aux,
+        has_loss=spec.has_loss,
+        is_weighted=spec.reduction == "weighted",
+        # Variables are the same for all micro-batches, a key among them too.
+        folds_params=spec.model is None,
+    )
+
+
+def _with_local_inputs(spec: FunctionSpec, traced: Traced, args: Any) -> Traced:
+    """Notes which leaves are the input, and which the first and last stage alone read.
+
+    Args:
+      spec: the function.
+      traced: its trace.
+      args: specs of the arguments; of a model the input, maybe targets, and keys.
+    """
+    if spec.model is None:
+        return traced
+    local_args = ()
+    if spec.model.is_list:
+        local_args = args[:2] if spec.has_loss else args[:1]
+    return replace(
+        traced,
+        num_inputs=len(jax.tree.leaves(args[0])),
+        num_local=len(jax.tree.leaves(local_args)),
+    )
+
+
+def _with_scaled_loss(
+    spec: FunctionSpec, traced: Traced, batch: Batch, size: int
+) -> Traced:
+    """Scales the loss of a micro-batch to its part of that of the mini-batch."""
+    whole = sum(batch.sizes) * batch.num_shards
+    share = 1 / batch.num_parts
+    scales = {"mean": size / whole, "sum": 1.0, "weighted": 1.0}
+    scale = scales.get(spec.reduction, share)
+    if spec.model is not None:
+        return _penalty.scaled(traced, scale)
+    is_split = [axis is not None for axis in batch.axes]
+    return _penalty.apart(traced, is_split, scale, share)

@@ -1,1 +1,0 @@
-"""The mini-batch of a step, and where its arrays are."""

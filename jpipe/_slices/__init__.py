@@ -1,1 +1,0 @@
-"""A function as one jaxpr, cut in stages: slices of its equations."""

@@ -1,0 +1,1 @@
+"""Stages as slices of a jaxpr, with their forwards and backwards."""

@@ -1,0 +1,1 @@
+"""The user's function as one jaxpr, and what each of its equations follows from."""

@@ -1,0 +1,33 @@
+"""Inlines calls of `jax.checkpoint` that are more than a stage.
+
+``remat=`` decides what a stage stores, and so it does for the contents of such a call.
+A call that is less than a stage stays, and decides for itself.
+"""
+
+from jax.extend import core
+
+from .._jaxprs import _flops, _jaxpr
+from . import _boundaries
+
+
+def opened(closed: core.ClosedJaxpr, num_stages: int) -> core.ClosedJaxpr:
+    """Inlines such calls until the program can be cut into so many stages.
+
+    Args:
+      closed: the jaxpr.
+      num_stages: the number of stages that it will be cut into.
+    """
+    if num_stages == 1:
+        return closed
+    while True:
+        total_flops = _flops.flops(closed)
+        chosen = set[int]()  # ids of equations
+        for eqn in closed.jaxpr.eqns:
+            if eqn.primitive.name not in _jaxpr.CHECKPOINTS:
+                continue
+            is_more_than_stage = _flops.of_equation(eqn) * num_stages > total_flops
+            if is_more_than_stage or _boundaries.are_inside(eqn):
+                chosen.add(id(eqn))
+        if not chosen:
+            return closed
+        closed = _jaxpr.inline(closed, chosen)

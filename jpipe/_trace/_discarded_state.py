@@ -1,0 +1,60 @@
+"""Warns of variables that a forward pass writes, which its caller does not receive."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._arguments import _variables
+from .._messages import warn
+from . import _state_updates
+from ._state_updates import Written
+from ._traced_function import Traced
+
+PyTree = Any
+
+
+def check(
+    program: Traced,
+    first: int,
+    written: Sequence[Written],
+    variables: PyTree,
+    train: bool,
+) -> None:
+    """Warns of variables that the forward pass of modules writes.
+
+    Args:
+      program: its trace.
+      first: the index of the first leaf, among those that it returns, that may be
+        written to a variable.
+      written: the variables that these leaves may be written to.
+      variables: specs of the variables.
+      train: whether it runs as in training.
+
+    Raises:
+      ValueError: if it writes, in training, what no step would take from it.
+    """
+    if not train:
+        _warn_in_evaluation(_state_updates.changes(program, first, written), variables)
+    elif changed := _state_updates.written_by(program, first, written).at:
+        warn(
+            f"apply leaves {_variables.collections(variables, changed)} as given, "
+            f"which training changes; to go on from what it makes of them take "
+            f"value_and_grad(..., has_state=True), or a train_step"
+        )
+
+
+def _warn_in_evaluation(changed: Sequence[Written], variables: PyTree) -> None:
+    """Warns of variables that a call writes in evaluation, as no call of linen may.
+
+    Parameters that a call normalizes are written anew by each call.
+    """
+    lines = [leaf.text for leaf in changed if leaf.collection != "params"]
+    is_model = isinstance(variables, Mapping)
+    argument = "jax.device_put(variables, device)" if is_model else "variables"
+    if lines:
+        warn(
+            f"evaluation gives outputs alone, and leaves the variables as they were "
+            f"given, where a call of nnx goes on from what it wrote. To go on, as from "
+            f"a cache of attention, call pipe.modules({argument}); where this is what "
+            f"training writes, evaluation should not: let __call__ take train\n"
+            + "\n".join(f"  * {line}" for line in lines)
+        )

@@ -1,0 +1,102 @@
+"""The values that micro-batches return besides the loss, and their dependences."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from .._jaxprs import _dataflow
+from .._layers._text import shapes
+from ._traced_function import Traced
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Results:
+    """The values that micro-batches return besides the loss.
+
+    Attributes:
+      program: the program of the first micro-batch.
+      has_examples: whether each leaf of what a micro-batch is given is split.
+      first: specs of what the first micro-batch returns.
+      last: specs of what the last one does.
+      sizes: the number of examples in each micro-batch, the larger ones first.
+      trace_whole: traces the mini-batch as one micro-batch.
+    """
+
+    program: Traced
+    has_examples: Sequence[bool]
+    first: PyTree
+    last: PyTree
+    sizes: Sequence[int]
+    trace_whole: Callable[[], tuple[Traced, PyTree]]
+
+    @cached_property
+    def leaves(self) -> list[tuple[Any, Any]]:
+        """The path and spec of each leaf that the first micro-batch returns."""
+        return jax.tree_util.tree_leaves_with_path(self.first)
+
+    @cached_property
+    def depends_on_examples(self) -> list[bool]:
+        """Whether each leaf follows from an example."""
+        program, count = self.program, len(self.leaves)
+        jaxpr = program.closed.jaxpr.replace(outvars=program.aux_vars[:count])
+        closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
+        inputs = [False] * len(jaxpr.invars)
+        end = program.num_params + len(self.has_examples)
+        inputs[program.num_params : end] = self.has_examples
+        return _dataflow.reached(closed, inputs)
+
+    @cached_property
+    def _whole(self) -> tuple[Traced, list[Any]]:
+        """The program of the mini-batch as one micro-batch, and what it returns."""
+        program, specs = self.trace_whole()
+        if jax.tree.structure(specs) != jax.tree.structure(self.first):
+            raise ValueError(
+                f"what is returned has another structure for the whole mini-batch: "
+                f"{shapes(self.first)} for a micro-batch and {shapes(specs)}; return "
+                f"the same for each number of examples"
+            )
+        return program, jax.tree.leaves(specs)
+
+    def shapes_of(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a leaf of the first and of the last micro-batch."""
+        return self.leaves[i][1].shape, jax.tree.leaves(self.last)[i].shape
+
+    def has_row_per_example(self, i: int, axis: int) -> bool:
+        """Whether a leaf has a row for each example of a micro-batch on an axis."""
+        pairs = zip(self.shapes_of(i), (self.sizes[0], self.sizes[-1]), strict=True)
+        return all(
+            -len(shape) <= axis < len(shape) and shape[axis] == size
+            for shape, size in pairs
+        )
+
+    def joins_to_whole(self, i: int, axis: int) -> bool:
+        """Whether a leaf of all micro-batches, joined, is as large as one device's."""
+        _, specs = self._whole
+        whole, (first, last) = specs[i].shape, self.shapes_of(i)
+        if not -len(first) <= axis < len(first):
+            return False
+        count = list(self.sizes).count(self.sizes[0])
+        rows = first[axis] * count + last[axis] * (len(self.sizes) - count)
+        joined = list(first)
+        joined[axis] = rows
+        return tuple(joined) == whole
+
+    def constant(self, i: int) -> core.ClosedJaxpr | None:
+        """``() -> leaf`` of one device, if it follows from no input at all."""
+        program, _ = self._whole
+        return program.constant(program.aux_vars[i])
+
+    def is_input(self, i: int) -> bool:
+        """Whether a leaf is an input as it was given."""
+        return self.program.aux_vars[i] in self.program.closed.jaxpr.invars
+
+    def has_fixed_shape(self, i: int) -> bool:
+        """Whether a leaf has the same shape for any number of examples."""
+        _, specs = self._whole
+        return {specs[i].shape} == {*self.shapes_of(i)}

@@ -1,0 +1,103 @@
+"""Meshes in a user's program: each stage runs on its own devices alone.
+
+An operation over a mesh of devices is refused. A sharding constraint is kept where the
+meshes of all stages have the axes that it names, and is left out elsewhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from .._instructions._sharding import SubMesh
+from .._instructions._transfer import Device, devices_of
+from .._jaxprs import _jaxpr, _sharding_constraints
+from .._messages import WarnOnce, raise_all
+
+
+def on_places(
+    closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
+) -> core.ClosedJaxpr:
+    """Rewrites a program so that it names no devices but those of its stages.
+
+    Args:
+      closed: the program.
+      places: the devices of the stages.
+      warnings: the warnings of the pipeline.
+
+    Returns:
+      The program without sharding constraints, or with constraints by the axes of the
+      meshes of its stages: see `_constraints`.
+
+    Raises:
+      ValueError: with each other operation that names devices.
+    """
+    device_sets = {devices_of(place) for place in places}
+    raise_all(
+        "the program contains a mesh of devices, and each of its stages runs on "
+        "devices of its own; leave the operation out, and give mesh= and sharding= of "
+        "the pipeline to shard parameters over the devices of a stage",
+        [
+            f"{name} over {mesh.size} devices, {dict(mesh.shape)}"
+            for name, mesh in _meshes(closed)
+            if device_sets != {frozenset(mesh.devices.flat)}
+        ],
+    )
+    _warn_of_constraints(closed, places, warnings)
+
+    def is_kept(spec: P) -> bool:
+        return all(
+            isinstance(place, SubMesh) and place.has_axes(spec) for place in places
+        )
+
+    return _sharding_constraints.name_specs(closed, is_kept)
+
+
+def _warn_of_constraints(
+    closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
+) -> None:
+    """Warns of constraints that are left out: see `SubMesh.constrained`."""
+    left_out = [
+        sharding
+        for sharding in _sharding_constraints.shardings(closed)
+        if any(_leaves_out(place, sharding) for place in places)
+    ]
+    if not left_out:
+        return
+    mesh = getattr(left_out[0], "mesh", None)
+    over = f" over a mesh {dict(mesh.shape)}" if mesh is not None else ""
+    where = "one device"
+    if isinstance(places[0], SubMesh):
+        where = f"a mesh of its own, {dict(places[0].mesh.shape)}"
+    warnings(
+        "constraints",
+        f"with_sharding_constraint{over} is left out, {len(left_out)} times: each "
+        f"stage runs on {where}, and no value depends on a constraint. To shard arrays "
+        f"within a stage, give mesh= of the pipeline with the axes that they name",
+    )
+
+
+def _leaves_out(place: Device, sharding: Any) -> bool:
+    """True if a constraint would change something in a place, and cannot be kept there.
+
+    On one device each array is already as a mesh of that device needs it.
+    """
+    if isinstance(place, SubMesh):
+        spec = getattr(sharding, "spec", None)
+        return spec is None or not place.has_axes(spec)
+    mesh = getattr(sharding, "mesh", None)
+    return not isinstance(mesh, Mesh) or {*mesh.devices.flat} != devices_of(place)
+
+
+def _meshes(closed: core.ClosedJaxpr) -> Iterator[tuple[str, Mesh]]:
+    """The operations with meshes of devices, in loops and branches too."""
+    for eqn in _jaxpr.equations(closed):
+        if _sharding_constraints.is_constraint(eqn):
+            continue
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            mesh: Any = getattr(value, "mesh", value)
+            if isinstance(mesh, Mesh) and not mesh.empty:
+                yield eqn.primitive.name, mesh

@@ -1,0 +1,333 @@
+"""The training step: gradients of a mini-batch, then one update.
+
+    (*state, *x, *targets) -> (*state, loss, *aux)
+
+All of it is one program: the schedule, the update of each parameter where it is, and
+the keys of the step. It is compiled once per signature of state and batch. A state that
+the step returned itself is not checked again: see `StateOrigin`.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from .._arguments import _microbatch, _signature, _variables
+from .._arguments._cache import Recent
+from .._instructions._garbage_collector import paused
+from .._instructions._graph import OUTSIDE, Graph, Value
+from .._instructions._interrupts import Interrupts
+from .._instructions._program import Program
+from .._jaxprs import _jaxpr
+from .._jaxprs._computation import Function
+from .._layers import _rng
+from .._pipelined._specialization import Built
+from .._placed._mesh_context import outside_of_meshes
+from .._placed._mirrored_places import Leaf
+from ._optimizer import Optimizer
+from ._train_state import (
+    StateOrigin,
+    TrainState,
+    become,
+    check_apart,
+    check_state,
+    set_origin,
+)
+
+PyTree = Any
+# To a type checker it has no attributes.
+_config: Any = jax.config
+
+
+@dataclass(eq=False, repr=False)
+class TrainStep:
+    """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
+
+    Attributes:
+      gradients: ``(variables, x, targets, rng, *, train) -> specialization`` of the
+        loss.
+      tx: the optimizer.
+      has_aux: True if the loss function returns something besides the loss.
+      feed: ``(x, targets) -> (x, targets)``, with specs for what this process lacks.
+      donate: True if the state is overwritten.
+      by_layer: True if states have an entry for each layer.
+    """
+
+    gradients: Callable[..., Built]
+    tx: optax.GradientTransformation
+    has_aux: bool
+    feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    donate: bool
+    by_layer: bool
+
+    def __post_init__(self) -> None:
+        # (settings, signature index of the state) -> optimizer
+        self._optimizers = Recent[Any, Optimizer]()
+        # (settings, signature index of the state, signature of the batch) -> step
+        self._compiled = Recent[Any, _Compiled]()
+        # (structure, kinds of leaves) of a state -> signature index
+        self._signature_indices = Recent[Any, int]()
+        self._next_signature_index = itertools.count()
+
+    def __call__(
+        self, state: TrainState, x: PyTree, targets: PyTree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step. Returns as soon as the work is dispatched.
+
+        Args:
+          state: the state; its arrays are donated, unless ``donate=False``.
+          x: the input of the mini-batch, on the host or any device; of several
+            processes those that do not run the first stage may give ``None``.
+          targets: its targets, likewise, for the last stage.
+
+        Returns:
+          The new state, and ``{"loss": ...}`` with ``"aux"`` where there is one.
+
+        Raises:
+          KeyboardInterrupt: as ever; then ``state`` is as it was, or, if it was being
+            overwritten, what the step would have returned: ``state.step`` tells.
+          ValueError: if the state or the batch does not fit; nothing is changed.
+          TypeError: if a leaf of the batch is not an array; nothing is changed.
+        """
+        new_states: list[TrainState] = []
+        try:
+            return self._take(new_states, state, x, targets)
+        except BaseException:
+            # The state is overwritten, and the new one has not reached the caller.
+            if new_states and self._may_donate():
+                become(state, new_states[0])
+            raise
+
+    @outside_of_meshes
+    def _take(
+        self,
+        new_states: list[TrainState],
+        state: TrainState,
+        x: PyTree,
+        targets: PyTree,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step; the new state is put into a list before it is returned."""
+        check_state(state, by_layer=self.by_layer)
+        x, targets = self.feed(x, targets)
+        leaves, structure = jax.tree.flatten(state)
+        origin = state.origin
+        if origin is not None and not origin.matches(self, leaves):
+            origin = None
+        if origin is None:
+            signature_index = self.signature_index(structure, leaves)
+        else:
+            signature_index = origin.signature_index
+        _variables.check_alive(leaves)
+
+        compiled = self._compile(signature_index, state, x, targets)
+        if origin is None:
+            _variables.check_concrete(leaves)
+            variables = [leaves[i] for i in compiled.variable_indices]
+            compiled.gradient.layout.check(variables, "state")
+            compiled.optimizer.check_places(state.opt_state)
+            check_apart(state, compiled.program)
+        batch = jax.tree.leaves((x, targets))
+        _variables.check_concrete(batch)
+
+        with Interrupts() as interrupts:
+            outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
+            new_state, metrics = compiled.result(outputs, self)
+            new_states.append(new_state)
+        return new_state, metrics
+
+    @outside_of_meshes
+    def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
+        """The program that a call with these arguments runs."""
+        check_state(state, by_layer=self.by_layer)
+        leaves, structure = jax.tree.flatten(state)
+        signature_index = self.signature_index(structure, leaves)
+        return self._compile(signature_index, state, x, targets).program
+
+    def signature_index(self, structure: Any, leaves: Sequence[Any]) -> int:
+        """A number for the structure and the kinds of leaves of a state."""
+        signature = structure, _signature.kinds(leaves)
+        if signature not in self._signature_indices:
+            self._signature_indices[signature] = next(self._next_signature_index)
+        return self._signature_indices[signature]
+
+    def _may_donate(self) -> bool:
+        """True if a state is overwritten: not if a program is expected to fail.
+
+        A state that was overwritten when the program failed could not be restored.
+        """
+        return self.donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
+
+    def _compile(
+        self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
+    ) -> "_Compiled":
+        """The step for such a state and batch; all checks of shapes are here.
+
+        Args:
+          signature_index: see `signature_index`.
+          state: the state.
+          x: the input of the mini-batch.
+          targets: its targets.
+        """
+        state_key = _signature.settings(), signature_index
+        key = state_key, _signature.of(x, targets)
+        if key not in self._compiled:
+            gradient = self.gradients(
+                state.variables, x, targets, state.rng, train=True
+            )
+            # A batch of another size needs another gradient, not another optimizer.
+            if state_key not in self._optimizers:
+                self._optimizers[state_key] = _optimizer(self.tx, state, gradient)
+            optimizer = self._optimizers[state_key]
+            optimizer.check(state.opt_state)
+            self._compiled[key] = _Compiled(
+                gradient,
+                optimizer,
+                state,
+                has_aux=self.has_aux,
+                donate=self._may_donate(),
+            )
+        return self._compiled[key]
+
+
+class _Compiled:
+    """A step for one signature of state and batch, as one program.
+
+    Attributes:
+      gradient: the specialization of the loss and its gradients.
+      optimizer: the update.
+      variable_indices: the index of each leaf of the variables among those of a state.
+      program: ``(*state, *x, *targets) -> (*state, loss, *aux)``.
+    """
+
+    def __init__(
+        self,
+        gradient: Built,
+        optimizer: Optimizer,
+        state: TrainState,
+        *,
+        has_aux: bool,
+        donate: bool,
+    ) -> None:
+        self.gradient = gradient
+        self.optimizer = optimizer
+        self._has_aux = has_aux
+        self._structure = jax.tree.structure(state)
+        # A state whose leaves are their indices.
+        indices = jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
+        self.variable_indices = jax.tree.leaves(indices.variables)
+        self._signature_index: int | None = None
+        self.program = self._lower(state, indices, donate=donate)
+
+    @paused()
+    def _lower(self, state: TrainState, indices: Any, *, donate: bool) -> Program:
+        """Writes the step into a graph.
+
+        Args:
+          state: a state.
+          indices: a state whose leaves are their indices.
+          donate: True if the step overwrites its state.
+        """
+        layout = self.gradient.layout
+        graph = self.gradient.pipe.graph()
+        inputs = self._add_state(graph, state, indices, donate=donate)
+        variables = [inputs[i] for i in self.variable_indices]
+        x, targets, _ = self.gradient.batch.args
+        batch_specs = jax.tree.leaves((x, targets))
+        batch = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
+
+        rng_and_step = [inputs[indices.rng], inputs[indices.step]]
+        advance = Function(
+            "advance", _advance, [graph.specs[value] for value in rng_and_step]
+        )
+        first_place = self.gradient.pipe.place(0)
+        rngs, next_step = graph.call_everywhere(advance, first_place, rng_and_step)
+
+        loss, aux, grads, changed = self.gradient.into(graph, variables, [*batch, rngs])
+
+        param_indices = jax.tree.leaves(indices.params)
+        pairs = zip(param_indices, layout.trained, strict=True)
+        trained_indices = [i for i, is_trained in pairs if is_trained]
+        updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
+        updated = self.optimizer.update.into(
+            graph,
+            [
+                *(inputs[i] for i in updated_indices),
+                *(grads[i] for i in layout.params if i in grads),
+            ],
+        )
+
+        # index of a leaf of the state -> its new value
+        new_state: dict[int, Any] = dict(enumerate(inputs))
+        new_state |= zip(updated_indices, updated, strict=True)
+        for leaf, value in changed.items():
+            new_state[self.variable_indices[leaf]] = value
+        new_state[indices.step] = graph.everywhere(next_step)
+        metrics = map(graph.everywhere, graph.own([*loss, *aux]))
+        return Program(graph, [*new_state.values(), *metrics])
+
+    def _add_state(
+        self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
+    ) -> list[Value]:
+        """Adds the leaves of a state, in order, to the arguments of a graph."""
+        # index of a leaf of the state -> its spec, and its place
+        leaves: dict[int, Leaf] = {}
+        layout = self.gradient.layout
+        for index, (spec, place), sharding in zip(
+            self.variable_indices, layout.specs, layout.shardings, strict=True
+        ):
+            leaves[index] = Leaf("state", (), spec, place=place, sharding=sharding)
+        opt_state_indices = jax.tree.leaves(indices.opt_state)
+        leaves |= zip(opt_state_indices, self.optimizer.state, strict=True)
+        # The key and the number of the step come from outside, and are not overwritten.
+        scalars = {indices.rng: state.rng, indices.step: state.step}
+        for index, array in scalars.items():
+            spec = _jaxpr.spec(jax.typeof(array))
+            leaves[index] = Leaf("state", (), spec, place=OUTSIDE)
+
+        arguments: list[Value] = []
+        for index in sorted(leaves):
+            is_donated = donate and index not in scalars
+            arguments.append(leaves[index].add_to(graph, donated=is_donated))
+        return arguments
+
+    def result(
+        self, outputs: Sequence[Any], train_step: "TrainStep"
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state and the metrics that a step returns, from the program's outputs."""
+        num_leaves = self._structure.num_leaves
+        leaves = outputs[:num_leaves]
+        state = jax.tree.unflatten(self._structure, leaves)
+        if self._signature_index is None:  # weak types may differ from the input's
+            self._signature_index = train_step.signature_index(self._structure, leaves)
+        origin = StateOrigin(weakref.ref(train_step), self._signature_index, leaves)
+        set_origin(state, origin)
+
+        loss, aux, _ = self.gradient.returned(outputs[num_leaves:])
+        metrics = {"loss": loss}
+        if self._has_aux:
+            metrics["aux"] = aux
+        return state, metrics
+
+
+def _optimizer(
+    tx: optax.GradientTransformation, state: TrainState, gradient: Built
+) -> Optimizer:
+    """The optimizer of the parameters of a state."""
+    layout = gradient.layout
+    locations = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
+    return Optimizer(
+        tx,
+        params=_microbatch.specs(state.params, "params"),
+        trained=layout.trained,
+        pipe=gradient.pipe,
+        locations=locations,
+    )
+
+
+def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys of a step, and the number of the next one."""
+    return _rng.step_key(rng, step), step + 1
