@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpipe._instructions._memory import nbytes
+from jpipe._jaxprs._jaxpr import nbytes
 
 from .cells.compiled import Way
 from .cells.measure import Compiled, initial, measure, prepare, spread

@@ -202,7 +202,7 @@ def explicit_transfers() -> Iterator[None]:
         state.explicit_device_put = was_explicit
 
 
-def loaded(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:
+def load_for_device(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:
     """Loads a program, compiled for one device, on another device of the same kind.
 
     Uses ``jaxlib._jax.CompileOptions``, ``DeviceAssignment`` and ``DeviceList``, to
@@ -243,7 +243,7 @@ def loaded(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:
 
 
 def can_load(source: Any, target: Any) -> bool:
-    """True if `loaded` loads on one device what was compiled for another."""
+    """True if `load_for_device` loads on one device what was compiled for another."""
     if source.device_kind != target.device_kind or source.client is not target.client:
         return False
     device_kind = (source.client, source.device_kind)
@@ -264,14 +264,14 @@ def _loads_on(source: Any, target: Any) -> bool:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             spec = jax.ShapeDtypeStruct((), jnp.float32, sharding=source_sharding)
             double = jax.jit(lambda x: 2 * x, donate_argnums=0)
-            program = loaded(double.lower(spec).compile(), target)
+            program = load_for_device(double.lower(spec).compile(), target)
             result = program(jax.device_put(np.float32(1), target_sharding))
     except Exception:
         return False
     return result.sharding == target_sharding and result == 2
 
 
-def coordination() -> Any:
+def coordination_client() -> Any:
     """The key-value store that the processes of a job share.
 
     Uses ``jax._src.distributed.global_state.client``, which `jax.distributed` makes:
@@ -297,7 +297,7 @@ def coordination() -> Any:
 
 
 def coordinator_address() -> str:
-    """The address where the first process of a job listens: see `coordination`."""
+    """The address of the first process of a job: see `coordination_client`."""
     try:
         distributed: Any = importlib.import_module("jax._src.distributed")
         return distributed.global_state.coordinator_address or ""
@@ -305,8 +305,8 @@ def coordinator_address() -> str:
         return ""
 
 
-def own_process() -> tuple[int, int]:
-    """The index of this process and the number of processes: see `coordination`.
+def process_index_and_count() -> tuple[int, int]:
+    """The index of this process and the number of processes: see `coordination_client`.
 
     `jax.process_index` makes the devices, and waits for all processes to do so.
     """

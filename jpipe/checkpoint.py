@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ._arguments import _variables
-from ._layers._text import shapes
+from ._layers._text import shape_text
 from ._messages import raise_all
 from ._processes._arrays import as_key, as_numbers, is_key, is_non_addressable
 from ._processes._gather import agree_on_tree, gather_to_first
@@ -264,7 +264,7 @@ def _leaf_texts(tree: PyTree) -> dict[str, str]:
         # A key is saved as its numbers.
         saved = jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        texts[name] = shapes(saved)
+        texts[name] = shape_text(saved)
     return texts
 
 

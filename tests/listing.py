@@ -12,18 +12,18 @@ import math
 import jax
 
 from jpipe._instructions import _memory
-from jpipe._instructions._memory import peaks
+from jpipe._instructions._memory import peak_bytes
 from jpipe._instructions._transfer import devices_of
 from jpipe.schedules import Action
 
 from . import reference as ref
 
-__all__ = ["actions", "check_exact", "counted", "gradient_of", "live", "peaks"]
+__all__ = ["actions", "check_exact", "counted", "gradient_of", "live", "peak_bytes"]
 
 
 def live(program):
     """The bytes of each place before the first instruction, then after each."""
-    return [*_memory.live(program)]
+    return [*_memory.live_bytes(program)]
 
 
 def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):
@@ -84,4 +84,4 @@ def check_exact(pipe, x, targets, rngs=None, **options):
     program, leaves = gradient_of(pipe, x, targets, rngs, **options)
     assert counted(program, leaves) == live(program)[1:]
     names = map(str, program.devices)
-    assert pipe.plan.peak_bytes == tuple(zip(names, peaks(program), strict=True))
+    assert pipe.plan.peak_bytes == tuple(zip(names, peak_bytes(program), strict=True))

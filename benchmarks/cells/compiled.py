@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jpipe
-from jpipe._instructions._memory import nbytes
+from jpipe._jaxprs._jaxpr import nbytes
 from jpipe.schedules import Action, Timeline
 
 from ..experiment import PyTree, Setting

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import jpipe
-from jpipe._pipelined._specialization import Built
+from jpipe._pipelined._specialization import Specialization
 from jpipe.schedules import Action, Costs, Timeline
 
 from ..experiment import Setting, fill
@@ -119,7 +119,7 @@ class Predictor:
         return lambda action: times[calls.of[action]]
 
     def _by_layer(
-        self, setting: Setting, gradient: Built, calls: Calls
+        self, setting: Setting, gradient: Specialization, calls: Calls
     ) -> Callable[[Action], float]:
         """Sums of times of single layers; each layer is a stage of its own here."""
         # Rows of one table mostly have the same layers.

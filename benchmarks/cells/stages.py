@@ -17,12 +17,12 @@ import jpipe
 from jpipe._api._pipelined_model import PipelinedModel
 from jpipe._arguments._objective import Objective
 from jpipe._arguments._trainable import Trainable
-from jpipe._instructions._compiler import Compiled
+from jpipe._instructions._compiler import PlacedProgram
 from jpipe._instructions._stage_bytes import stage_costs
 from jpipe._jaxprs import _jaxpr
 from jpipe._partition._partition import Partition
-from jpipe._partition._stage_placement import Pipe
-from jpipe._pipelined._specialization import Built
+from jpipe._partition._stage_placement import StagePlacement
+from jpipe._pipelined._specialization import Specialization
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key
@@ -30,7 +30,7 @@ from ..experiment import random_key
 PyTree = Any
 
 
-class _Apart(Pipe):
+class _Apart(StagePlacement):
     """Stages that pass everything on, as if each had a device of its own."""
 
     @cached_property
@@ -46,12 +46,12 @@ class _PartitionApart(Partition):
 
     def placement(self, num_stages: int) -> _Apart:
         pipe = super().placement(num_stages)
-        return _Apart(*(getattr(pipe, field.name) for field in fields(Pipe)))
+        return _Apart(*(getattr(pipe, field.name) for field in fields(StagePlacement)))
 
 
 def gradient_of(
     pipe: jpipe.Pipeline, loss: Callable[..., Any], x: PyTree, targets: PyTree
-) -> Built:
+) -> Specialization:
     """The mini-batch of a pipeline that a train step would compile; compiles nothing.
 
     Args:
@@ -115,7 +115,7 @@ class Calls:
       costs: the bytes that the mini-batch moves and keeps.
     """
 
-    def __init__(self, gradient: Built) -> None:
+    def __init__(self, gradient: Specialization) -> None:
         program = gradient.program
         self.costs: Costs = stage_costs(program, gradient.pipe.schedule)
         self.distinct: list[Call] = []
@@ -129,7 +129,7 @@ class Calls:
             if compiled and not isinstance(label, str):
                 self.of[label] = self._number(instruction.reads, compiled)
 
-    def _number(self, reads: Sequence[int], compiled: Compiled) -> int:
+    def _number(self, reads: Sequence[int], compiled: PlacedProgram) -> int:
         key = compiled.function, tuple(compiled.live_results), tuple(compiled.donated)
         if key not in self._by_function:
             args = tuple(self._specs[slot] for slot in reads)

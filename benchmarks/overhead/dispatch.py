@@ -25,7 +25,7 @@ from jpipe import _compat
 from jpipe._arguments._objective import Objective
 from jpipe._instructions import _transfer
 from jpipe._instructions._program import Program
-from jpipe._instructions._sharding import Sharding, SubMesh
+from jpipe._instructions._sharding import Sharding, StageMesh
 
 WIDTH, STAGES, NUMBER = 8, 4, 32
 # How many arrays a move has, and how many moves are timed at once.
@@ -88,7 +88,7 @@ def move_costs(rounds: int) -> dict[str, float]:
     pairs = {"devices": devices[:2]}
     if len(devices) == STAGES:
         halves = np.array(devices).reshape(2, -1)
-        pairs["meshes"] = [SubMesh.of(half, ["data"]) for half in halves]
+        pairs["meshes"] = [StageMesh.of(half, ["data"]) for half in halves]
     found = {}
     for name, (source, target) in pairs.items() if len(devices) > 1 else ():
         for count in MOVED:
@@ -105,7 +105,7 @@ def _moves(source: Any, target: Any, count: int) -> dict[str, Callable[[], None]
     arrays = _transfer.put([np.ones(WIDTH)] * count, source, how)
 
     def side() -> Callable[[], None]:
-        send = _transfer.sender(
+        send = _transfer.make_sender(
             source=source,
             target=target,
             has_keys=False,

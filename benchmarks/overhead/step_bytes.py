@@ -18,7 +18,7 @@ def step_bytes(pipe: jpipe.Pipeline, model: Model) -> list[int]:
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), model.x, tx)
     step = pipe.train_step(mean_cross_entropy, tx)
-    return _memory.peaks(step.program(state, model.x, model.targets))
+    return _memory.peak_bytes(step.program(state, model.x, model.targets))
 
 
 def main() -> None:

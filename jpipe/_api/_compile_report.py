@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .._instructions._memory import peaks
+from .._instructions._memory import peak_bytes
 from .._instructions._program import Program
-from ..schedules._formats import columns, size
+from ..schedules._formats import format_bytes, format_table
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ class Report:
         rows = [["program", "device", "calls", "flops", "workspace", "compiled in"]]
         for p in self.programs:
             flops = "" if p.flops is None else f"{p.flops:,.0f}"
-            workspace = "" if p.workspace_bytes is None else size(p.workspace_bytes)
+            workspace = (
+                "" if p.workspace_bytes is None else format_bytes(p.workspace_bytes)
+            )
             seconds = f"{p.seconds:.2f} s"
             rows.append([p.name, p.device, str(p.calls), flops, workspace, seconds])
 
-        peak = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
+        peak = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.peak_bytes)
         lines = [
-            columns(rows, left=range(2)),
+            format_table(rows, left=range(2)),
             f"peak: {peak}",
             f"{self.flops:,.0f} flops; {len(self.programs)} programs in "
             f"{self.seconds:.1f} s",
@@ -88,6 +90,9 @@ def compile_report(lower: Callable[[], Program]) -> Report:
         )
         for compiled in program.programs
     )
-    devices = map(str, program.devices)
-    peak_bytes = tuple(zip(devices, peaks(program), strict=True))
-    return Report(programs, peak_bytes, seconds=time.perf_counter() - begin)
+    device_names = map(str, program.devices)
+    return Report(
+        programs,
+        peak_bytes=tuple(zip(device_names, peak_bytes(program), strict=True)),
+        seconds=time.perf_counter() - begin,
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._arguments import _call
-from .._arguments._static import Static, without_statics
+from .._arguments._static import StaticArgument, without_statics
 from .._arguments._trainable import Trainable
 from .._check._report import CheckReport
 from .._instructions._program import Program
@@ -19,8 +19,8 @@ from .._pipelined._feed import Feed
 from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._placed._mesh_context import outside_of_meshes
-from .._trace._microbatch_outputs import Results
-from ..planning._describe import describe, of_function
+from .._trace._microbatch_outputs import MicrobatchOutputs
+from ..planning._describe import describe, describe_function
 from ..planning._plan import Plan
 from . import _loss_function_check
 from ._compile_report import Report, compile_report
@@ -67,7 +67,7 @@ class FunctionGradient(CustomLoop):
         self._is_one = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 
-        def joins(results: Results) -> list[_join.Join]:
+        def joins(results: MicrobatchOutputs) -> list[_join.Join]:
             return _join.of_aux(aux_axes, results)
 
         self._spec = FunctionSpec(
@@ -176,7 +176,7 @@ class FunctionGradient(CustomLoop):
           ValueError: if the batch or ``microbatch_sizes`` do not fit.
         """
         params, trees = self._apart((params, *args), kwargs)
-        return _loss_function_check.check(
+        return _loss_function_check.check_loss_function(
             self._spec,
             self._partition,
             self._trained,
@@ -225,7 +225,7 @@ class FunctionGradient(CustomLoop):
             raise ValueError(
                 "the stages of a function are known once it was placed or called"
             )
-        return describe(of_function(self._pipelined.last))
+        return describe(describe_function(self._pipelined.last))
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
@@ -269,7 +269,11 @@ class _FixedNumbers:
         names = _call.argument_names(len(by_position), self._argnums)
         arguments = {**dict(zip(names, by_position, strict=False)), **keywords}
         for name, value in arguments.items():
-            if not isinstance(value, Static) or value.kind not in (int, float, complex):
+            if not isinstance(value, StaticArgument) or value.kind not in (
+                int,
+                float,
+                complex,
+            ):
                 continue
             numbers = self._numbers.setdefault(name, set())
             numbers.add(value.value)

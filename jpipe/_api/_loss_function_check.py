@@ -17,17 +17,17 @@ from .._check import _comparison
 from .._check._loss_check import ADVICE
 from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
 from .._check._split_function import host
-from .._instructions._transfer import one_of, put_each
+from .._instructions._transfer import first_device, put_tree
 from .._jaxprs import _dataflow
-from .._layers._median_prng import half_key
+from .._layers._median_prng import median_key
 from .._layers._rng import is_single_key
 from .._messages import WarnOnce
 from .._partition._config import PipelineConfig
-from .._partition._cut_points import Cuts
+from .._partition._cut_points import CutPoints
 from .._partition._partition import Partition
 from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
-from .._pipelined._specialization import Built
+from .._pipelined._specialization import Specialization
 from .._trace._traced_function import pair
 
 PyTree = Any
@@ -37,7 +37,7 @@ _SMALLEST_SCALE = 1e-2
 
 
 @dataclass(frozen=True)
-class _Computed:
+class _LossAndGradients:
     """The numbers that a program computed.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Computed:
     grads: PyTree
 
 
-def check(
+def check_loss_function(
     spec: FunctionSpec,
     partition: Partition,
     trained: Callable[[PyTree], list[bool]],
@@ -81,7 +81,7 @@ def check(
     loss = _without_aux(spec)
     params = jax.tree.map(host, params)
     with jax.default_matmul_precision("highest"):
-        programs: list[Built] = []
+        programs: list[Specialization] = []
         for part_sizes in ((count,), sizes):
             function = PipelinedFunction(
                 loss, _one_stage(partition, len(part_sizes)), trained
@@ -142,11 +142,11 @@ def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
     """One stage on the first device, wherever a call divides the function."""
     config = PipelineConfig(
         num_microbatches=num_microbatches,
-        ranks=[one_of(partition.config.ranks[0])],
+        ranks=[first_device(partition.config.ranks[0])],
         num_stages=1,
         schedule="gpipe",
         remat="none",
-        cuts=Cuts.none(about=1),
+        cuts=CutPoints.none(about=1),
     )
     one_stage = Partition(config)
     one_stage.warnings = WarnOnce(is_muted=True)  # a call gives all warnings
@@ -178,19 +178,21 @@ def _splittable_batch(
     return batch
 
 
-def _run(built: Built, params: PyTree, args: Sequence[PyTree]) -> _Computed:
+def _run(
+    built: Specialization, params: PyTree, args: Sequence[PyTree]
+) -> _LossAndGradients:
     """Runs a program of one stage."""
-    params = put_each(params, built.pipe.devices, built.layout.locations)
+    params = put_tree(params, built.pipe.devices, built.layout.locations)
     outputs = built.program(built.given(params, args, "params"))
     loss, _, grads = built.returned(outputs)
     leaves = [
         next(grads) if is_trained else None for is_trained in built.layout.trained
     ]
-    return _Computed(loss, jax.tree.structure(params).unflatten(leaves))
+    return _LossAndGradients(loss, jax.tree.structure(params).unflatten(leaves))
 
 
 def _without_chance(leaf: Any) -> Any:
     """An array on the host; in place of a key one that draws the middle number."""
     if not hasattr(leaf, "dtype"):
         return leaf  # which the mini-batch is refused for
-    return half_key() if is_single_key(leaf) else host(leaf)
+    return median_key() if is_single_key(leaf) else host(leaf)

@@ -15,7 +15,7 @@ from .._arguments._trainable import Trainable
 from .._check._report import CheckReport
 from .._instructions import _transfer
 from .._instructions._program import Program
-from .._instructions._sharding import SubMesh
+from .._instructions._sharding import StageMesh
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._train._gradient_call import ValueAndGrad
@@ -23,7 +23,7 @@ from .._train._gradients import Gradients
 from .._train._train_state import TrainState, check_state
 from .._train._train_step import TrainStep
 from .._train._transformation import check_optimizer
-from ..planning._describe import Known, describe
+from ..planning._describe import PipelineInfo, describe
 from ..planning._plan import Forecast, Plan
 from ..schedules import Schedule, Timeline
 from . import _train_states
@@ -83,7 +83,7 @@ class Pipeline(CustomLoop):
     def devices(self) -> tuple[_transfer.Device | Mesh, ...]:
         """The device of each stage, or its mesh."""
         return tuple(
-            device.mesh if isinstance(device, SubMesh) else device
+            device.mesh if isinstance(device, StageMesh) else device
             for device in self._pipelined.pipe.devices
         )
 
@@ -110,7 +110,7 @@ class Pipeline(CustomLoop):
         )
 
     @property
-    def _known(self) -> Known | None:
+    def _known(self) -> PipelineInfo | None:
         return self._pipelined.describe(self._last.last if self._last else None)
 
     def __repr__(self) -> str:

@@ -12,9 +12,9 @@ from .._arguments._objective import Objective
 from .._check._layer_checker import LayerChecker, LayerToCheck
 from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
 from .._instructions import _transfer
-from .._instructions._transfer import OnPaper
+from .._instructions._transfer import AbstractDevice
 from .._layers import _rng
-from .._layers._layer_group import fuse
+from .._layers._layer_group import group_layers
 from .._layers._sequence import Sequential
 from .._lower._join import MEAN, SUM
 from .._model._model import Model
@@ -66,7 +66,10 @@ def checked(
 
     names = "x", "targets"
     axes = model.axes
-    specs = [_microbatch.specs(x, "x"), _microbatch.specs(targets, "targets")]
+    specs = [
+        _microbatch.array_specs(x, "x"),
+        _microbatch.array_specs(targets, "targets"),
+    ]
     in_axes = axes.in_axes, axes.target_axes
     x_axes, target_axes = _call.axes_of(in_axes, specs, names)
     count = _call.batch_size(specs, (x_axes, target_axes), 2, names)
@@ -84,7 +87,7 @@ def checked(
 
     results: list[CheckResult] = []
     loss = None
-    with jax.default_device(_transfer.one_of(first_rank)):
+    with jax.default_device(_transfer.first_device(first_rank)):
         checker = LayerChecker(
             x, x_axes, sizes=sizes, rngs=rngs, train=train, tolerance=tolerance
         )
@@ -114,14 +117,14 @@ def _layers_to_check(
     count = len(model.layers)
     config = PipelineConfig(
         num_microbatches=1,
-        ranks=[OnPaper(rank) for rank in range(count)],
+        ranks=[AbstractDevice(rank) for rank in range(count)],
         schedule=gpipe(count, 1),
         remat="none",
     )
-    partition = Partition(config, fuse(model.layers, [1] * count))
+    partition = Partition(config, group_layers(model.layers, [1] * count))
     stage_each = Model(model.layers, model.axes, partition.stage_of_layer)
     function = PipelinedFunction(
-        _model_functions.forward(stage_each, train=train), partition
+        _model_functions.forward_spec(stage_each, train=train), partition
     )
     stages = function.divide(tuple(entries), (x, rngs)).stages
 
@@ -154,7 +157,7 @@ def _reductions(
       microbatch_size: the number of examples of a micro-batch of the pipeline.
       outputs: specs of the outputs.
     """
-    flat = _microbatch.flat_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
+    flat = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
     reductions: list[Sequence[str]] = []
     for leaf, axis in zip(jax.tree.leaves(outputs), flat, strict=True):
         if axis is MEAN:

@@ -14,21 +14,21 @@ from .._arguments._trainable import Trainable
 from .._instructions import _transfer
 from .._layers import _rng
 from .._layers._adapter import check_unchanged
-from .._layers._skip import label
+from .._layers._skip import skip_name
 from .._model._initial import Initial, strong
 from .._model._model import Model
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition
-from .._partition._stage_placement import Pipe
+from .._partition._stage_placement import StagePlacement
 from .._pipelined import _model_functions
 from .._pipelined._feed import Feed
 from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
-from .._pipelined._specialization import Built
+from .._pipelined._specialization import Specialization
 from .._processes._arrays import is_here
 from .._processes._group import agree_on_key
 from .._train._gradients import Gradients
-from ..planning._describe import Known, of_function
+from ..planning._describe import PipelineInfo, describe_function
 from ._variable_checks import VariableChecks
 
 PyTree = Any
@@ -59,7 +59,7 @@ class PipelinedModel:
         self.places = partition.places
         # train -> the forward pass
         self._forwards = {
-            train: self._pipelined(_model_functions.forward(model, train=train))
+            train: self._pipelined(_model_functions.forward_spec(model, train=train))
             for train in (False, True)
         }
 
@@ -77,7 +77,7 @@ class PipelinedModel:
         return self.partition.num_stages
 
     @cached_property
-    def pipe(self) -> Pipe:
+    def pipe(self) -> StagePlacement:
         """The stages.
 
         Raises:
@@ -90,12 +90,12 @@ class PipelinedModel:
     def feed(self) -> Feed:
         """Returns what tells this process of mini-batches that others are given."""
 
-        def stages() -> Pipe | None:
+        def stages() -> StagePlacement | None:
             return self.pipe if self.num_stages else None
 
         return Feed(stages, self.model.is_list)
 
-    def describe(self, last: Built | None) -> Known | None:
+    def describe(self, last: Specialization | None) -> PipelineInfo | None:
         """Returns what is known of the pipeline; ``None`` before it is divided.
 
         Args:
@@ -104,20 +104,20 @@ class PipelinedModel:
         if not self.model.is_list:
             forwards = (forward.last for forward in self._forwards.values())
             last = last or next(filter(None, forwards), None)
-            return of_function(last) if last else None
+            return describe_function(last) if last else None
 
         names = [[layer.name for layer in stage.layers] for stage in self.pipe.stages]
-        skips = [(label(r.key), r.source, r.target) for r in self.model.routes]
+        skips = [(skip_name(r.key), r.source, r.target) for r in self.model.routes]
         if last is not None:
-            return of_function(last)._replace(names=names, skips=skips)
+            return describe_function(last)._replace(names=names, skips=skips)
         if self.checks.specs is None:
-            return Known(self.pipe, names, skips=skips)
+            return PipelineInfo(self.pipe, names, skips=skips)
         layout = self.layout(self.checks.specs)
         reads = [
             [i for i, owner in enumerate(layout.owner_stages) if owner == stage]
             for stage in range(len(names))
         ]
-        return Known(self.pipe, names, layout, reads, skips=skips)
+        return PipelineInfo(self.pipe, names, layout, reads, skips=skips)
 
     # ------------------------------------------------------------ pipelined functions
 
@@ -138,7 +138,7 @@ class PipelinedModel:
 
     def forward(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
-    ) -> Built:
+    ) -> Specialization:
         """Returns the forward pass for such variables and such an input."""
         return self._forwards[train](variables, x, rngs)
 
@@ -156,7 +156,9 @@ class PipelinedModel:
 
         programs = {}
         for train in (False, True):
-            spec = _model_functions.loss(self.model, objective, outputs, train=train)
+            spec = _model_functions.loss_spec(
+                self.model, objective, outputs, train=train
+            )
             programs[train] = self._pipelined(spec, marks)
         return Gradients(
             objective=objective,
@@ -238,13 +240,13 @@ class PipelinedModel:
             for missing, device in zip(is_missing, devices, strict=True)
         ]
         first = next(filter(is_here, self.places), self.places[0])
-        drawn = initial.leaves(key, _transfer.one_of(first), is_drawn_here)
+        drawn = initial.leaves(key, _transfer.first_device(first), is_drawn_here)
 
         leaves = []
         for i, leaf in enumerate(drawn):
             if is_missing[i]:
                 value = specs[i] if leaf is None else leaf
-                leaves.append(_transfer.put_one(value, devices[i], locations[i][1]))
+                leaves.append(_transfer.put_leaf(value, devices[i], locations[i][1]))
             else:
                 leaves.append(specs[i])
         return tree.unflatten(leaves)
@@ -264,7 +266,7 @@ class PipelinedModel:
         variables = self.checks.by_owner(variables, x)
         _variables.check_alive(jax.tree.leaves(variables))
         locations = self.layout(variables, x).locations
-        copies = _transfer.put_each(
+        copies = _transfer.put_tree(
             variables, self.pipe.devices, locations, may_alias=False
         )
         return jax.tree.map(strong, copies)
@@ -273,7 +275,7 @@ class PipelinedModel:
         """Returns variables in place."""
         variables = self.model.from_entries(self.model.entries(variables))
         locations = self.layout(variables, x).locations
-        return _transfer.put_each(variables, self.pipe.devices, locations)
+        return _transfer.put_tree(variables, self.pipe.devices, locations)
 
     def layout(self, variables: PyTree, x: PyTree = None) -> ParamLayout:
         """Returns where variables are between steps.

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._instructions import _transfer
-from .._instructions._sharding import DATA, SubMesh
+from .._instructions._sharding import DATA, StageMesh
 from .._instructions._transfer import Device
 from .._messages import warn
 from ..planning._plan import Plan
@@ -183,7 +183,7 @@ def _place(devices: np.ndarray, names: Sequence[str]) -> Device:
             f"{', '.join(map(str, devices.flat))}; place stages along the processes, "
             f"and the other axes of the mesh inside of each"
         )
-    return SubMesh.of(devices, names) if devices.size > 1 else devices.flat[0]
+    return StageMesh.of(devices, names) if devices.size > 1 else devices.flat[0]
 
 
 def _check_shards(ranks: Sequence[Device]) -> None:
@@ -262,7 +262,7 @@ def ranks(devices: Any) -> Sequence[Device]:
     if _has_mesh(given):
         given = _ranks(given)
         _check_shards(given)
-    not_devices = [d for d in given if not isinstance(d, jax.Device | SubMesh)]
+    not_devices = [d for d in given if not isinstance(d, jax.Device | StageMesh)]
     if not_devices:
         raise TypeError(
             f"devices: {not_devices!r} are not jax.Device objects, such as "

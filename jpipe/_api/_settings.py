@@ -7,12 +7,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from .._instructions._sharding import SubMesh
+from .._instructions._sharding import StageMesh
 from .._layers._adapter import LayerAdapter
 from .._layers._layer_group import check_balance
 from .._messages import raise_all
 from .._partition._config import PipelineConfig
-from .._partition._param_sharding import Rule
+from .._partition._param_sharding import ShardingRule
 from .._processes._start import check_threads
 from ..planning._plan import Plan
 from . import _setting_checks
@@ -36,7 +36,7 @@ def configure(
     num_stages: Any,
     devices: Any,
     mesh: Any,
-    sharding: Rule | None,
+    sharding: ShardingRule | None,
     gather: str,
     replicas: Any,
     schedule: Any,
@@ -106,7 +106,7 @@ def configure(
     ranks = _setting_checks.ranks(devices)
     if not ranks:
         raise ValueError("devices=[]: needs at least one")
-    if any(isinstance(rank, SubMesh) for rank in ranks):
+    if any(isinstance(rank, StageMesh) for rank in ranks):
         check_threads()
     return PipelineConfig(
         num_microbatches=num_microbatches,

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import jax
 
 from .._instructions._instruction import Instruction
-from .._instructions._memory import live
+from .._instructions._memory import live_bytes
 from .._instructions._program import Program
 from .._instructions._stage_bytes import stage_costs
-from .._pipelined._specialization import Built
+from .._pipelined._specialization import Specialization
 from ..schedules import Action, Schedule, Timeline
 from ..schedules._timeline import MemoryEvent
 
@@ -48,7 +48,7 @@ class Measurements:
     moves: Sequence[float]
 
 
-def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
+def profile(built: Specialization, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
     Args:
@@ -176,7 +176,7 @@ def _timeline(schedule: Schedule, spans: Mapping[Action, Span]) -> Timeline:
     )
 
 
-def _memory_events(built: Built, timeline: Timeline) -> Iterator[MemoryEvent]:
+def _memory_events(built: Specialization, timeline: Timeline) -> Iterator[MemoryEvent]:
     """The bytes of each rank when its actions end.
 
     All bytes of a device that serves several ranks count as those of the first.
@@ -187,7 +187,7 @@ def _memory_events(built: Built, timeline: Timeline) -> Iterator[MemoryEvent]:
     for rank in sorted(itertools.chain.from_iterable(pipe.schedule.ranks_of)):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
 
-    counts = live(program)
+    counts = live_bytes(program)
     nbytes = next(counts)
     time_of_rank = dict.fromkeys(rank_of.values(), 0.0)
     for place, rank in rank_of.items():

@@ -12,10 +12,10 @@ from .._instructions import _transfer
 from .._instructions._sharding import Sharding
 from .._layers import _rng
 from .._messages import warn
-from .._partition._stage_placement import Pipe
+from .._partition._stage_placement import StagePlacement
 from .._processes._arrays import replicated_array
 from .._processes._group import agree_on_key
-from .._train._optimizer import Optimizer, place_state
+from .._train._optimizer import Optimizer, place_opt_state
 from .._train._train_state import TrainState
 from ._pipelined_model import PipelinedModel
 
@@ -34,9 +34,9 @@ def place_train_state(
     step, rng = _replicate(pipe, [step, rng])
     return TrainState(
         step=step,
-        params=_transfer.put_each(state.params, pipe.devices, of_params),
-        opt_state=place_state(state.opt_state, state.params, pipe, of_params),
-        model_state=_transfer.put_each(state.model_state, pipe.devices, of_model_state),
+        params=_transfer.put_tree(state.params, pipe.devices, of_params),
+        opt_state=place_opt_state(state.opt_state, state.params, pipe, of_params),
+        model_state=_transfer.put_tree(state.model_state, pipe.devices, of_model_state),
         rng=rng,
     )
 
@@ -78,7 +78,7 @@ def train_state(
     locations, _ = _locations(owner, variables, x)
     optimizer = Optimizer(
         tx,
-        _microbatch.specs(params, "params"),
+        _microbatch.array_specs(params, "params"),
         trained=jax.tree.leaves(marks),
         pipe=pipe,
         locations=locations,
@@ -104,12 +104,12 @@ def _locations(
     return of_params, of_model_state
 
 
-def _put_on_first(pipe: Pipe, leaves: list[Any]) -> list[Any]:
+def _put_on_first(pipe: StagePlacement, leaves: list[Any]) -> list[Any]:
     """Puts leaves on the first device of the pipeline that this process has."""
     return _transfer.put(leaves, pipe.own_places[0])
 
 
-def _replicate(pipe: Pipe, leaves: list[Any]) -> list[Any]:
+def _replicate(pipe: StagePlacement, leaves: list[Any]) -> list[Any]:
     """Arrays with a copy in each process; the leaves, where there is one process."""
     if pipe.copies is None:
         return leaves

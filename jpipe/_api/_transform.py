@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from .._arguments._batch import Axes
 from .._instructions._transfer import Device
 from .._layers._adapter import adapt_layers, is_model
-from .._layers._layer_group import fuse
+from .._layers._layer_group import group_layers
 from .._model._model import Model
 from .._partition import _param_sharding
 from .._partition._partition import Partition
@@ -31,7 +31,7 @@ def pipeline(
     plan: Plan | None = None,
     devices: Sequence[Device] | Mesh | None = None,
     mesh: Mesh | None = None,
-    sharding: _param_sharding.Rule | None = None,
+    sharding: _param_sharding.ShardingRule | None = None,
     gather: str = "step",
     replicas: Sequence[int] | None = None,
     schedule: str | ScheduleBuilder | Schedule = "1f1b",
@@ -155,7 +155,7 @@ def pipeline(
         remat=remat,
         balance=balance,
     )
-    groups = None if config.balance is None else fuse(layers, config.balance)
+    groups = None if config.balance is None else group_layers(layers, config.balance)
     partition = Partition(config, groups, is_lasting=is_one)
     axes = Axes(in_axes, target_axes, out_axes)
     model = Model(layers, axes, partition.stage_of_layer)

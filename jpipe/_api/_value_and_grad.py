@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from .._arguments._objective import REDUCTIONS
 from .._arguments._trainable import Trainable
 from .._layers._adapter import is_module
-from .._partition._param_sharding import Rule
+from .._partition._param_sharding import ShardingRule
 from .._partition._partition import Partition
 from .._processes._start import check_joined
 from ..planning._plan import Plan
@@ -28,7 +28,7 @@ def value_and_grad(
     reduction: str = "mean",
     devices: Sequence[Any] | None = None,
     mesh: Mesh | None = None,
-    sharding: Rule | None = None,
+    sharding: ShardingRule | None = None,
     gather: str = "step",
     replicas: Sequence[int] | None = None,
     schedule: Any = "1f1b",

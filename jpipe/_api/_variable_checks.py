@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from .._arguments import _microbatch, _signature, _variables
-from .._arguments._cache import Recent
-from .._layers._text import shapes
+from .._arguments._cache import RecentCache
+from .._layers._text import shape_text
 from .._model._initial import Initial
 from .._model._model import Model
 from .._partition._partition import Partition
@@ -36,14 +36,14 @@ class VariableChecks:
         self._partition = partition
         self.specs: PyTree = None
         # signature of variables -> the input that they fit, in words
-        self._inputs = Recent[Any, str]()
+        self._inputs = RecentCache[Any, str]()
 
     def note(self, variables: PyTree, x: PyTree) -> None:
         """Remembers variables and an input that they fit."""
-        self.specs = _microbatch.specs(variables, "variables")
+        self.specs = _microbatch.array_specs(variables, "variables")
         signature = self._signature(variables)
         if signature not in self._inputs:
-            self._inputs[signature] = shapes(x)
+            self._inputs[signature] = shape_text(x)
 
     def check_call(self, variables: PyTree, args: Sequence[PyTree]) -> None:
         """Checks variables of a list that were not seen before, before they are used.
@@ -66,7 +66,7 @@ class VariableChecks:
           ValueError: if the variables fit another input, and not this one.
         """
         x = args[0]
-        if self._inputs.get(self._signature(variables)) in (None, shapes(x)):
+        if self._inputs.get(self._signature(variables)) in (None, shape_text(x)):
             return
         try:
             initial = self._initial(x)
@@ -125,30 +125,32 @@ class VariableChecks:
             _variables.check_layers(parent, initial.specs, variables, message)
         else:
             (expected,) = initial.specs
-            specs = _microbatch.specs(variables, "variables")
-            _variables.check({"variables": expected}, {"variables": specs}, message)
+            specs = _microbatch.array_specs(variables, "variables")
+            _variables.check_model_variables(
+                {"variables": expected}, {"variables": specs}, message
+            )
         return initial
 
     def _signature(self, variables: PyTree) -> Any:
         entries = self._model.entries(variables)
         leaves, tree = jax.tree.flatten(tuple(entries))
-        return tree, _signature.shapes(leaves)
+        return tree, _signature.shape_keys(leaves)
 
     def _misfit(self, variables: PyTree, x: PyTree) -> str:
         """The beginning of an error on variables and an input that do not fit."""
         fitting_input = self._inputs.get(self._signature(variables))
-        if fitting_input in (None, shapes(x)):
-            sample = f"x of {shapes(x)}"
+        if fitting_input in (None, shape_text(x)):
+            sample = f"x of {shape_text(x)}"
             if not self._model.is_list:
                 (first,) = self._model.sample(x, self._partition).first
-                sample = f"micro-batches of {shapes(first)}"
+                sample = f"micro-batches of {shape_text(first)}"
             return (
                 f"the variables are not those of this model for {sample}; one of the "
                 f"two is wrong"
             )
         return (
-            f"x is {shapes(x)}, and the variables fit {fitting_input}, with which they "
-            f"were made or used before; give such an x, and x before the targets"
+            f"x is {shape_text(x)}, and the variables fit {fitting_input}, with which "
+            f"they were made or used before; give such an x, and x before the targets"
         )
 
 

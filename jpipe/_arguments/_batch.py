@@ -57,7 +57,7 @@ class Batch:
 
 
 @contextmanager
-def explained(batch: Batch) -> Iterator[None]:
+def explain_sizes(batch: Batch) -> Iterator[None]:
     """Adds notes on the sizes of micro-batches to errors about sizes."""
     try:
         yield

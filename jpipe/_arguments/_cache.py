@@ -10,7 +10,7 @@ _V = TypeVar("_V")
 MAX_ENTRIES = 64
 
 
-class Recent(dict[_K, _V]):
+class RecentCache(dict[_K, _V]):
     """A dict that drops the oldest entry when there are more than `MAX_ENTRIES`."""
 
     def __setitem__(self, key: _K, value: _V) -> None:

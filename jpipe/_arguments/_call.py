@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from .._layers import _rng
 from .._layers._inputs import Inputs
-from .._layers._text import shapes
+from .._layers._text import shape_text
 from . import _microbatch
 from ._batch import Batch
-from ._static import Static
+from ._static import StaticArgument
 
 PyTree = Any
 # The name of the arguments that a loss function is given by name, for errors.
@@ -110,9 +110,9 @@ def _as_arrays(tree: PyTree, axes: Any, name: str) -> PyTree:
             return leaf
         if axis is None and type(leaf) in (int, float, complex):
             return jnp.asarray(leaf)
-        return Static.of(leaf, note) if is_static else leaf
+        return StaticArgument.of(leaf, note) if is_static else leaf
 
-    leaf_axes = _microbatch.full_axes(axes, tree, name, "in_axes")
+    leaf_axes = _microbatch.broadcast_axes(axes, tree, name, "in_axes")
     return jax.tree.map(convert, tree, leaf_axes)
 
 
@@ -125,7 +125,8 @@ def note_order(error: Exception, params: PyTree, args: Sequence[PyTree]) -> None
     is_leaf = jax.tree.structure(params) == jax.tree.structure(0)
     if is_leaf and any(len(jax.tree.leaves(tree)) > 1 for tree in args[:-1]):
         error.add_note(
-            f"params come first, as in grad_fn(params, x); they are {shapes(params)}"
+            f"params come first, as in grad_fn(params, x); they are "
+            f"{shape_text(params)}"
         )
 
 
@@ -141,7 +142,7 @@ def axes_of(
         leaves = jax.tree.leaves(tree)
         option = "target_axes" if name == "targets" else "in_axes"
         # An argument without leaves takes whatever axes there are.
-        leaf_axes = _microbatch.flat_axes(axes if leaves else 0, tree, name, option)
+        leaf_axes = _microbatch.leaf_axes(axes if leaves else 0, tree, name, option)
         axes_by_arg.append(
             [
                 None if _rng.is_single_key(leaf) else axis
@@ -184,7 +185,7 @@ def batch(
       few: whether a mini-batch that cannot be split, such as a single example, is taken
         as one micro-batch.
     """
-    specs = tuple(map(_microbatch.specs, args, names))
+    specs = tuple(map(_microbatch.array_specs, args, names))
     axes = axes_of(in_axes, specs, names)
     flat_axes = [axis for leaf_axes in axes for axis in leaf_axes]
     unsplit = Batch(specs, [None] * len(flat_axes), (1,))
@@ -198,6 +199,6 @@ def batch(
         raise
     if few and (size < num_microbatches * num_shards or size % num_shards):
         return Batch(specs, flat_axes, (size,))
-    shard = _microbatch.shard(size, num_microbatches, num_shards)
-    sizes = _microbatch.sizes(shard, num_microbatches)
+    shard = _microbatch.examples_per_shard(size, num_microbatches, num_shards)
+    sizes = _microbatch.microbatch_sizes(shard, num_microbatches)
     return Batch(specs, flat_axes, sizes, num_shards)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
-from .._layers._inputs import Inputs, called
+from .._layers._inputs import Inputs, leaf_name
 from .._messages import raise_all
 
 PyTree = Any
@@ -21,13 +21,13 @@ _AXES = (
 )
 
 
-def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """Sizes that differ by at most one and sum to the batch: 10 in 4 is 3, 3, 2, 2."""
     quotient, remainder = divmod(batch_size, num_microbatches)
     return tuple(quotient + int(i < remainder) for i in range(num_microbatches))
 
 
-def specs(tree: PyTree, name: str) -> PyTree:
+def array_specs(tree: PyTree, name: str) -> PyTree:
     """The shapes, dtypes and weak types of a pytree of arrays.
 
     Args:
@@ -55,7 +55,7 @@ def specs(tree: PyTree, name: str) -> PyTree:
                 return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
             return _jaxpr.spec(jax.typeof(leaf))
         except TypeError:
-            faults.append(f"{called(name, path)} is {_describe(leaf)}")
+            faults.append(f"{leaf_name(name, path)} is {_describe(leaf)}")
             not_arrays.append(leaf)
             return None
 
@@ -79,8 +79,8 @@ def _describe(leaf: Any) -> str:
     return f"a {name} of dtype {dtype}" if dtype is not None else f"a {name}: {leaf!r}"
 
 
-def full_axes(axes: Axes, tree: PyTree, tree_name: str, axes_name: str) -> PyTree:
-    """The tree with axes for leaves; the arguments are those of `flat_axes`.
+def broadcast_axes(axes: Axes, tree: PyTree, tree_name: str, axes_name: str) -> PyTree:
+    """The tree with axes for leaves; the arguments are those of `leaf_axes`.
 
     Raises:
       ValueError: if ``axes`` is not a prefix of the tree.
@@ -94,7 +94,7 @@ def full_axes(axes: Axes, tree: PyTree, tree_name: str, axes_name: str) -> PyTre
         ) from None
 
 
-def flat_axes(
+def leaf_axes(
     axes: Axes,
     tree: PyTree,
     tree_name: str,
@@ -118,7 +118,7 @@ def flat_axes(
     """
     if isinstance(axes, Inputs) and isinstance(tree, Inputs):
         axes, tree = axes.prefix_of(tree)
-    axes_tree = full_axes(axes, tree, tree_name, axes_name)
+    axes_tree = broadcast_axes(axes, tree, tree_name, axes_name)
     # `None` in the tree is not a leaf and has no axis; in the axes it is one.
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
     node_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: node is None)
@@ -197,7 +197,7 @@ def _batched_leaves(parts: Sequence[Part]) -> Iterator[tuple[str, Any, int]]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), axis in zip(leaves, axes, strict=True):
             if axis is not None:
-                yield called(tree_name, path), leaf, axis
+                yield leaf_name(tree_name, path), leaf, axis
 
 
 def is_like_raw_key(leaf: Any) -> bool:
@@ -219,7 +219,7 @@ def _hint_on_rows(parts: Sequence[Part], size: int) -> list[str]:
     return []
 
 
-def shard(size: int, num_microbatches: int, num_shards: int) -> int:
+def examples_per_shard(size: int, num_microbatches: int, num_shards: int) -> int:
     """The number of examples of a mini-batch on each shard.
 
     Raises:
@@ -253,7 +253,7 @@ def part_specs(
     return [part(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-class Group(NamedTuple):
+class SizeGroup(NamedTuple):
     """Micro-batches of one size.
 
     Attributes:
@@ -267,12 +267,12 @@ class Group(NamedTuple):
     size: int
 
 
-def groups(microbatch_sizes: Sequence[int]) -> list[Group]:
+def group_by_size(microbatch_sizes: Sequence[int]) -> list[SizeGroup]:
     """Micro-batches by their sizes, the larger ones first."""
-    size_groups: list[Group] = []
+    size_groups: list[SizeGroup] = []
     start = 0
     for size, number in Counter(microbatch_sizes).items():
-        size_groups.append(Group(start=start, number=number, size=size))
+        size_groups.append(SizeGroup(start=start, number=number, size=size))
         start += number * size
     return size_groups
 

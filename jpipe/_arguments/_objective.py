@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs._structural_key import Same
-from .._layers._text import shapes
+from .._jaxprs._structural_key import IdentityKey
+from .._layers._text import shape_text
 
 PyTree = Any
 
@@ -64,7 +64,7 @@ class Objective:
             hash(self.loss_fn)
             object.__setattr__(self, "identity", self.loss_fn)
         except TypeError:
-            object.__setattr__(self, "identity", Same(self.loss_fn))
+            object.__setattr__(self, "identity", IdentityKey(self.loss_fn))
 
     def __hash__(self) -> int:
         return hash((self.identity, self.has_aux, self.reduction))
@@ -75,8 +75,8 @@ class Objective:
             result = self.loss_fn(outputs, targets)
         except Exception as error:
             error.add_note(
-                f"raised by loss_fn on outputs {shapes(outputs)} and "
-                f"targets {shapes(targets)}, those of a micro-batch"
+                f"raised by loss_fn on outputs {shape_text(outputs)} and "
+                f"targets {shape_text(targets)}, those of a micro-batch"
             )
             raise
         loss, aux = self._split_aux(result)
@@ -101,7 +101,7 @@ class Objective:
             raise TypeError(
                 f"reduction={self.reduction!r}, has_aux={self.has_aux}: loss_fn must "
                 f"return {_RETURNS[is_weighted, self.has_aux]}; it returned "
-                f"{shapes(result)}. For (loss, aux) type has_aux=True, for (total, "
+                f"{shape_text(result)}. For (loss, aux) type has_aux=True, for (total, "
                 f"weight) reduction='weighted', for ((total, weight), aux) both"
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
@@ -117,7 +117,7 @@ class Objective:
         return loss, aux
 
 
-def as_weight(weight: Any, total: jax.Array) -> jax.Array:
+def as_loss_weight(weight: Any, total: jax.Array) -> jax.Array:
     """The weight of a weighted loss, in a dtype that sums of it fit.
 
     Raises:
@@ -125,7 +125,9 @@ def as_weight(weight: Any, total: jax.Array) -> jax.Array:
     """
     weight = jnp.asarray(weight)
     if weight.ndim:
-        raise TypeError(f"the weight must be a scalar; it returned {shapes(weight)}")
+        raise TypeError(
+            f"the weight must be a scalar; it returned {shape_text(weight)}"
+        )
     return weight.astype(jnp.promote_types(jnp.float32, total.dtype))
 
 
@@ -142,8 +144,8 @@ def _scalar(value: Any, requirement: str, outputs: PyTree) -> jax.Array:
     if isinstance(value, int | float):
         description = f"the Python number {value}"
     else:
-        description = shapes(value)
+        description = shape_text(value)
     raise TypeError(
         f"{requirement} of a floating dtype; it returned {description} for outputs "
-        f"{shapes(outputs)}"
+        f"{shape_text(outputs)}"
     )

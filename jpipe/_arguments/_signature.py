@@ -23,7 +23,7 @@ def settings() -> Any:
     return _read_trace_settings(), _config.jax_debug_nans, _config.jax_debug_infs
 
 
-def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:
+def aval_keys(leaves: Iterable[Any]) -> tuple[Any, ...]:
     """The shape, dtype and weak type of each leaf; its type, if it is no array.
 
     A weakly typed array takes the dtype of its operands, so it needs another program.
@@ -41,18 +41,18 @@ def _aval_key(leaf: Any) -> tuple[Any, Any, bool]:
         return shape, dtype, getattr(leaf, "weak_type", False)
 
 
-def shapes(leaves: Iterable[Any]) -> tuple[Any, ...]:
+def shape_keys(leaves: Iterable[Any]) -> tuple[Any, ...]:
     """The shape and dtype of each leaf, without its weak type."""
     return tuple([_aval_key(leaf)[:2] for leaf in leaves])
 
 
-def of(*trees: Any) -> Any:
+def tree_signature(*trees: Any) -> Any:
     """The structure of pytrees, and the shape, dtype and weak type of each leaf."""
     leaves, structure = jax.tree.flatten(trees)
-    return structure, kinds(leaves)
+    return structure, aval_keys(leaves)
 
 
-def call(structure: Any, leaves: Iterable[Any]) -> Any:
+def call_signature(structure: Any, leaves: Iterable[Any]) -> Any:
     """The signature of a call: all that `jax.jit` distinguishes.
 
     Args:

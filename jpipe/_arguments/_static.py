@@ -10,14 +10,14 @@ PyTree = Any
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Static:
+class StaticArgument:
     """An argument that is compared by type and value; in a tree it has no leaves."""
 
     kind: type
     value: Any
 
     @classmethod
-    def of(cls, value: Any, note: str) -> "Static":
+    def of(cls, value: Any, note: str) -> "StaticArgument":
         """Wraps the value of an argument.
 
         Args:
@@ -38,7 +38,7 @@ class Static:
 def without_statics(tree: PyTree) -> PyTree:
     """The tree with the values of static arguments in place of these."""
     return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
+        lambda leaf: leaf.value if isinstance(leaf, StaticArgument) else leaf,
         tree,
-        is_leaf=lambda leaf: isinstance(leaf, Static),
+        is_leaf=lambda leaf: isinstance(leaf, StaticArgument),
     )

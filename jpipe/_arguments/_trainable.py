@@ -25,7 +25,7 @@ _NEEDS = (
 )
 
 
-class _Leaf(NamedTuple):
+class _SelectableLeaf(NamedTuple):
     """A floating leaf of the parameters, which a rule receives.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Leaf(NamedTuple):
         return ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-Rule = Callable[[_Leaf], bool]
+Rule = Callable[[_SelectableLeaf], bool]
 
 
 class Trainable:
@@ -100,7 +100,7 @@ class Trainable:
             variables_of = {
                 i: _nnx_values.parameters(layer.owner) for i, layer in enumerate(layers)
             }
-            leaves: dict[int, _Leaf] = {}
+            leaves: dict[int, _SelectableLeaf] = {}
             for i, (layer, _, *inner_path) in floating.items():
                 value = _rule_value(
                     tuple(inner_path),
@@ -108,11 +108,11 @@ class Trainable:
                     variables=variables_of.get(layer, {}),
                 )
                 first = (layer,) if self._by_layer else ()
-                leaves[i] = _Leaf((*first, *inner_path), value)
+                leaves[i] = _SelectableLeaf((*first, *inner_path), value)
             selected = self._selected(leaves)
         return structure.unflatten([i in selected for i in range(len(flat))])
 
-    def _selected(self, leaves: dict[int, _Leaf]) -> set[int]:
+    def _selected(self, leaves: dict[int, _SelectableLeaf]) -> set[int]:
         """The indices of the floating leaves that the rules select."""
         selected: set[int] = set()
         faults: list[str] = []
@@ -145,9 +145,9 @@ def _check_types(
         return
     faults: list[str] = []
     for layer_index, layer in enumerate(layers):
-        for path, variable in _nnx_values.untrained(layer.owner).items():
+        for path, variable in _nnx_values.untrained_variables(layer.owner).items():
             value = _rule_value(path, variable, variables={path: variable})
-            leaf = _Leaf((layer_index, *path), value)
+            leaf = _SelectableLeaf((layer_index, *path), value)
             for selector, rule in filters:
                 if rule(leaf):
                     faults.append(
@@ -181,7 +181,7 @@ def _rule(selector: Any) -> Rule:
     predicate = nnx.filterlib.to_predicate(cast(Any, selector))
     needs_variable = _is_filter(selector) and callable(selector)
 
-    def rule(leaf: _Leaf) -> bool:
+    def rule(leaf: _SelectableLeaf) -> bool:
         value = leaf.value
         if needs_variable and not isinstance(value, nnx.Variable):
             value = nnx.Param(value)  # as nnx would hold it
@@ -233,7 +233,7 @@ def _text(selector: Any) -> str:
     return getattr(selector, "__name__", None) or reprlib.repr(selector)
 
 
-def _describe(selector: Any, leaves: Sequence[_Leaf]) -> str:
+def _describe(selector: Any, leaves: Sequence[_SelectableLeaf]) -> str:
     """Describes the leaves that there are, for a rule that selects none of them."""
     if not leaves:
         return "there are none"

@@ -9,9 +9,14 @@ from flax import nnx
 from jax import core
 
 from .._jaxprs._jaxpr import is_inexact
-from .._layers._linen import is_box
+from .._layers._linen import is_boxed
 from .._layers._parent import Parent
-from .._layers._variable_paths import Names, dotted, flat, nested
+from .._layers._variable_paths import (
+    Names,
+    flatten_variables,
+    nest_variables,
+    variable_text,
+)
 from .._messages import raise_all
 
 PyTree = Any
@@ -19,7 +24,7 @@ _OF_NNX = "; of a module of nnx give its values: variables = pipe.init(None, x)"
 
 
 # Advice where parameters are passed in place of variables.
-WRAPPED = "wrap parameters as {'params': params}, or give state.variables"
+WRAP_PARAMS_ADVICE = "wrap parameters as {'params': params}, or give state.variables"
 
 
 def check_layers(
@@ -52,17 +57,17 @@ def check_layers(
     entry_names = [f"variables[{i}]" for i in range(len(expected))]
     faults: list[str] = []
     for (layer, names), (first_layer, first_names) in duplicates.items():
-        duplicate = dotted(entry_names[layer], names)
-        first = dotted(entry_names[first_layer], first_names)
+        duplicate = variable_text(entry_names[layer], names)
+        first = variable_text(entry_names[first_layer], first_names)
         faults.append(f"tied: {duplicate} is {first}; give {{}} in its place")
 
     entries = list(variables)
     if duplicates:
         for i, entry in enumerate(variables):
-            leaves = flat(entry).items()
+            leaves = flatten_variables(entry).items()
             unique = {n: leaf for n, leaf in leaves if (i, n) not in duplicates}
-            entries[i] = nested(unique)
-    check(
+            entries[i] = nest_variables(unique)
+    check_model_variables(
         dict(zip(entry_names, specs, strict=True)),
         dict(zip(entry_names, entries, strict=True)),
         message,
@@ -89,21 +94,21 @@ def _align_shared(
     # variable of the parent -> its locations in the user's variables
     locations: dict[Names, list[_Location]] = {}
     for i, entry in enumerate(variables):
-        for names in flat(entry):
+        for names in flatten_variables(entry):
             locations.setdefault(parent.same(i, names), []).append((i, names))
 
     specs: list[dict[Names, PyTree]] = [{} for _ in expected]
     duplicates: dict[_Location, _Location] = {}
     for i, entry in enumerate(expected):
-        for names, spec in flat(entry).items():
+        for names, spec in flatten_variables(entry).items():
             first, *more = locations.get(parent.same(i, names), [(i, names)])
             layer, path = first
             specs[layer][path] = spec
             duplicates |= dict.fromkeys(more, first)
-    return [nested(entry) for entry in specs], duplicates
+    return [nest_variables(entry) for entry in specs], duplicates
 
 
-def check(
+def check_model_variables(
     expected: Mapping[str, PyTree],
     variables: Mapping[str, PyTree],
     message: str,
@@ -141,7 +146,7 @@ def check(
     if not faults:
         faults = _other_containers(expected, variables)
     lacking = [
-        f"{name} has no entry 'params'; {WRAPPED}"
+        f"{name} has no entry 'params'; {WRAP_PARAMS_ADVICE}"
         for name, specs in expected.items()
         if "params" in specs and lacks_params(variables[name])
     ]
@@ -185,11 +190,11 @@ def unboxed(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """
 
     def unbox(node: Any) -> Any:
-        leaves = jax.tree.leaves(node) if is_box(node) else ()
+        leaves = jax.tree.leaves(node) if is_boxed(node) else ()
         return leaves[0] if len(leaves) == 1 else node
 
     return {
-        name: jax.tree.map(unbox, entry, is_leaf=is_box)
+        name: jax.tree.map(unbox, entry, is_leaf=is_boxed)
         for name, entry in entries.items()
     }
 
@@ -288,12 +293,12 @@ def _other_containers(
     """One sentence for each list in place of a mapping, as those of nnx.List."""
     faults: list[str] = []
     for name, entry in variables.items():
-        expected_names = flat(expected[name])
-        for names, value in flat(entry).items():
+        expected_names = flatten_variables(expected[name])
+        for names, value in flatten_variables(entry).items():
             if names not in expected_names:
                 faults.append(
-                    f"{dotted(name, names)} is a {type(value).__name__}, the model "
-                    f"needs a mapping"
+                    f"{variable_text(name, names)} is a {type(value).__name__}, the "
+                    f"model needs a mapping"
                 )
     return faults
 
@@ -374,7 +379,7 @@ def params(variables: Any) -> PyTree:
     return tuple(map(params, variables))
 
 
-def numbers_of_params(variables: PyTree, has_collections: bool) -> list[int]:
+def param_indices(variables: PyTree, has_collections: bool) -> list[int]:
     """The indices of the leaves that are parameters.
 
     Args:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jaxprs._jaxpr import is_inexact
-from .._layers._text import shapes
-from .._layers._variable_paths import flat
+from .._layers._text import shape_text
+from .._layers._variable_paths import flatten_variables
 
 PyTree = Any
 
@@ -114,8 +114,8 @@ def join(kind: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
             return jax.tree.map(join_leaf, whole, *parts)
     except (TypeError, ValueError):  # of shapes that do not fit
         pass
-    part_shapes = " and ".join(map(shapes, parts))
-    reason = f"are {shapes(whole)} at once, {part_shapes} in micro-batches"
+    part_shapes = " and ".join(map(shape_text, parts))
+    reason = f"are {shape_text(whole)} at once, {part_shapes} in micro-batches"
     raise Unlike(Difference(kind, kind, reason=reason))
 
 
@@ -125,7 +125,7 @@ def comparable_state(state: Mapping[str, PyTree]) -> dict[str, Any]:
     In place of each variance beside a mean, as of a batch norm, is the mean square: of
     all examples that is the mean of those of its parts.
     """
-    leaves = flat(state)
+    leaves = flatten_variables(state)
     for path, leaf in leaves.items():
         mean = leaves.get((*path[:-1], "mean"))
         if path[0] == "batch_stats" and path[-1] == "var" and mean is not None:

@@ -39,7 +39,14 @@ from ._comparison import (
     size,
 )
 from ._report import CheckResult
-from ._split_function import Computed, Function, first_line, host, split, with_values_of
+from ._split_function import (
+    SplitFunction,
+    SplitOutputs,
+    first_line,
+    host,
+    split,
+    with_values_of,
+)
 
 PyTree = Any
 # Some gradients are zero but for rounding: the scale of one is at least this fraction
@@ -70,7 +77,7 @@ class Activations:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Inputs:
+class _LayerInputs:
     """The arguments of a layer by which it is differentiated.
 
     Attributes:
@@ -180,9 +187,9 @@ class LayerChecker:
         self._sizes = sizes
         self._train = train
         self._tolerance = tolerance
-        self._keys = _median_prng.like(rngs)
+        self._keys = _median_prng.median_keys(rngs)
         # fingerprint -> function: equal layers on equal shapes are compiled once
-        self._functions: dict[Any, Function] = {}
+        self._functions: dict[Any, SplitFunction] = {}
 
     def check(
         self, layer: LayerToCheck, reductions: Reductions | None = None
@@ -199,7 +206,7 @@ class LayerChecker:
         given = self._activations
         entries = jax.tree.map(host, layer.entries)
         skips = [*given.skips.values()]
-        inputs = _Inputs(params=_params_of(entries), activations=(given.x, skips))
+        inputs = _LayerInputs(params=_params_of(entries), activations=(given.x, skips))
         fixed = _Fixed(
             microbatch_values=[*given.microbatch_values],
             state=_state_of(entries),
@@ -281,7 +288,7 @@ class LayerChecker:
         layers: Sequential,
         in_keys: Sequence[_skip.Key],
         out_keys: list[_skip.Key],
-        inputs: _Inputs,
+        inputs: _LayerInputs,
         fixed: _Fixed,
         *,
         bypass: bool = False,
@@ -300,9 +307,9 @@ class LayerChecker:
         values = dict(zip(in_keys, skips, strict=True))
         with (
             jax.default_matmul_precision("highest"),
-            _batch_norm.merging(True),
-            _batch_norm.recording(),
-            _batch_norm.apart() if bypass else nullcontext(),
+            _batch_norm.merge_statistics(True),
+            _batch_norm.record_batch_norms(),
+            _batch_norm.bypass_batch_norms() if bypass else nullcontext(),
         ):
             pairs = zip(inputs.params, fixed.state, strict=True)
             entries = [{**params, **state} for params, state in pairs]
@@ -314,11 +321,11 @@ class LayerChecker:
     def _function(
         self,
         apply: Callable[..., _Outputs],
-        inputs: _Inputs,
+        inputs: _LayerInputs,
         fixed: _Fixed,
         specs: _Outputs,
         bypass: bool,
-    ) -> tuple[Function, list[int | None]]:
+    ) -> tuple[SplitFunction, list[int | None]]:
         """A layer as a function, and the axis of the examples in its activations.
 
         Raises:
@@ -326,12 +333,12 @@ class LayerChecker:
         """
         in_axes = self._activations.axes
 
-        def apply_to_parts(inputs: _Inputs, fixed: _Fixed) -> list[_Outputs]:
+        def apply_to_parts(inputs: _LayerInputs, fixed: _Fixed) -> list[_Outputs]:
             parts = split(inputs.activations, in_axes, self._sizes)
             outputs: list[_Outputs] = []
             for i, activations in enumerate(parts):
                 values = with_values_of(activations, fixed.microbatch_values, i)
-                part_inputs = _Inputs(inputs.params, values)
+                part_inputs = _LayerInputs(inputs.params, values)
                 outputs.append(apply(part_inputs, fixed, bypass=bypass))
             return outputs
 
@@ -350,7 +357,7 @@ class LayerChecker:
             pairs = zip(jax.tree.leaves(activations), out_axes, strict=True)
             return [x for x, axis in pairs if axis is not None and is_inexact(x)]
 
-        def at_once(inputs: _Inputs, fixed: _Fixed) -> Any:
+        def at_once(inputs: _LayerInputs, fixed: _Fixed) -> Any:
             compared = apply(inputs, fixed, bypass=bypass)
             activations = compared.activations
             if bypass:
@@ -358,20 +365,20 @@ class LayerChecker:
             outputs = differentiated_leaves(compared.activations)
             return outputs, _WholeOutputs(compared, activations)
 
-        def in_parts(inputs: _Inputs, fixed: _Fixed) -> Any:
+        def in_parts(inputs: _LayerInputs, fixed: _Fixed) -> Any:
             parts = apply_to_parts(inputs, fixed)
             activations = join_activations(parts)
             state = join("state", specs.state, [outputs.state for outputs in parts])
             return differentiated_leaves(activations), _Outputs(activations, state)
 
-        function = Function(at_once, in_parts, inputs, fixed)
+        function = SplitFunction(at_once, in_parts, inputs, fixed)
         return self._functions.setdefault(function.fingerprint, function), out_axes
 
     def _compare(
         self,
-        function: Function,
-        whole: Computed,
-        parts: Computed,
+        function: SplitFunction,
+        whole: SplitOutputs,
+        parts: SplitOutputs,
         out_axes: Sequence[int | None],
         reductions: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
@@ -427,7 +434,10 @@ class LayerChecker:
         return tuple(compared), tuple(differences)
 
     def _notes(
-        self, function: Function, whole: Computed, out_axes: Sequence[int | None]
+        self,
+        function: SplitFunction,
+        whole: SplitOutputs,
+        out_axes: Sequence[int | None],
     ) -> list[str]:
         """Remarks on how a layer was compared."""
         notes: list[str] = []

@@ -18,13 +18,13 @@ import numpy as np
 
 from .. import _compat
 from .._arguments._batch import Batch
-from .._arguments._objective import Objective, as_weight
+from .._arguments._objective import Objective, as_loss_weight
 from .._jaxprs import _dataflow, _sharding_constraints
 from ._comparison import Difference, compare, floating
 from ._comparison import tolerance as rounding_tolerance
 from ._report import CheckResult
 from ._split_function import (
-    Function,
+    SplitFunction,
     differentiated,
     first_line,
     host,
@@ -84,7 +84,7 @@ def _terms(
         if objective.reduction == "mean":
             shares = [n / sum(sizes) for n in sizes]
             return [value * share for value, share in zip(values, shares, strict=True)]
-        weight = sum(as_weight(weight, total) for total, weight in values)
+        weight = sum(as_loss_weight(weight, total) for total, weight in values)
         weight = jax.lax.stop_gradient(weight)
         return [total / weight for total, _ in values]
 
@@ -139,7 +139,7 @@ def check(
     try:
         # The examples of one micro-batch may count by chance as all do.
         for order in (slice(None), slice(None, None, -1)):
-            function = Function(
+            function = SplitFunction(
                 differentiated(at_once),
                 differentiated(in_parts(order)),
                 outputs,
@@ -174,7 +174,7 @@ def check(
 
 
 def _compare_loss(
-    function: Function,
+    function: SplitFunction,
     outputs: PyTree,
     fixed: PyTree,
     *,

@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from ..schedules._formats import columns
+from ..schedules._formats import format_table
 from ._comparison import Difference
 
 _COMPARED = ("outputs", "state", "gradients")
@@ -75,7 +75,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         rows = [["", *_COMPARED, ""], *(result.row() for result in self._results)]
-        return f"{self._title()}:\n{columns(rows, left=range(5))}"
+        return f"{self._title()}:\n{format_table(rows, left=range(5))}"
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:
         """Raises where micro-batches give something else.

@@ -28,7 +28,7 @@ Differentiated = Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
 
 
 @dataclass(frozen=True)
-class Computed:
+class SplitOutputs:
     """The numbers that a function computed, as arrays of NumPy.
 
     Attributes:
@@ -41,7 +41,7 @@ class Computed:
     gradient: PyTree
 
 
-class Function:
+class SplitFunction:
     """A function to be run at once and in micro-batches.
 
     Args:
@@ -71,8 +71,8 @@ class Function:
         trees = jax.tree.structure((inputs, fixed, whole_results, part_results))
         self.fingerprint = (
             trees,
-            _structural_key.form(whole),
-            _structural_key.form(parts),
+            _structural_key.structural_key(whole),
+            _structural_key.structural_key(parts),
         )
         dtypes = [*_dataflow.dtypes(whole), *_dataflow.dtypes(parts)]
         self.limit = _comparison.tolerance(dtypes)
@@ -82,12 +82,12 @@ class Function:
 
     def reads_any_of_last(self, count: int) -> bool:
         """True if it reads any of its last inputs, of which there are ``count``."""
-        used_inputs = _jaxpr.live_inputs(self._whole)
+        used_inputs = _jaxpr.used_inputs(self._whole)
         return any(used_inputs[len(used_inputs) - count :])
 
     def run(
         self, inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]
-    ) -> tuple[Computed, Computed]:
+    ) -> tuple[SplitOutputs, SplitOutputs]:
         """Runs it at once, then in micro-batches.
 
         Args:
@@ -96,7 +96,7 @@ class Function:
           cotangents: the cotangents of its outputs; with none there is no gradient.
         """
 
-        def run(cotangents: Sequence[Any]) -> tuple[Computed, Computed]:
+        def run(cotangents: Sequence[Any]) -> tuple[SplitOutputs, SplitOutputs]:
             whole = self._at_once(inputs, fixed, cotangents)
             parts = self._in_parts(inputs, fixed, cotangents)
             return _on_host(whole), _on_host(parts)
@@ -126,9 +126,9 @@ def _compiled(function: Differentiated) -> Callable[..., Any]:
     return jax.jit(_sharding_constraints.without(run), compiler_options=options)
 
 
-def _on_host(computed: tuple[PyTree, PyTree]) -> Computed:
+def _on_host(computed: tuple[PyTree, PyTree]) -> SplitOutputs:
     results, gradient = jax.tree.map(host, computed)
-    return Computed(results, gradient)
+    return SplitOutputs(results, gradient)
 
 
 def _or_none(leaf: Any) -> Any:

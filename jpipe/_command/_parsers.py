@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from .. import schedules
-from ..schedules._catalogue import key_of
+from ..schedules._catalogue import find_catalogue_key
 
 # Unit -> its seconds.
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
@@ -46,7 +46,7 @@ def parse_duration(text: str) -> float:
 
 def parse_schedule_name(text: str) -> str:
     """Returns the text if it names a schedule of the catalogue."""
-    if key_of(text) is None:
+    if find_catalogue_key(text) is None:
         names = ", ".join(schedules.BY_NAME)
         raise argparse.ArgumentTypeError(
             f"unknown schedule {text!r}: choose from {names}"

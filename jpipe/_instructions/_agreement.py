@@ -16,10 +16,10 @@ import optax
 
 from .. import _compat
 from .._arguments._batch import Batch
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from .._layers._adapter import LayerAdapter
-from .._layers._layer_group import StageLayers
-from .._layers._text import shapes
+from .._layers._layer_group import LayerGroup
+from .._layers._text import shape_text
 from .._processes._digest import array_digest, digest
 from .._processes._group import group
 from .._processes._transport import Crossing
@@ -41,24 +41,24 @@ _SETTINGS = (
 def layer_facts(layers: Sequence[LayerAdapter], params: PyTree) -> dict[str, str]:
     """The trained parameters of each layer; `params` has one entry per layer."""
     return {
-        f"layer {i}": f"{layer.name} {shapes(entry)}"
+        f"layer {i}": f"{layer.name} {shape_text(entry)}"
         for i, (layer, entry) in enumerate(zip(layers, params, strict=True))
     }
 
 
 def stage_facts(
-    stages: Sequence[StageLayers], specs: Sequence[PyTree]
+    stages: Sequence[LayerGroup], specs: Sequence[PyTree]
 ) -> dict[str, str]:
     """The layers of each stage, and what the leaves that it owns are like."""
     return {
-        f"stage {i}": f"{stage}, {shapes(own_specs)}"
+        f"stage {i}": f"{stage}, {shape_text(own_specs)}"
         for i, (stage, own_specs) in enumerate(zip(stages, specs, strict=True))
     }
 
 
 def batch_facts(batch: Batch) -> dict[str, str]:
     """The shapes of a mini-batch."""
-    return {"mini-batch": shapes(batch.args)}
+    return {"mini-batch": shape_text(batch.args)}
 
 
 def agree(
@@ -115,7 +115,7 @@ def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
     return digests
 
 
-def _text(function: Function) -> list[str]:
+def _text(function: Computation) -> list[str]:
     """A function in words that are equal in all processes."""
     lines = [function.name, str(function.results)]
     if function.closed is not None:

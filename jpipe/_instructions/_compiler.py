@@ -16,10 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
 from .._jaxprs import _jaxpr, _sharding_constraints
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from .._processes._arrays import is_key
 from ._progress import Progress
-from ._sharding import WHOLE, Sharding, SubMesh
+from ._sharding import WHOLE, Sharding, StageMesh
 from ._transfer import Device, array_spec, jax_sharding
 
 # To a type checker it has no attributes.
@@ -33,7 +33,7 @@ _MOST_STAGES_IN_NAME = 4
 
 
 @dataclass(eq=False)
-class Compiled:
+class PlacedProgram:
     """A function compiled for one place.
 
     Attributes:
@@ -51,7 +51,7 @@ class Compiled:
       seconds: the time that XLA took; zero if it is not compiled, or was before.
     """
 
-    function: Function
+    function: Computation
     arguments: Sequence[Any]
     live_results: Sequence[int]
     donated: Sequence[int]
@@ -72,7 +72,7 @@ class Compiled:
             results = compute(*leaves)
             return tuple([results[i] for i in live_results])
 
-        if isinstance(self.device, SubMesh) and self.mapped:
+        if isinstance(self.device, StageMesh) and self.mapped:
             run = self.device.mapped(run, self.argument_shardings)
         run.__name__ = self.name
         self.run: Any = jax.jit(
@@ -86,7 +86,7 @@ class Compiled:
 
     def _out_shardings(self) -> Any:
         """The shardings of the live results as JAX calls them; ``None``: XLA's."""
-        if isinstance(self.device, SubMesh):
+        if isinstance(self.device, StageMesh):
             out_shardings: list[Any] = []
             for i in self.live_results:
                 is_on_host = on_host(self.function.results[i])
@@ -104,7 +104,7 @@ class Compiled:
         """The function, with the constraints of a user's program as they hold here."""
 
         def constrain(array: Any, spec: Any) -> Any:
-            if isinstance(self.device, SubMesh):
+            if isinstance(self.device, StageMesh):
                 array = self.device.constrained(array, spec, mapped=self.mapped)
             # An argument that is a result by itself would not be copied.
             return checkpoint_name(array, "constrained")
@@ -130,7 +130,7 @@ class Compiled:
     @property
     def signature(self) -> Hashable:
         """A key that is equal for programs that differ by their devices alone."""
-        mesh = self.device if isinstance(self.device, SubMesh) else None
+        mesh = self.device if isinstance(self.device, StageMesh) else None
         return (
             self.function,
             mesh,
@@ -213,7 +213,7 @@ class Executable:
     """A compiled program, or a function that computes the same.
 
     Attributes:
-      run: the function; ``None`` until `compiling` is over.
+      run: the function; ``None`` until `compile_side_by_side` is over.
       seconds: the time that XLA took; zero if it was compiled before.
     """
 
@@ -222,7 +222,7 @@ class Executable:
 
 
 @contextmanager
-def compiling() -> Iterator[Callable[..., Executable]]:
+def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
     """A scope in which programs are compiled side by side.
 
     XLA compiles without the interpreter's lock: while some are compiled the next ones
@@ -302,7 +302,7 @@ def compiling() -> Iterator[Callable[..., Executable]]:
 
 def _can_load(source: Device, device: Device) -> bool:
     """True if an executable of one device can be loaded for another."""
-    if isinstance(source, SubMesh) or isinstance(device, SubMesh):
+    if isinstance(source, StageMesh) or isinstance(device, StageMesh):
         return False
     # An executable that JAX has read from a directory cannot.
     is_read = _config.jax_compilation_cache_dir
@@ -323,7 +323,7 @@ def _load(compilation: Future[Compilation], device: Device) -> Compilation:
     compiled, _ = compilation.result()
     start = time.monotonic()
     with suppress(Exception):  # then `jax.jit` compiles it when it is called
-        return _compat.loaded(compiled, device), time.monotonic() - start
+        return _compat.load_for_device(compiled, device), time.monotonic() - start
     return None, 0.0
 
 
@@ -338,10 +338,10 @@ def _compile(
     return compiled, time.monotonic() - start
 
 
-def compile_all(programs: Iterable[Compiled]) -> None:
+def compile_all(programs: Iterable[PlacedProgram]) -> None:
     """Compiles programs side by side."""
-    executables: list[tuple[Compiled, Executable]] = []
-    with compiling() as add:
+    executables: list[tuple[PlacedProgram, Executable]] = []
+    with compile_side_by_side() as add:
         for program in programs:
             if program.is_ahead:
                 executable = add(

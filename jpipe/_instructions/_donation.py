@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from .._processes._arrays import is_key
-from ._compiler import Compiled, on_host, program_name
+from ._compiler import PlacedProgram, on_host, program_name
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction
-from ._sharding import SubMesh
+from ._sharding import StageMesh
 
 
 class Call(NamedTuple):
@@ -41,7 +41,7 @@ def last_uses(
 
 def assign_programs(
     graph: Graph, instructions: Sequence[Instruction], last: dict[Value, int]
-) -> list[Compiled]:
+) -> list[PlacedProgram]:
     """Sets `compiled` of each call: one program for each function and place.
 
     Args:
@@ -73,11 +73,11 @@ def assign_programs(
         function: program_name(function.name, function_labels)
         for function, function_labels in labels.items()
     }
-    programs: list[Compiled] = []
+    programs: list[PlacedProgram] = []
     for (function, *_), sharing in calls.items():
         first = sharing[0].instruction
         live_results = _live_results(function, sharing, last)
-        program = Compiled(
+        program = PlacedProgram(
             function=function,
             arguments=[graph.specs[v] for v in first.reads],
             live_results=live_results,
@@ -97,7 +97,7 @@ def assign_programs(
 
 def _call_key(graph: Graph, call: Instruction) -> tuple[Any, ...]:
     """A key that is equal for calls that share a program."""
-    if not isinstance(graph.devices[call.place], SubMesh):
+    if not isinstance(graph.devices[call.place], StageMesh):
         return call.function, call.place
     values = [*call.reads, *call.writes]
     return call.function, call.place, tuple(graph.shardings[v] for v in values)
@@ -120,7 +120,7 @@ def _takeable(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
 
 
 def _live_results(
-    function: Function, calls: Sequence[Call], last: dict[Value, int]
+    function: Computation, calls: Sequence[Call], last: dict[Value, int]
 ) -> list[int]:
     """The results that somebody reads in some call; those on the host come last."""
     live: list[int] = []

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Pauses the collector in a scope, or in the function that this decorates.
 
     A list of instructions is a great many objects, all of which stay: to look through

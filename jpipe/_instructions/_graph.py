@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._jaxprs._computation import Argument, Function, Result
+from .._jaxprs._computation import ArgumentSource, Computation, ResultSource
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
-from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
+from ._sharding import STACKED, WHOLE, MicrobatchCut, Sharding, StageMesh
 from ._transfer import Device
 
 Value = int
@@ -48,14 +48,16 @@ class Graph:
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     calls: list[Instruction] = field(default_factory=list)
-    _copies: dict[tuple[Value, Place, Cut | None], Value] = field(default_factory=dict)
+    _copies: dict[tuple[Value, Place, MicrobatchCut | None], Value] = field(
+        default_factory=dict
+    )
     _source: dict[Value, Value] = field(default_factory=dict)
     _sent: dict[Value, Value] = field(default_factory=dict)
     _alike: dict[Value, dict[int, Value]] = field(default_factory=dict)
     _constants: dict[Any, Value] = field(default_factory=dict)
 
     def _make(self, spec: Any, place: Place, sharding: Sharding = WHOLE) -> Value:
-        if len(sharding.spec) and isinstance(device := self.devices[place], SubMesh):
+        if len(sharding.spec) and isinstance(device := self.devices[place], StageMesh):
             sharding = device.fitting(sharding, spec.shape)
         self.specs.append(spec)
         self.places.append(place)
@@ -90,7 +92,7 @@ class Graph:
 
     def call(
         self,
-        function: Function,
+        function: Computation,
         place: Place,
         reads: Sequence[Value],
         label: Any = "",
@@ -119,9 +121,9 @@ class Graph:
         writes: list[Value] = []
         for i, spec in enumerate(function.results):
             match function.aliases.get(i):
-                case Argument(index):
+                case ArgumentSource(index):
                     writes.append(here[index])
-                case Result(index):
+                case ResultSource(index):
                     writes.append(writes[index])
                 case None:
                     writes.append(self._make(spec, place, shardings[i]))
@@ -143,7 +145,7 @@ class Graph:
         return found if len(found) > 1 else {}
 
     def call_everywhere(
-        self, function: Function, place: Place, reads: Sequence[Value]
+        self, function: Computation, place: Place, reads: Sequence[Value]
     ) -> list[Value]:
         """Calls a function in a place, or in each process once.
 
@@ -185,7 +187,7 @@ class Graph:
             (self._sent[value],) = self._with_copies_of([value], [0])
         return self._sent[value]
 
-    def cut(self, value: Value, place: Place, cut: Cut) -> Value:
+    def cut(self, value: Value, place: Place, cut: MicrobatchCut) -> Value:
         """Micro-batches of a leaf of the mini-batch, spread over the shards of a place.
 
         For each shard it is ``[M, ..., size, ...]``.
@@ -232,7 +234,7 @@ class Graph:
         found = list(outputs)
         for place, own in self.by_place({i: outputs[i] for i in at}).items():
             reads = [outputs[i] for i in own]
-            copy = Function("copy", lambda *x: x, [self.specs[v] for v in reads])
+            copy = Computation("copy", lambda *x: x, [self.specs[v] for v in reads])
             shardings = [self.shardings[v] for v in reads]
             copies = self.call(copy, place, reads, shardings=shardings)
             for i, value in zip(own, copies, strict=True):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._jaxprs._computation import Function
-from ._compiler import Compiled
+from .._jaxprs._computation import Computation
+from ._compiler import PlacedProgram
 
 # The index of a device among those of a graph.
 Place = int
@@ -41,7 +41,7 @@ class Instruction:
 
     place: Place
     source: Place | None
-    function: Function | None
+    function: Computation | None
     reads: Sequence[int]
     writes: Sequence[int]
     label: Any = ""
@@ -49,7 +49,7 @@ class Instruction:
     mapped: bool = False
     donates: Sequence[int] = ()
     frees: Sequence[int] = ()
-    compiled: Compiled | None = None
+    compiled: PlacedProgram | None = None
     run: Any = None
     take: Any = None
     into: Any = None

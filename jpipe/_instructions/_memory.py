@@ -11,7 +11,7 @@ from ..schedules._action import FORWARD, Action
 from ._program import Program
 
 
-def live(program: Program) -> Iterator[list[int]]:
+def live_bytes(program: Program) -> Iterator[list[int]]:
     """Yields the bytes of each place before the first instruction, then after each."""
     place_bytes = [0 for _ in program.devices]
 
@@ -33,9 +33,9 @@ def live(program: Program) -> Iterator[list[int]]:
         yield [*place_bytes]
 
 
-def peaks(program: Program) -> list[int]:
+def peak_bytes(program: Program) -> list[int]:
     """The most bytes that each place holds."""
-    states = live(program)
+    states = live_bytes(program)
     peak_bytes = next(states)
     for instruction, place_bytes in zip(program.instructions, states, strict=True):
         place = instruction.place  # no other holds more after it than before
@@ -47,7 +47,7 @@ def peaks(program: Program) -> list[int]:
 Cells = dict[tuple[int, int], int]
 
 
-def residuals(program: Program) -> Cells:
+def residual_bytes(program: Program) -> Cells:
     """The bytes that each stage holds of each micro-batch from forward to backward.
 
     Read off the list: what a forward reads or writes and only backwards of the same
@@ -85,9 +85,9 @@ def _is_residual(forward: Action, readers: Sequence[Any]) -> bool:
     return has_backward
 
 
-def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
+def peak_residual_bytes(program: Program, num_stages: int) -> Sequence[int]:
     """The most bytes of residuals of each stage, of all micro-batches at once."""
-    cell_bytes = residuals(program)
+    cell_bytes = residual_bytes(program)
     labels = [i.label for i in program.instructions if not i.is_move]
     actions = [label for label in labels if isinstance(label, Action)]
     # (stage, micro-batch) -> the index of its last action

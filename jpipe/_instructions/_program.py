@@ -33,7 +33,7 @@ from ._compiler import compile_all
 from ._donation import assign_programs, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, label_text
-from ._sharding import Sharding, SubMesh
+from ._sharding import Sharding, StageMesh
 from ._transfer import Device
 
 Slot = int
@@ -140,7 +140,7 @@ class Program:
             else:
                 continue
             index = slot_of[value] - self._num_arguments
-            self._initial_slots[index] = _transfer.put_one(leaf, device, sharding)
+            self._initial_slots[index] = _transfer.put_leaf(leaf, device, sharding)
 
     @functools.cached_property
     def nbytes(self) -> list[int]:
@@ -263,7 +263,7 @@ def _over_slots(
       last: the index of the last instruction that reads each value.
       slot_of: the slots of arguments and constants; those of results are added.
     """
-    sender = functools.cache(_transfer.sender)
+    sender = functools.cache(_transfer.make_sender)
     over_slots: list[Instruction] = []
     for index, instruction in enumerate(instructions):
         program = instruction.compiled
@@ -320,7 +320,7 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
     Args:
       graph: the graph of the move.
       move: over values.
-      sender: `_transfer.sender`, cached.
+      sender: `_transfer.make_sender`, cached.
     """
     assert move.source is not None
     target = graph.devices[move.place]
@@ -356,6 +356,6 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
 def _nbytes(device: Device | None, spec: Any, sharding: Sharding) -> int:
     """The bytes that each device of a place holds of a value."""
     count = _jaxpr.nbytes(spec)
-    if isinstance(device, SubMesh):
+    if isinstance(device, StageMesh):
         return device.local_bytes(count, sharding)
     return count

@@ -99,7 +99,7 @@ class Progress:
         self._line.show(f"{done} of {total} {self._unit}")
 
 
-def counted(unit: str, items: Sequence[_T]) -> Iterator[_T]:
+def count_items(unit: str, items: Sequence[_T]) -> Iterator[_T]:
     """Yields the items; a terminal shows how many are done."""
     with Progress(unit) as progress:
         for done, item in enumerate(items):

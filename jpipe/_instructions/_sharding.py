@@ -26,7 +26,7 @@ Leaves = Sequence[Any]
 DATA = "data"
 
 
-class Cut(NamedTuple):
+class MicrobatchCut(NamedTuple):
     """Micro-batches of one size, of a leaf of a mini-batch.
 
     Shard ``d`` of micro-batch ``m`` is part ``m * D + d`` of ``M * D`` equal parts.
@@ -55,7 +55,7 @@ class Sharding(NamedTuple):
 
     stacked: bool = False
     spec: P = P()
-    cut: Cut | None = None
+    cut: MicrobatchCut | None = None
 
     @property
     def is_gathered(self) -> bool:
@@ -77,7 +77,7 @@ STACKED = Sharding(stacked=True)
 
 
 @dataclass(frozen=True)
-class SubMesh:
+class StageMesh:
     """The devices of a place that has more than one.
 
     Attributes:
@@ -87,7 +87,7 @@ class SubMesh:
     mesh: Mesh
 
     @classmethod
-    def of(cls, devices: np.ndarray, names: Sequence[str]) -> "SubMesh":
+    def of(cls, devices: np.ndarray, names: Sequence[str]) -> "StageMesh":
         """The mesh of devices along named axes."""
         axis_types = (AxisType.Auto,) * len(names)
         return cls(Mesh(devices, tuple(names), axis_types=axis_types))

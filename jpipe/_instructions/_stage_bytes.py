@@ -30,7 +30,7 @@ from ..schedules import Action, Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, OPS, WEIGHT
 from ..schedules._costs import Skip
 from ._instruction import Instruction
-from ._memory import residuals
+from ._memory import residual_bytes
 from ._program import Program, Slot
 
 # A stage and a micro-batch.
@@ -93,7 +93,7 @@ class _StageBytes:
     def __init__(self, program: Program, schedule: Schedule) -> None:
         self._program = program
         self._schedule = schedule
-        self._residuals = residuals(program)
+        self._residuals = residual_bytes(program)
         # action -> the calls that run for it, in order
         self._calls: dict[Action, list[Instruction]] = {}
         # slot of a copy -> slot of what it is a copy of

@@ -19,15 +19,15 @@ from .._processes._arrays import (
     local_copy,
     placeholder,
 )
-from ._sharding import WHOLE, Cut, Sharding, SubMesh
+from ._sharding import WHOLE, MicrobatchCut, Sharding, StageMesh
 
 Leaves = Sequence[Any]
-# A `jax.Device`, which to a type checker is a variable and no type; or a `SubMesh`.
+# A `jax.Device`, which to a type checker is a variable and no type; or a `StageMesh`.
 Device = Any
 
 
 @dataclass(frozen=True)
-class OnPaper:
+class AbstractDevice:
     """The device of a rank that does not exist, or its devices: nothing runs there.
 
     Attributes:
@@ -52,7 +52,7 @@ class OnPaper:
 def jax_sharding(
     device: Device, sharding: Sharding = WHOLE, *, on_host: bool = False
 ) -> Any:
-    """The `jax.sharding.Sharding` of an array in a place; ``None`` for `OnPaper`.
+    """The `jax.sharding.Sharding` of arrays in a place; ``None`` for `AbstractDevice`.
 
     To `jax.device_put` a device alone means less: what was spread over a mesh of
     explicit axes would be on the device and still of a type that names the mesh.
@@ -62,14 +62,14 @@ def jax_sharding(
       sharding: the sharding of the array there, where the place is several devices.
       on_host: True if the array is in the memory of their host.
     """
-    if isinstance(device, SubMesh):
+    if isinstance(device, StageMesh):
         return device.sharding(sharding, on_host=on_host)
-    return None if isinstance(device, OnPaper) else SingleDeviceSharding(device)
+    return None if isinstance(device, AbstractDevice) else SingleDeviceSharding(device)
 
 
-def is_at(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
+def is_in_place(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
     """True if an array is in a place, with its sharding there."""
-    if not isinstance(device, SubMesh):
+    if not isinstance(device, StageMesh):
         return leaf.device == device
     actual = getattr(leaf, "sharding", None)
     expected = jax_sharding(device, sharding)
@@ -80,23 +80,23 @@ def is_at(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
 
 def devices_of(device: Device) -> frozenset[Any]:
     """The devices of an array in a place, as `jax.Array.devices` returns them."""
-    if isinstance(device, SubMesh):
+    if isinstance(device, StageMesh):
         return frozenset(device.mesh.devices.flat)
     return frozenset([device])
 
 
 def sharding_of(leaf: Any, device: Device) -> Sharding | None:
     """The sharding of an array in a place; ``None`` if its mesh is another one."""
-    if not isinstance(device, SubMesh):
+    if not isinstance(device, StageMesh):
         return WHOLE
     sharding = Sharding(spec=getattr(leaf.sharding, "spec", P()))
     has_axes = set(sharding.axes) <= set(device.mesh.axis_names)
-    return sharding if has_axes and is_at(leaf, device, sharding) else None
+    return sharding if has_axes and is_in_place(leaf, device, sharding) else None
 
 
 def array_spec(spec: Any, device: Device, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """The spec of a whole array in a place; stacked, if each shard has ``spec``."""
-    is_stacked = sharding.stacked and isinstance(device, SubMesh)
+    is_stacked = sharding.stacked and isinstance(device, StageMesh)
     return jax.ShapeDtypeStruct(
         (device.num_shards, *spec.shape) if is_stacked else spec.shape,
         spec.dtype,
@@ -105,12 +105,12 @@ def array_spec(spec: Any, device: Device, sharding: Sharding) -> jax.ShapeDtypeS
     )
 
 
-def one_of(device: Device) -> Device:
+def first_device(device: Device) -> Device:
     """The device of a place; the first if there are more."""
-    return device.first if isinstance(device, SubMesh) else device
+    return device.first if isinstance(device, StageMesh) else device
 
 
-def _stack(leaf: Any, cut: Cut, num_shards: int) -> Any:
+def _stack(leaf: Any, cut: MicrobatchCut, num_shards: int) -> Any:
     """Cuts and stacks a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
     leaf = _without_explicit_axes(leaf)
     axis = cut.axis % leaf.ndim
@@ -129,7 +129,7 @@ def _without_explicit_axes(leaf: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return leaf
     mesh = sharding.mesh
-    auto_mesh = SubMesh.of(np.asarray(mesh.devices), mesh.axis_names).mesh
+    auto_mesh = StageMesh.of(np.asarray(mesh.devices), mesh.axis_names).mesh
     return jax.device_put(leaf, NamedSharding(auto_mesh, sharding.spec))
 
 
@@ -149,7 +149,7 @@ def put(
         replicated.
       may_alias: True if an array that is there already need not be copied.
     """
-    if isinstance(device, OnPaper) or not leaves:
+    if isinstance(device, AbstractDevice) or not leaves:
         return list(leaves)
     shardings = shardings or [WHOLE] * len(leaves)
     if not is_here(device):
@@ -158,7 +158,7 @@ def put(
             for leaf, sharding in zip(leaves, shardings, strict=True)
         ]
     leaves = _local_copies(leaves)
-    if not isinstance(device, SubMesh):
+    if not isinstance(device, StageMesh):
         return jax.device_put(leaves, jax_sharding(device), may_alias=may_alias)
 
     arrays: list[Any] = []
@@ -171,12 +171,12 @@ def put(
     return jax.device_put(arrays, array_shardings, may_alias=may_alias)
 
 
-def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
+def put_leaf(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
     """Puts an array into a place."""
     return put([_copy_numpy(leaf)], device, [sharding])[0]
 
 
-def put_each(
+def put_tree(
     tree: Any,
     devices: Sequence[Device],
     locations: Sequence[tuple[int, Sharding]],
@@ -242,7 +242,7 @@ def _copy_numpy(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
-def sender(
+def make_sender(
     *,
     source: Device,
     target: Device,
@@ -262,13 +262,15 @@ def sender(
       source_shardings: the sharding of each leaf in the source.
     """
     target_shardings = [jax_sharding(target, sharding) for sharding in shardings]
-    is_mesh = isinstance(source, SubMesh) or isinstance(target, SubMesh)
-    exists = not (isinstance(source, OnPaper) or isinstance(target, OnPaper))
+    is_mesh = isinstance(source, StageMesh) or isinstance(target, StageMesh)
+    exists = not (
+        isinstance(source, AbstractDevice) or isinstance(target, AbstractDevice)
+    )
     is_laid_out_equally = shardings == source_shardings and _mesh_shape(
         source
     ) == _mesh_shape(target)
     if exists and is_laid_out_equally and not has_keys:
-        copy = _compat.copier(one_of(source), target_shardings)
+        copy = _compat.copier(first_device(source), target_shardings)
         if copy is not None:
             return copy
     if is_mesh:
@@ -279,4 +281,4 @@ def sender(
 
 
 def _mesh_shape(device: Device) -> Any:
-    return device.mesh.shape if isinstance(device, SubMesh) else None
+    return device.mesh.shape if isinstance(device, StageMesh) else None

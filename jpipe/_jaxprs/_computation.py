@@ -13,25 +13,25 @@ Leaves = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Argument:
+class ArgumentSource:
     """An argument of a function, by its index."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultSource:
     """A result of a function, by its index."""
 
     index: int
 
 
 # Where a value comes from.
-Source = Argument | Result
+Source = ArgumentSource | ResultSource
 
 
 @dataclass(frozen=True, eq=False)
-class Function:
+class Computation:
     """A function of flat leaves; its calls in one place share a compiled program.
 
     Attributes:
@@ -55,16 +55,16 @@ class Function:
     closed: core.ClosedJaxpr | None = None
 
     @classmethod
-    def of(cls, name: str, closed: core.ClosedJaxpr) -> "Function":
+    def of(cls, name: str, closed: core.ClosedJaxpr) -> "Computation":
         """A jaxpr as a function."""
-        closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
-        live = _jaxpr.live_inputs(closed)
+        closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
+        live = _jaxpr.used_inputs(closed)
         reads = [i for i, yes in enumerate(live) if yes]
         invars = [closed.jaxpr.invars[i] for i in reads]
         closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=invars), closed.consts)
         # variable -> the argument or the first result that it is
         sources: dict[core.Var, Source] = {
-            var: Argument(i) for i, var in enumerate(invars)
+            var: ArgumentSource(i) for i, var in enumerate(invars)
         }
         aliases: dict[int, Source] = {}
         for i, var in enumerate(closed.jaxpr.outvars):
@@ -73,7 +73,7 @@ class Function:
             if var in sources:
                 aliases[i] = sources[var]
             else:
-                sources[var] = Result(i)
+                sources[var] = ResultSource(i)
         return cls(
             name,
             run=core.jaxpr_as_fun(closed),
@@ -90,7 +90,7 @@ class Function:
         return self.closed is not None and _sharding_constraints.are_in(self.closed)
 
     @classmethod
-    def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Function":
+    def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Computation":
         """A function of leaves such as these; the specs of its results are found."""
         return cls.of(name, _jaxpr.trace(lambda *leaves: list(run(*leaves)), *specs)[0])
 
@@ -113,9 +113,9 @@ def compose(
     inputs = second.jaxpr.invars
     atoms: dict[core.Var, Any] = {}
     for var, source in zip(inputs, sources, strict=True):
-        if isinstance(source, Argument):
+        if isinstance(source, ArgumentSource):
             atoms[var] = first.jaxpr.invars[source.index]
-        elif isinstance(source, Result):
+        elif isinstance(source, ResultSource):
             atoms[var] = first.jaxpr.outvars[source.index]
 
     def replaced(atom: Any) -> Any:

@@ -26,7 +26,7 @@ def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
                 results = reached(body, given[first:])
                 chosen = any(given[:first])
                 found = [a or b or chosen for a, b in zip(found, results, strict=True)]
-            turns = _jaxpr.carry(eqn)
+            turns = _jaxpr.carry_slice(eqn)
             given[turns] = [a or b for a, b in zip(given[turns], found, strict=False)]
         known.update(v for v, yes in zip(eqn.outvars, found, strict=True) if yes)
     return list(map(follows, closed.jaxpr.outvars))
@@ -77,7 +77,7 @@ def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
     """Whether a result that each turn of a loop takes from an operand is that one."""
     if operand is None or eqn.primitive.name not in ("scan", "while"):
         return operand is not None
-    turns = _jaxpr.carry(eqn)
+    turns = _jaxpr.carry_slice(eqn)
     if turns.start + place < turns.stop:
         return operand == turns.start + place
     return operand >= turns.stop

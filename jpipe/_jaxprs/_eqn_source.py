@@ -28,7 +28,7 @@ def called(eqn: core.JaxprEqn) -> str:
     """The function that a user typed: a `fori_loop` of fixed length is a scan."""
     name = eqn.primitive.name
     if name == "scan":
-        carry = _jaxpr.carry(eqn)
+        carry = _jaxpr.carry_slice(eqn)
         is_along_arrays = len(eqn.invars) > carry.stop
         is_collecting = len(eqn.outvars) > carry.stop - carry.start
         first: Any = eqn.invars[carry][0].aval if eqn.invars[carry] else None
@@ -50,7 +50,7 @@ def modules(eqn: core.JaxprEqn, outside: str = "") -> Iterator[str]:
     # JAX writes the text of an einsum there.
     names = [name for name in f"{outside}/{inner}".split("/") if name]
     path = "/".join(name for name in names if "->" not in name)
-    inside = [e for closed in _jaxpr.inside(eqn) for e in closed.jaxpr.eqns]
+    inside = [e for closed in _jaxpr.inner_jaxprs(eqn) for e in closed.jaxpr.eqns]
     if "/" in path or not inside:
         yield path
         return

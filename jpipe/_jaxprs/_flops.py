@@ -36,7 +36,7 @@ def of_equation(eqn: core.JaxprEqn) -> int:
         return 0
     if name in REDUCTIONS:
         return sum(map(_size, operands))
-    inside = [flops(closed) for closed in _jaxpr.inside(eqn)]
+    inside = [flops(closed) for closed in _jaxpr.inner_jaxprs(eqn)]
     if name == "scan":
         return params["length"] * sum(inside)
     if name == "cond":

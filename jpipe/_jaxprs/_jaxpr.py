@@ -108,7 +108,7 @@ def _retrace(
 
     def rule(eqn: core.JaxprEqn) -> Rule | None:
         if is_call(eqn):
-            (inner,) = inside(eqn)
+            (inner,) = inner_jaxprs(eqn)
             return lambda operands: evaluate(inner, operands, rule)
         if id(eqn) in opened:
             return lambda operands: _choose(eqn, operands, opened[id(eqn)])
@@ -212,10 +212,10 @@ def branches_of(
       The branches, and the positions of the operands that one of them needs.
     """
     whole = [
-        prune(branch, [branch.jaxpr.outvars[i] for i in group])
+        dce_jaxpr(branch, [branch.jaxpr.outvars[i] for i in group])
         for branch in eqn.params["branches"]
     ]
-    live = zip(*map(live_inputs, whole), strict=True)
+    live = zip(*map(used_inputs, whole), strict=True)
     needed = [i for i, any_of in enumerate(live) if any(any_of)]
     parts = []
     for branch in whole:
@@ -243,7 +243,7 @@ def _bind(
     return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(values.get, given))
 
 
-def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same values by operations in the open, without rules for derivatives."""
     return _retrace(closed, (*_CALLS, *CHECKPOINTS, *RULES))
 
@@ -307,7 +307,7 @@ def producers(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
     return {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
 
-def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
+def dce_jaxpr(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
     """The same computation with other results, and nothing that they do not need.
 
     Equations with effects, such as a debug print, stay.
@@ -317,13 +317,13 @@ def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
-def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:
+def used_inputs(closed: core.ClosedJaxpr) -> list[bool]:
     """Which inputs the results need."""
     _, needed = _needed(closed.jaxpr, closed.jaxpr.outvars)
     return [var in needed for var in closed.jaxpr.invars]
 
 
-def rest(
+def recomputation(
     closed: core.ClosedJaxpr, outvars: Sequence[Any], known: Sequence[core.Var]
 ) -> core.ClosedJaxpr:
     """What is left to compute of some variables where others are known.
@@ -367,7 +367,7 @@ def equations(closed: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
     """The equations of a jaxpr, and of those inside of it."""
     for eqn in closed.jaxpr.eqns:
         yield eqn
-        for inner in inside(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from equations(inner)
 
 
@@ -376,7 +376,7 @@ def contains(closed: core.ClosedJaxpr, name: str) -> bool:
     return any(eqn.primitive.name == name for eqn in equations(closed))
 
 
-def inside(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+def inner_jaxprs(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     """The jaxprs of a call, of branches or of a loop."""
     return [
         value if isinstance(value, core.ClosedJaxpr) else core.ClosedJaxpr(value, [])
@@ -398,13 +398,13 @@ def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
         return [eqn.params["body_jaxpr"]]
     return [
         closed
-        for closed in inside(eqn)
+        for closed in inner_jaxprs(eqn)
         if len(closed.jaxpr.outvars) == len(eqn.outvars)
         and (name == "cond" or len(closed.jaxpr.invars) == len(eqn.invars))
     ]
 
 
-def carry(eqn: core.JaxprEqn) -> slice:
+def carry_slice(eqn: core.JaxprEqn) -> slice:
     """Which operands of a loop become its first results; of another equation none."""
     if eqn.primitive.name == "while":
         return slice(len(eqn.invars) - len(eqn.outvars), len(eqn.invars))

@@ -38,7 +38,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """A loop along arrays, with a body that stores what is chosen."""
     params: Any = eqn.params
-    carried = _jaxpr.carry(eqn)
+    carried = _jaxpr.carry_slice(eqn)
     body = _keeping(params["jaxpr"], carried)
     count = carried.stop - carried.start
     consts, xs = list(operands[: carried.start]), list(operands[carried.stop :])
@@ -88,14 +88,14 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     # What it goes along, and what is the same each time, it has as a whole.
     stored = [i not in range(count)[carried] for i in range(count)]
     try:
-        residuals = _min_cut.cheapest(
+        residuals = _min_cut.find_residuals(
             differentiated,
             differentiated.jaxpr.outvars,
             [False] * count,
             stored,
             numbers,
         )
-    except _min_cut.NoWayError:
+    except _min_cut.NoCutError:
         policy = jax.checkpoint_policies.dots_saveable
         return jax.checkpoint(plain, policy=policy, prevent_cse=False)
     chosen = {numbers[var] for var in residuals}

@@ -43,17 +43,19 @@ def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
     """
     name = eqn.primitive.name
     if name in CALLS:
-        inside = (inner for closed in _jaxpr.inside(eqn) for inner in closed.jaxpr.eqns)
+        inside = (
+            inner for closed in _jaxpr.inner_jaxprs(eqn) for inner in closed.jaxpr.eqns
+        )
         return all(is_cheap(inner, others) for inner in inside)
     cheap = name in CHEAP or (others and name in MIDDLING)
     return cheap and not eqn.effects
 
 
-class NoWayError(Exception):
+class NoCutError(Exception):
     """Something that is wanted follows from nothing that may be stored."""
 
 
-def cheapest(
+def find_residuals(
     closed: core.ClosedJaxpr,
     wanted: Sequence[Any],
     constant: Sequence[bool],
@@ -223,7 +225,7 @@ def _links(
             starts=starts,
             ends=ends & linked.keys(),
         )
-    except NoWayError:  # where not everything may be stored
+    except NoCutError:  # where not everything may be stored
         return []
 
 
@@ -260,7 +262,7 @@ def _minimum_cut(
     edges += [(count + number[var], sink, _TOTAL) for var in ends]
     behind = _behind(edges, first, sink)
     if behind[source]:
-        raise NoWayError
+        raise NoCutError
     return [var for var, i in number.items() if not behind[i] and behind[count + i]]
 
 

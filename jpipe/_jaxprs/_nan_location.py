@@ -28,7 +28,7 @@ def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
       What to raise; ``None`` if there is none, run one by one.
     """
     specs = map(_jaxpr.spec, leaves)
-    closed = _jaxpr.inlined(
+    closed = _jaxpr.inline_calls(
         jax.make_jaxpr(_sharding_constraints.without(function))(*specs)
     )
 

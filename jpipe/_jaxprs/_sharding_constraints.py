@@ -104,7 +104,7 @@ def evaluate(
             spec = _spec(eqn)
             return lambda operands: [constrain(operands[0], spec)]
         values = jax.tree.leaves([*eqn.params.values()])
-        has_mesh = any(map(_is_of_mesh, _jaxpr.inside(eqn)))
+        has_mesh = any(map(_is_of_mesh, _jaxpr.inner_jaxprs(eqn)))
         if not has_mesh and not any(map(_is_of_types, values)):
             return None
         params = {name: jax.tree.map(inner, x) for name, x in eqn.params.items()}

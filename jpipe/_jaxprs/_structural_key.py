@@ -13,20 +13,20 @@ from . import _jaxpr
 _OWN = "jpipe "
 
 
-class Same:
+class IdentityKey:
     """An object that is equal to itself only; it stays alive as long as this."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._value is other._value
+        return isinstance(other, IdentityKey) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)
 
 
-def form(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
+def structural_key(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
     """The equations of a jaxpr, without the names of its variables.
 
     Where a function has a derivative of its own, this is a part of the form.
@@ -51,7 +51,7 @@ def form(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
         for eqn in jaxpr.eqns
     ]
     ends = *map(atom, jaxpr.invars), *map(atom, jaxpr.outvars)
-    return tuple(map(Same, closed.consts)), tuple(eqns), ends
+    return tuple(map(IdentityKey, closed.consts)), tuple(eqns), ends
 
 
 def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
@@ -62,7 +62,7 @@ def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     if name not in _jaxpr.RULES:
         return _value(params)
     if params.get("symbolic_zeros"):  # what the rule does hangs on what is perturbed
-        return Same(eqn)
+        return IdentityKey(eqn)
     inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
     return _value(inner), _derivative(jaxpr, eqn)
 
@@ -80,16 +80,16 @@ def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     try:
         made = jax.make_jaxpr(derived)(operands, cotangents)
     except Exception:  # which is raised again where somebody differentiates it
-        return Same(eqn)
-    return form(_jaxpr.inlined(made))
+        return IdentityKey(eqn)
+    return structural_key(_jaxpr.inline_calls(made))
 
 
 def _value(value: Any) -> Hashable:
     """A parameter, or a number that stands in a jaxpr."""
     if isinstance(value, core.ClosedJaxpr):
-        return form(value)
+        return structural_key(value)
     if isinstance(value, core.Jaxpr):
-        return form(core.ClosedJaxpr(value, [None] * len(value.constvars)))
+        return structural_key(core.ClosedJaxpr(value, [None] * len(value.constvars)))
     if isinstance(value, tuple | list):
         return type(value), *map(_value, value)
     if isinstance(value, Mapping):
@@ -101,5 +101,5 @@ def _value(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return Same(value)
+        return IdentityKey(value)
     return value

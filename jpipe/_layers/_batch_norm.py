@@ -30,7 +30,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ._patches import patched
-from ._slots import inner
+from ._slots import path_in_layer
 
 # The prefix of the names that statistics of batch norms bear in the jaxpr.
 MARK = "jpipe batch norm "
@@ -42,7 +42,7 @@ Namer = Callable[[jax.Array], jax.Array]
 
 
 @dataclass
-class Record:
+class NormRecord:
     """The batch norms of a stage, as its layers are traced.
 
     The statistics bear a name in the jaxpr: `flax.linen.jit` runs what it has traced
@@ -60,7 +60,7 @@ class Record:
         Raises:
           ValueError: if they cannot be merged.
         """
-        name = "/".join(map(str, inner(path))) or "BatchNorm"
+        name = "/".join(map(str, path_in_layer(path))) or "BatchNorm"
         if has_mask:
             raise ValueError(
                 f"batch norm {name} is given a mask: statistics of micro-batches are "
@@ -85,7 +85,7 @@ def momentum_of(mark: str) -> float:
     return float(mark.removeprefix(MARK).split()[0])
 
 
-_current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
+_current: ContextVar[NormRecord | None] = ContextVar("jpipe_batchnorm", default=None)
 _are_merged: ContextVar[bool] = ContextVar("jpipe_batchnorm_merged", default=True)
 _is_bypassed: ContextVar[bool] = ContextVar("jpipe_batchnorm_bypassed", default=False)
 # Its value is a part of the key by which JAX finds what it has traced.
@@ -94,7 +94,7 @@ _layer_ids = itertools.count(1)
 
 
 @contextmanager
-def merging(are_merged: bool) -> Iterator[None]:
+def merge_statistics(are_merged: bool) -> Iterator[None]:
     """The scope that tells if statistics of several micro-batches are merged.
 
     Batch norms of a mini-batch in one piece do what they do in Flax.
@@ -107,9 +107,9 @@ def merging(are_merged: bool) -> Iterator[None]:
 
 
 @contextmanager
-def recording() -> Iterator[Record]:
+def record_batch_norms() -> Iterator[NormRecord]:
     """The scope in which batch norms leave statistics of the micro-batch."""
-    record = Record()
+    record = NormRecord()
     token = _current.set(record if _are_merged.get() else None)
     try:
         yield record
@@ -118,7 +118,7 @@ def recording() -> Iterator[Record]:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def bypass_batch_norms() -> Iterator[None]:
     """The scope in which batch norms of Flax return their input.
 
     For comparisons of layers on whole and split batches: that norms normalize each
@@ -213,14 +213,14 @@ def _statistics(module: linen.BatchNorm) -> list[Any]:
 
 
 def _output_of(y: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The output of a batch norm: `y`, or its input in the scope of `apart`."""
+    """The output of a batch norm, or in the scope of `bypass_batch_norms` its input."""
     if not _is_bypassed.get():
         return y
     x = args[0] if args else kwargs["x"]
     return jnp.asarray(x, y.dtype)
 
 
-def set_paths(module: nnx.Module) -> None:
+def set_norm_paths(module: nnx.Module) -> None:
     """Tells the batch norms of a module their paths, also for inside of nnx.remat."""
     for path, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.BatchNorm):
@@ -273,7 +273,7 @@ class NormLeaves(NamedTuple):
     mark: str
 
 
-def norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
+def find_norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
     """Finds the statistics of batch norms among leaves.
 
     Args:
@@ -296,7 +296,7 @@ def norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
     return leaves_of_norms
 
 
-class Merged(NamedTuple):
+class MergedStatistics(NamedTuple):
     """Statistics of the micro-batches so far.
 
     Attributes:
@@ -310,8 +310,12 @@ class Merged(NamedTuple):
 
 
 def merge(
-    so_far: Merged, mean: jax.Array, var: jax.Array, share_so_far: Any, share: Any
-) -> Merged:
+    so_far: MergedStatistics,
+    mean: jax.Array,
+    var: jax.Array,
+    share_so_far: Any,
+    share: Any,
+) -> MergedStatistics:
     """Adds the statistics of a micro-batch.
 
     Args:
@@ -327,12 +331,14 @@ def merge(
     total = share_so_far + share
     delta = mean - so_far.mean
     squared = jnp.real(delta * delta.conj())
-    return Merged(
+    return MergedStatistics(
         mean=so_far.mean + delta * (share / total),
         m2=so_far.m2 + var * share + squared * (share_so_far * share / total),
     )
 
 
-def commit(old: jax.Array, new: jax.Array, momentum: float) -> jax.Array:
+def move_running_statistics(
+    old: jax.Array, new: jax.Array, momentum: float
+) -> jax.Array:
     """Running statistics after a mini-batch."""
     return momentum * old + (1 - momentum) * new

@@ -27,11 +27,11 @@ from flax import linen, nnx
 
 from . import _switches
 from ._patches import patched
-from ._slots import inner
+from ._slots import path_in_layer
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SwitchedPart:
     """A class of Flax that does something else in training.
 
     Attributes:
@@ -45,15 +45,15 @@ class _Part:
     rate: str = ""
 
 
-_DROPOUT = _Part("dropout", "deterministic", "rate")
-_NORM = _Part("batch norm", "use_running_average")
-_ATTENTION = _Part("attention", "deterministic", "dropout_rate")
-_LINEN: dict[type, _Part] = {
+_DROPOUT = _SwitchedPart("dropout", "deterministic", "rate")
+_NORM = _SwitchedPart("batch norm", "use_running_average")
+_ATTENTION = _SwitchedPart("attention", "deterministic", "dropout_rate")
+_LINEN: dict[type, _SwitchedPart] = {
     linen.Dropout: _DROPOUT,
     linen.BatchNorm: _NORM,
     linen.MultiHeadDotProductAttention: _ATTENTION,
 }
-_NNX: dict[type, _Part] = {
+_NNX: dict[type, _SwitchedPart] = {
     nnx.Dropout: _DROPOUT,
     nnx.BatchNorm: _NORM,
     nnx.MultiHeadAttention: _ATTENTION,
@@ -174,7 +174,7 @@ def watching(describe: Callable[[], LayerCall], *, train: bool) -> Iterator[None
     if notes is None or not train:
         yield
         return
-    watch = _Watch(describe())
+    watch = _CallWatch(describe())
     with linen.intercept_methods(watch.see_linen), patched(_NNX, watch.see_nnx):
         yield
     if note := watch.note:
@@ -182,7 +182,7 @@ def watching(describe: Callable[[], LayerCall], *, train: bool) -> Iterator[None
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _CallFrame:
     """A call that is running.
 
     Attributes:
@@ -194,7 +194,7 @@ class _Frame:
     defaults: Sequence[Default]
 
 
-class _Watch:
+class _CallWatch:
     """Sees the calls inside of one call of a layer.
 
     Args:
@@ -204,7 +204,7 @@ class _Watch:
     def __init__(self, layer: LayerCall) -> None:
         self._layer = layer
         # The calls that are running, the innermost last.
-        self._frames = [_Frame(layer.has_switch, layer.defaults)]
+        self._frames = [_CallFrame(layer.has_switch, layer.defaults)]
         # part that is off -> the defaults that leave it so
         self._off: dict[str, list[Default]] = {}
         # Whether some part is on, or is off as the user chose.
@@ -242,7 +242,7 @@ class _Watch:
                 value = arguments.arguments.get(part.switch)
                 if value is None:
                     value = getattr(module, part.switch)
-                path = "/".join(map(str, inner(module.path)))
+                path = "/".join(map(str, path_in_layer(module.path)))
                 label = f"{part.name} {path}".strip()
                 self._see(label, is_off=_is_off(module, value, part.rate))
 
@@ -267,26 +267,26 @@ class _Watch:
 
 def _linen_frame(
     layer: LayerCall, context: Any, arguments: inspect.BoundArguments
-) -> _Frame:
+) -> _CallFrame:
     """A call of linen."""
     module = context.module
     values = arguments.arguments
     parameters = [
         parameter
         for name, parameter in arguments.signature.parameters.items()
-        if name not in values and not _switches.is_set(module, name)
+        if name not in values and not _switches.has_switch(module, name)
     ]
     # Who is given a switch by its name leaves other options, not that.
     is_told = any(
-        isinstance(values.get(name), _switches.BOOL)
+        isinstance(values.get(name), _switches.BOOL_TYPES)
         for name in _switches.switches(True)
     )
     has_switch = any(isinstance(value, bool) for value in values.values())
     if is_told or type(module).__module__.startswith("flax."):
-        return _Frame(has_switch, [])
+        return _CallFrame(has_switch, [])
     name = f"{type(module).__name__}.{context.method_name}"
     is_open = name == layer.name and module.path == layer.path
-    return _Frame(has_switch, _defaults(name, parameters, is_open=is_open))
+    return _CallFrame(has_switch, _defaults(name, parameters, is_open=is_open))
 
 
 def _note_of_parts(layer: LayerCall, off: Mapping[str, Sequence[Default]]) -> str:
@@ -353,4 +353,4 @@ def _bind(call: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
 def _is_off(module: Any, value: Any, rate: str) -> bool:
     """Whether a part is evaluated, though it would drop or normalize in training."""
     is_on = not rate or getattr(module, rate) != 0
-    return is_on and isinstance(value, _switches.BOOL) and bool(value)
+    return is_on and isinstance(value, _switches.BOOL_TYPES) and bool(value)

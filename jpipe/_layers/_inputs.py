@@ -13,7 +13,7 @@ class Name(str):
 
 
 @dataclass(frozen=True)
-class _Static:
+class _StaticInputs:
     """All of `Inputs` but its arrays: equal where the same program runs.
 
     Attributes:
@@ -37,7 +37,7 @@ class Inputs:
       static: the structure, the other leaves and the paths of the arrays.
     """
 
-    def __init__(self, arrays: Any, static: _Static) -> None:
+    def __init__(self, arrays: Any, static: _StaticInputs) -> None:
         self._arrays = tuple(arrays)
         self._static = static
 
@@ -80,7 +80,7 @@ class Inputs:
         return [*zip(self._static.names, self._arrays, strict=True)], self._static
 
     @classmethod
-    def tree_unflatten(cls, static: _Static, arrays: Any) -> "Inputs":
+    def tree_unflatten(cls, static: _StaticInputs, arrays: Any) -> "Inputs":
         """For JAX."""
         return cls(arrays, static)
 
@@ -113,7 +113,7 @@ def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
             names.append(_name(path))
         else:
             constants.append((index, type(leaf), leaf))
-    return Inputs(arrays, _Static(tree, tuple(constants), tuple(names)))
+    return Inputs(arrays, _StaticInputs(tree, tuple(constants), tuple(names)))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -140,7 +140,7 @@ def _name(path: Any) -> Name:
     return Name(f"{name}{jax.tree_util.keystr(tuple(inner_path))}")
 
 
-def called(tree_name: str, path: Any) -> str:
+def leaf_name(tree_name: str, path: Any) -> str:
     """The name of a leaf in errors: with `tree_name`, unless an input has its name."""
     is_named = path and isinstance(path[0], Name)
     return f"{'' if is_named else tree_name}{jax.tree_util.keystr(path)}"

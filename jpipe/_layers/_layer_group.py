@@ -14,7 +14,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class StageLayers:
+class LayerGroup:
     """The layers of one stage, in order.
 
     Attributes:
@@ -74,9 +74,9 @@ def _is_int(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-def fuse(
+def group_layers(
     layers: Sequence[LayerAdapter], balance: Sequence[int]
-) -> tuple[StageLayers, ...]:
+) -> tuple[LayerGroup, ...]:
     """Groups neighbouring layers into stages.
 
     Args:
@@ -87,6 +87,6 @@ def fuse(
     first = 0
     for index, size in enumerate(balance):
         stage_layers = tuple(layers[first : first + size])
-        stages.append(StageLayers(index=index, first=first, layers=stage_layers))
+        stages.append(LayerGroup(index=index, first=first, layers=stage_layers))
         first += size
     return tuple(stages)

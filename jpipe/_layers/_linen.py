@@ -17,14 +17,14 @@ PyTree = Any
 # The name of a method, or a function of a module and its input.
 Method = str | Callable[..., PyTree]
 
-OF_DATA = (
+DATA_DEPENDENT_ADVICE = (
     "write them where the layer is trained alone (if not self.is_initializing()), and "
     "what is made in nn.cond, nn.switch or nn.custom_vjp outside of these first; give "
     "parameters that are made of data: pipe.init_train_state(key, x, tx, variables="
     "[None, module.init(key, data), None]), where None is initialized as ever; of one "
     "model variables=model.init(key, data)"
 )
-NOT_SOWN = (
+NOT_SOWN_ADVICE = (
     "what it computes leaves it as a part of its output, not by sow: give variables "
     "without what was sown or perturbed"
 )
@@ -46,7 +46,7 @@ def rejection(source: Any) -> str:
     )
 
 
-def is_box(node: Any) -> bool:
+def is_boxed(node: Any) -> bool:
     """True if a node of variables is a box, such as a `flax.linen.Partitioned`."""
     return isinstance(node, linen.meta.AxisMetadata)
 
@@ -56,7 +56,7 @@ def module_name(module: linen.Module) -> str:
     return module.name or type(module).__name__
 
 
-def streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
+def init_keys(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
     """The keys of an initialization, by stream name.
 
     Linen asks for streams, and takes ``"params"`` for those that are missing. An nnx
@@ -66,7 +66,7 @@ def streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
 
 
 @contextmanager
-def nothing_asked() -> Iterator[None]:
+def without_sown() -> Iterator[None]:
     """The scope in which ``init`` makes no variables for `sow` and `perturb`.
 
     Later calls have none of these variables, as nobody asks for them: then `sow`
@@ -156,5 +156,5 @@ def _open_parameters(
         for parameter in _switches.open_parameters(
             called.function, called.num_leading, x
         )
-        if not _switches.is_set(called.module, parameter.name)
+        if not _switches.has_switch(called.module, parameter.name)
     ]

@@ -31,12 +31,12 @@ def _implementation() -> Any:
     )
 
 
-def like(rngs: _rng.Rngs) -> _rng.Rngs:
+def median_keys(rngs: _rng.Rngs) -> _rng.Rngs:
     """Median keys for the streams of `rngs`; ``None`` where there are none."""
     keys = _rng.streams(rngs)
-    return None if keys is None else dict.fromkeys(keys, half_key())
+    return None if keys is None else dict.fromkeys(keys, median_key())
 
 
-def half_key() -> jax.Array:
+def median_key() -> jax.Array:
     """A key of which every draw is the median."""
     return jax.random.key(0, impl=_implementation())

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 from .._messages import raise_all
-from ._slots import inner
-from ._variable_paths import nested
+from ._slots import path_in_layer
+from ._variable_paths import nest_variables
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -49,7 +49,7 @@ def parameters(source: Any) -> dict[Path, nnx.Variable]:
     }
 
 
-def untrained(source: Any) -> dict[Path, nnx.Variable]:
+def untrained_variables(source: Any) -> dict[Path, nnx.Variable]:
     """Floating Variables of types of the user that are not `nnx.Param`, by path."""
     return {
         path: leaf
@@ -117,7 +117,7 @@ def _value(leaf: Any) -> PyTree:
 
 def values(module: nnx.Module) -> dict[str, PyTree]:
     """The values of a module: by collection, then nested as its attributes are."""
-    return nested(
+    return nest_variables(
         {
             (name, *path): _value(leaf)
             for path, leaf in split(module).leaves.items()
@@ -145,7 +145,7 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             try:
                 value = _value_at(variables, (name, *path))
             except (KeyError, TypeError, IndexError):
-                missing.append(f"{name}/{dotted(inner(path))}")
+                missing.append(f"{name}/{attribute_path(path_in_layer(path))}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
     raise_all(f"the variables are not those of {_describe(module)}: missing", missing)
 
@@ -160,6 +160,6 @@ def _describe(module: nnx.Module) -> str:
     return ", ".join(f"this {type(module).__name__}" for module in modules)
 
 
-def dotted(path: Path) -> str:
+def attribute_path(path: Path) -> str:
     """A path in a module, as Python writes attributes."""
     return ".".join(map(str, path))

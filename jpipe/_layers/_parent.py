@@ -19,8 +19,8 @@ from flax.core import DenyList
 
 from . import _batch_norm, _linen, _nnx, _nnx_values, _rng
 from ._adapter import LayerAdapter
-from ._slots import Slot, Slots, inner, slot
-from ._variable_paths import Names, flat, nested
+from ._slots import Slot, Slots, path_in_layer, slot_names
+from ._variable_paths import Names, flatten_variables, nest_variables
 
 PyTree = Any
 Entries = Sequence[Mapping[str, PyTree]]
@@ -59,7 +59,7 @@ class Parent:
             for i in self._nnx:
                 self._prefix[i] = (firsts.index(self._first[i]),)
             for i in self._linen:
-                self._prefix[i] = slot(self._first[i])
+                self._prefix[i] = slot_names(self._first[i])
 
     def first(self, layer: int) -> int:
         """The first layer with the same module, if it has one."""
@@ -79,9 +79,9 @@ class Parent:
         """Returns the variables of some layers as one tree under the parent."""
         leaves: dict[Names, PyTree] = {}
         for layer in layers:
-            for path, value in flat(entries[layer]).items():
+            for path, value in flatten_variables(entries[layer]).items():
                 leaves[self._names(layer, path)] = value
-        return nested(leaves)
+        return nest_variables(leaves)
 
     def _by_layer(
         self, layers: Sequence[int], tree: Mapping[str, PyTree], entries: Entries
@@ -93,27 +93,31 @@ class Parent:
           tree: the tree, which may lack variables.
           entries: the variables of all layers.
         """
-        leaves = flat(tree)
+        leaves = flatten_variables(tree)
         split: dict[int, dict[str, PyTree]] = {}
         for layer in layers:
             entry: dict[Names, PyTree] = {}
-            for path in flat(entries[layer]):
+            for path in flatten_variables(entries[layer]):
                 parent_path = self._names(layer, path)
                 if parent_path in leaves:
                     entry[path] = leaves[parent_path]
-            split[layer] = nested(entry)
+            split[layer] = nest_variables(entry)
         return split
 
     def like(self, specs: Entries, entries: Entries) -> list[Mapping[str, PyTree]]:
         """Moves checked variables into the entries in which they are among specs."""
-        leaves = flat(self._under([*self._prefix], entries))
+        leaves = flatten_variables(self._under([*self._prefix], entries))
         moved: list[Mapping[str, PyTree]] = []
         for layer, expected in enumerate(specs):
             if layer not in self._prefix:
                 moved.append(entries[layer])
                 continue
-            paths = {path: self._names(layer, path) for path in flat(expected)}
-            moved.append(nested({path: leaves[at] for path, at in paths.items()}))
+            paths = {
+                path: self._names(layer, path) for path in flatten_variables(expected)
+            }
+            moved.append(
+                nest_variables({path: leaves[at] for path, at in paths.items()})
+            )
         return moved
 
     def same(self, layer: int, names: Names) -> Names:
@@ -154,7 +158,7 @@ class Parent:
         if not self._nnx:
             return None
         merged = _nnx_values.merge(self._tree, self._under(self._nnx, entries))
-        _batch_norm.set_paths(merged)
+        _batch_norm.set_norm_paths(merged)
         return merged
 
     def _handle(
@@ -204,7 +208,7 @@ class Parent:
                 if "perturbations" in before:
                     error.add_note(
                         f"variables have perturbations, which have a value for each "
-                        f"example and are not split; {_linen.NOT_SOWN}"
+                        f"example and are not split; {_linen.NOT_SOWN_ADVICE}"
                     )
                 raise
             after = _in_shape(before, after)
@@ -238,7 +242,9 @@ class Parent:
         )
         # By the first layer of a module and the names of a variable, who has it.
         maker = {
-            (self._first[i], names): i for i in self._linen for names in flat(given[i])
+            (self._first[i], names): i
+            for i in self._linen
+            for names in flatten_variables(given[i])
         }
         several = {first for i, first in enumerate(self._first) if i != first}
 
@@ -251,7 +257,7 @@ class Parent:
             def made(layer: int) -> None:
                 first = self._first[layer]
                 if layer in self._linen and first in several:
-                    for names in flat(handles[layer].variables):
+                    for names in flatten_variables(handles[layer].variables):
                         maker.setdefault((first, names), layer)
 
             return run(handles, made)
@@ -261,13 +267,15 @@ class Parent:
         make = linen.init_with_output(
             whole, self._root, mutable=DenyList("intermediates")
         )
-        with _linen.nothing_asked():
-            result, variables = make(_linen.streams(key))
+        with _linen.without_sown():
+            result, variables = make(_linen.init_keys(key))
         found: list[dict[Names, PyTree]] = [{} for _ in count]
         for first in dict.fromkeys(self._first[i] for i in self._linen):
-            for names, value in flat(_within(variables, self._prefix[first])).items():
+            for names, value in flatten_variables(
+                _within(variables, self._prefix[first])
+            ).items():
                 found[maker.get((first, names), first)][names] = value
-        return result, [*map(nested, found)]
+        return result, [*map(nest_variables, found)]
 
 
 def _within(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
@@ -292,7 +300,7 @@ def _in_shape(
     Raises:
       ValueError: with what it made, or what it made something else of.
     """
-    was, now = flat(before), flat(after)
+    was, now = flatten_variables(before), flatten_variables(after)
     kept = {
         names: _like(was[names], x) if names in was else x for names, x in now.items()
     }
@@ -301,7 +309,7 @@ def _in_shape(
         for tree in (was, kept)
     )
     faults = [
-        f"{'/'.join(map(str, (names[0], *inner(names[1:]))))} was "
+        f"{'/'.join(map(str, (names[0], *path_in_layer(names[1:]))))} was "
         f"{shapes_before.get(names, 'not there')} and became {shape}"
         for names, shape in shapes_after.items()
         if shapes_before.get(names) != shape
@@ -310,9 +318,9 @@ def _in_shape(
         raise ValueError(
             f"a call changes which variables there are, or their shapes: "
             f"{'; '.join(faults)}. A pipeline keeps arrays in the structure that they "
-            f"were made in, in init or __init__; {_linen.NOT_SOWN}"
+            f"were made in, in init or __init__; {_linen.NOT_SOWN_ADVICE}"
         )
-    return nested(kept)
+    return nest_variables(kept)
 
 
 def _like(old: PyTree, new: PyTree) -> PyTree:

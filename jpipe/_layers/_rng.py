@@ -81,7 +81,7 @@ def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
     return jax.random.fold_in(key, 2**31 - 1)
 
 
-def wrapped_once(key: chex.PRNGKey) -> chex.PRNGKey:
+def normalize_key(key: chex.PRNGKey) -> chex.PRNGKey:
     """The key, unchanged in value; raw keys are wrapped and unwrapped once."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key

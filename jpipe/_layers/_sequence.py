@@ -20,7 +20,7 @@ from . import _rng, _skip
 from ._adapter import LayerAdapter
 from ._advice import advice, missing_inputs
 from ._parent import Entries, Parent
-from ._text import shapes
+from ._text import shape_text
 
 PyTree = Any
 # Is given the number of a layer, its output and what may be popped after it; gives
@@ -28,7 +28,7 @@ PyTree = Any
 After = Callable[[int, PyTree, dict[_skip.Key, PyTree]], PyTree]
 
 
-class Made(NamedTuple):
+class SequenceOutputs(NamedTuple):
     """What layers make.
 
     Attributes:
@@ -40,7 +40,7 @@ class Made(NamedTuple):
 
     y: PyTree
     entries: Sequence[PyTree]
-    routes: tuple[_skip.Route, ...]
+    routes: tuple[_skip.SkipRoute, ...]
 
 
 class Sequential:
@@ -69,7 +69,7 @@ class Sequential:
 
     def init(
         self, key: chex.PRNGKey, x: PyTree, given: Sequence[Mapping[str, PyTree]]
-    ) -> Made:
+    ) -> SequenceOutputs:
         """Makes variables.
 
         Args:
@@ -93,7 +93,9 @@ class Sequential:
         with self._naming_model(x):
             (y, routes), linen_entries = self.parent.init(key, given, run)
         pairs = zip(linen_entries, entries, strict=True)
-        return Made(y, [of_linen or entry for of_linen, entry in pairs], routes)
+        return SequenceOutputs(
+            y, [of_linen or entry for of_linen, entry in pairs], routes
+        )
 
     def __call__(
         self,
@@ -102,7 +104,7 @@ class Sequential:
         rngs: _rng.Rngs = None,
         train: bool = False,
         after: After | None = None,
-    ) -> Made:
+    ) -> SequenceOutputs:
         """Applies the layers.
 
         Args:
@@ -122,7 +124,7 @@ class Sequential:
 
         with self._naming_model(x):
             (y, routes), changed = self.parent(entries, rngs, train, run)
-        return Made(y, changed, routes)
+        return SequenceOutputs(y, changed, routes)
 
     def last(
         self,
@@ -148,8 +150,8 @@ class Sequential:
 
         def run(handles: Sequence[Any]) -> Any:
             own = _rng.layer_rngs(rngs, at)
-            use = _skip.Use(self._numbers[at], layer.name, self._stages[at])
-            scope = _skip.applying(_skip.Skips(skips), use, layer.namespace)
+            use = _skip.SkipLayer(self._numbers[at], layer.name, self._stages[at])
+            scope = _skip.skip_scope(_skip.Skips(skips), use, layer.namespace)
             with self._naming(at, x), scope:
                 return layer.call(handles[-1], x, own, train)
 
@@ -160,7 +162,7 @@ class Sequential:
         x: PyTree,
         call: Callable[[int, PyTree], PyTree],
         after: After | None = None,
-    ) -> tuple[PyTree, tuple[_skip.Route, ...]]:
+    ) -> tuple[PyTree, tuple[_skip.SkipRoute, ...]]:
         """Goes through the layers.
 
         Raises:
@@ -170,9 +172,9 @@ class Sequential:
             return call(0, x), ()
         skips = _skip.Skips()
         for i, layer in enumerate(self.layers):
-            use = _skip.Use(i, layer.name, self._stages[i])
+            use = _skip.SkipLayer(i, layer.name, self._stages[i])
             with self._naming(i, x), jax.named_scope(layer.name):
-                with _skip.applying(skips, use, layer.namespace):
+                with _skip.skip_scope(skips, use, layer.namespace):
                     x = call(i, x)
                 _check_output(i, layer, x)
             if after is not None:
@@ -192,7 +194,7 @@ class Sequential:
         except Exception as error:
             error.add_note(
                 f"raised by layer {self._numbers[number]} ({layer.name}) of stage "
-                f"{self._stages[number]}, whose input was {shapes(x)}"
+                f"{self._stages[number]}, whose input was {shape_text(x)}"
             )
             if text := advice(error, layer, x):
                 error.add_note(text)
@@ -214,8 +216,8 @@ def _naming_model(layer: LayerAdapter, x: PyTree) -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(
-            f"raised by the model ({layer.name}), whose input was {shapes(x)}; x comes "
-            f"before the targets"
+            f"raised by the model ({layer.name}), whose input was {shape_text(x)}; x "
+            f"comes before the targets"
         )
         if names := missing_inputs(error, layer):
             inputs = ", ".join(f"{name}={name}" for name in names)

@@ -20,7 +20,7 @@ PyTree = Any
 Key = tuple[Hashable, Hashable]
 
 
-class Use(NamedTuple):
+class SkipLayer(NamedTuple):
     """A layer that stashes or pops.
 
     Attributes:
@@ -37,7 +37,7 @@ class Use(NamedTuple):
         return f"layer {self.layer_index} ({self.name})"
 
 
-class Route(NamedTuple):
+class SkipRoute(NamedTuple):
     """A value that goes from one stage to another.
 
     Attributes:
@@ -62,10 +62,10 @@ class Skips:
     """
 
     values: dict[Key, PyTree] = field(default_factory=dict)
-    stashed: dict[Key, Use] = field(default_factory=dict)
-    popped: dict[Key, Use] = field(default_factory=dict)
+    stashed: dict[Key, SkipLayer] = field(default_factory=dict)
+    popped: dict[Key, SkipLayer] = field(default_factory=dict)
 
-    def routes(self) -> tuple[Route, ...]:
+    def routes(self) -> tuple[SkipRoute, ...]:
         """The values that go to another stage, once all layers were applied.
 
         Raises:
@@ -74,32 +74,32 @@ class Skips:
         raise_all(
             "the skip connections do not fit",
             [
-                f"{label(key)} is stashed by {use} and never popped"
+                f"{skip_name(key)} is stashed by {use} and never popped"
                 for key, use in self.stashed.items()
                 if key not in self.popped
             ],
         )
         return tuple(
-            Route(key, use.stage, self.popped[key].stage)
+            SkipRoute(key, use.stage, self.popped[key].stage)
             for key, use in self.stashed.items()
             if use.stage != self.popped[key].stage
         )
 
 
-class _Frame(NamedTuple):
+class _SkipFrame(NamedTuple):
     """The layer that is being applied: its namespace, and its trace."""
 
     skips: Skips
-    use: Use
+    use: SkipLayer
     namespace: Hashable
     trace: Any
 
 
-_current: ContextVar[_Frame | None] = ContextVar("jpipe_skip_frame", default=None)
+_current: ContextVar[_SkipFrame | None] = ContextVar("jpipe_skip_frame", default=None)
 
 
 @contextmanager
-def applying(skips: Skips, use: Use, namespace: Hashable) -> Iterator[None]:
+def skip_scope(skips: Skips, use: SkipLayer, namespace: Hashable) -> Iterator[None]:
     """The scope of the call of a layer, in which `stash` and `pop` work.
 
     Args:
@@ -108,7 +108,7 @@ def applying(skips: Skips, use: Use, namespace: Hashable) -> Iterator[None]:
       namespace: its namespace.
     """
     trace = get_opaque_trace_state(convention="flax")
-    token = _current.set(_Frame(skips, use, namespace, trace))
+    token = _current.set(_SkipFrame(skips, use, namespace, trace))
     try:
         yield
     finally:
@@ -152,7 +152,8 @@ def stash(name: Hashable, x: PyTree) -> None:
     key = (frame.namespace, name)
     if key in skips.stashed:
         raise ValueError(
-            f"{label(key)} is stashed twice: by {skips.stashed[key]} and {frame.use}"
+            f"{skip_name(key)} is stashed twice: by {skips.stashed[key]} and "
+            f"{frame.use}"
         )
     skips.stashed[key] = frame.use
     skips.values[key] = x
@@ -177,12 +178,12 @@ def pop(name: Hashable) -> PyTree:
     if key not in skips.values:
         popper = skips.popped.get(key)
         reason = f"popped by {popper} before" if popper else "not stashed before"
-        raise ValueError(f"{label(key)} is popped by {frame.use}, and was {reason}")
+        raise ValueError(f"{skip_name(key)} is popped by {frame.use}, and was {reason}")
     skips.popped[key] = frame.use
     return skips.values.pop(key)
 
 
-def _frame(function: str, name: Hashable, advice: str) -> _Frame:
+def _frame(function: str, name: Hashable, advice: str) -> _SkipFrame:
     """The frame of the layer that calls `stash` or `pop`.
 
     Args:
@@ -245,7 +246,7 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
     return Isolated(layer, namespace)
 
 
-def label(key: Key) -> str:
+def skip_name(key: Key) -> str:
     """The name of a value in messages and plans."""
     namespace, name = key
     return repr(name) if namespace is None else f"{name!r} of {namespace!r}"

@@ -23,13 +23,13 @@ class Slots(linen.Module):
     layer: Any
 
 
-def slot(layer_index: int) -> tuple[str, str]:
+def slot_names(layer_index: int) -> tuple[str, str]:
     """The names that lead to the variables of a layer."""
     return f"{LAYER}_{layer_index}", MODULE
 
 
-def inner(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path inside its layer of a module or a variable; undoes `slot`."""
+def path_in_layer(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path inside its layer of a module or a variable; undoes `slot_names`."""
     # The path of an nnx module begins with its index in the list of modules.
     if path and isinstance(path[0], int):
         return path[1:]

@@ -12,7 +12,7 @@ from . import _inputs
 
 PyTree = Any
 # The types of a switch that has a value while tracing.
-BOOL = (bool, int, np.bool_)
+BOOL_TYPES = (bool, int, np.bool_)
 _TRAINING = ("train", "training", "is_training")
 _EVALUATION = ("deterministic", "use_running_average", "is_eval", "inference")
 _POSITIONAL = (
@@ -149,7 +149,7 @@ def layer_passing_a_switch(x: PyTree, method: str) -> str:
     return f"jpipe.layer(module, lambda {params}: {function}({args}))"
 
 
-def is_set(module: Any, name: str) -> bool:
+def has_switch(module: Any, name: str) -> bool:
     """True if a linen module holds a switch, as its maker or its class set it."""
     fields = getattr(module, "__dataclass_fields__", {})
     return name in fields and getattr(module, name) is not None

@@ -26,12 +26,12 @@ def abbreviate(names: Sequence[str]) -> str:
     return f"{first_runs}, ..., {last_runs} ({len(names)})"
 
 
-def shapes(tree: PyTree) -> str:
+def shape_text(tree: PyTree) -> str:
     """A pytree as text: ``float32[8,16]`` in place of each array."""
-    return str(jax.tree.map(_Shape, tree))
+    return str(jax.tree.map(_ShapeText, tree))
 
 
-class _Shape:
+class _ShapeText:
     def __init__(self, leaf: Any) -> None:
         shape = ",".join(map(str, getattr(leaf, "shape", ())))
         self.text = f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"

@@ -9,7 +9,7 @@ PyTree = Any
 Names = tuple[Any, ...]
 
 
-def flat(entry: Mapping[str, PyTree]) -> dict[Names, PyTree]:
+def flatten_variables(entry: Mapping[str, PyTree]) -> dict[Names, PyTree]:
     """The variables of a layer by their names; a value is all that is no mapping."""
     return dict(_items(entry, ()))
 
@@ -22,8 +22,8 @@ def _items(entry: Mapping[Any, PyTree], names: Names) -> Iterator[tuple[Names, P
             yield (*names, name), value
 
 
-def nested(variables: Mapping[Names, PyTree]) -> dict[str, PyTree]:
-    """The nested variables of a layer: undoes `flat`."""
+def nest_variables(variables: Mapping[Names, PyTree]) -> dict[str, PyTree]:
+    """The nested variables of a layer: undoes `flatten_variables`."""
     entry: dict[Any, Any] = {}
     for (*module_names, name), value in variables.items():
         module_entry = entry
@@ -33,6 +33,6 @@ def nested(variables: Mapping[Names, PyTree]) -> dict[str, PyTree]:
     return entry
 
 
-def dotted(entry: str, names: Names) -> str:
+def variable_text(entry: str, names: Names) -> str:
     """A variable as Python writes it: ``variables[0]['params']['kernel']``."""
     return entry + "".join(f"[{name!r}]" for name in names)

@@ -31,10 +31,10 @@ import numpy as np
 from .._arguments._batch import Batch
 from .._instructions._graph import Place, Value
 from .._instructions._sharding import WHOLE, Sharding
-from .._jaxprs._computation import Function
-from .._placed._placed_function import PlacedFunction, Placement
+from .._jaxprs._computation import Computation
+from .._placed._placed_function import LeafPlacement, PlacedFunction
 from .._trace._accumulation import accumulate
-from .._trace._state_updates import State
+from .._trace._state_updates import StateUpdate
 from ._join import Join
 from ._prologue import Prologue
 from ._shards import spec_of, unstack
@@ -52,7 +52,7 @@ class StageSums(NamedTuple):
     Attributes:
       grads: of each weight that the stage trains.
       loss: the sum of the losses, in the last stage; else empty.
-      state: of what micro-batches write: see `State.sum_specs`.
+      state: of what micro-batches write: see `StateUpdate.sum_specs`.
     """
 
     grads: list[Any]
@@ -109,7 +109,7 @@ def epilogue(
     *,
     loss_dtype: Any,
     weight_specs: Sequence[Any],
-    states: Sequence[State],
+    states: Sequence[StateUpdate],
     joins: Sequence[Join],
 ) -> StepOutputs:
     """The results of a step, of the sums over its micro-batches.
@@ -152,7 +152,7 @@ def sum_terms(terms: Sequence[jax.Array], spec: Any, divisor: Any = None) -> jax
 def reduce_sums(
     replicas: Sequence[StageSums],
     shards: Sequence[StageSums],
-    state: State,
+    state: StateUpdate,
     *,
     is_stacked: bool,
 ) -> StageSums:
@@ -319,7 +319,7 @@ class Epilogue:
             return jax.tree.leaves(sums)
 
         values = graph.call(
-            Function("reduce_sums", run, [graph.specs[value] for value in first]),
+            Computation("reduce_sums", run, [graph.specs[value] for value in first]),
             prologue.pipe.place(stage),
             leaves,
             shardings=shardings,
@@ -446,7 +446,7 @@ class Epilogue:
         placed = PlacedFunction(
             function,
             jax.tree.unflatten(tree, specs),
-            Placement([graph.places[value] for value in values], results),
+            LeafPlacement([graph.places[value] for value in values], results),
             name,
             copy=False,
         )

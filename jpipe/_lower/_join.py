@@ -21,10 +21,10 @@ from jax.extend import core
 
 from .._arguments import _microbatch
 from .._jaxprs._jaxpr import is_inexact
-from .._layers._text import shapes
+from .._layers._text import shape_text
 from .._messages import raise_all
 from .._trace._accumulation import accumulate, extend_mean, sum_spec
-from .._trace._microbatch_outputs import Results
+from .._trace._microbatch_outputs import MicrobatchOutputs
 
 PyTree = Any
 # values of all micro-batches -> the value of the mini-batch
@@ -58,7 +58,7 @@ class Join:
     run: Run
 
 
-def of_aux(axes: Any, results: Results) -> list[Join]:
+def of_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     """The join of each leaf of aux.
 
     Args:
@@ -89,7 +89,7 @@ def of_aux(axes: Any, results: Results) -> list[Join]:
     )
 
 
-def of_outputs(axes: Any, results: Results) -> list[Join]:
+def of_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     """The join of each leaf of outputs.
 
     Args:
@@ -137,7 +137,9 @@ def of_outputs(axes: Any, results: Results) -> list[Join]:
     )
 
 
-def _flat_axes(axes: Any, results: Results, what: str, name: str) -> list[Any]:
+def _flat_axes(
+    axes: Any, results: MicrobatchOutputs, what: str, name: str
+) -> list[Any]:
     """An axis, `MEAN`, `SUM` or ``None`` for each leaf.
 
     Raises:
@@ -146,10 +148,11 @@ def _flat_axes(axes: Any, results: Results, what: str, name: str) -> list[Any]:
     if jax.tree.structure(results.first) != jax.tree.structure(results.last):
         raise ValueError(
             f"the sizes {tuple(results.sizes)} of micro-batches differ and so does "
-            f"what is in {what}: {shapes(results.first)} and {shapes(results.last)}; "
-            f"return the same for each, or give a batch that num_microbatches divides"
+            f"what is in {what}: {shape_text(results.first)} and "
+            f"{shape_text(results.last)}; return the same for each, or give a batch "
+            f"that num_microbatches divides"
         )
-    flat = _microbatch.flat_axes(axes, results.first, what, name, (MEAN, SUM))
+    flat = _microbatch.leaf_axes(axes, results.first, what, name, (MEAN, SUM))
     pairs = zip(results.leaves, flat, strict=True)
     raise_all(
         "jpipe.SUM is for numbers; type x.astype(int)",
@@ -163,7 +166,7 @@ def _flat_axes(axes: Any, results: Results, what: str, name: str) -> list[Any]:
 
 
 def _joins(
-    runs: Sequence[Run | None], results: Results, title: str, what: str
+    runs: Sequence[Run | None], results: MicrobatchOutputs, title: str, what: str
 ) -> list[Join]:
     """Joins of all leaves; refuses those that cannot be joined."""
     pairs = zip(results.leaves, runs, strict=True)
@@ -171,7 +174,7 @@ def _joins(
     return [Join(i, run) for i, run in enumerate(runs) if run is not None]
 
 
-def _run(i: int, axis: Any, results: Results) -> Run | None:
+def _run(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
     """The function that joins the values of a leaf; ``None`` if there is none.
 
     Args:
@@ -196,7 +199,7 @@ def _run(i: int, axis: Any, results: Results) -> Run | None:
     return _along(axis) if is_joined else None
 
 
-def _of_one_device(i: int, axis: Any, results: Results) -> Run | None:
+def _of_one_device(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
     """The function that joins a leaf without examples as one device returns it.
 
     Args:
@@ -217,7 +220,7 @@ def _of_one_device(i: int, axis: Any, results: Results) -> Run | None:
     return _along(axis) if is_joined else None
 
 
-def _check_aux(axes: Sequence[Any], results: Results) -> None:
+def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
     """Checks that aux of all micro-batches, of two sizes maybe, can be joined.
 
     Raises:

@@ -26,11 +26,11 @@ from jax.extend import core
 
 from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
-from .._instructions._sharding import Sharding, SubMesh
+from .._instructions._sharding import Sharding, StageMesh
 from .._jaxprs import _jaxpr
-from .._jaxprs._computation import Argument, Function, Result, Source
+from .._jaxprs._computation import ArgumentSource, Computation, ResultSource, Source
 from .._partition import _remat
-from .._partition._stage_placement import Pipe
+from .._partition._stage_placement import StagePlacement
 from .._stage._stage import ResultSums, Stage
 from .._stage._stages import Stages
 from .._trace._accumulation import accumulate, sum_spec
@@ -38,7 +38,7 @@ from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._epilogue import Epilogue, StageSums, StepOutputs
 from ._join import Join
-from ._microbatch_inputs import Incoming
+from ._microbatch_inputs import MicrobatchInputs
 from ._prologue import Prologue
 
 Values = list[Value]
@@ -61,7 +61,7 @@ class Lowering:
     def __init__(
         self,
         graph: Graph,
-        pipe: Pipe,
+        pipe: StagePlacement,
         stages: Stages,
         batch: Batch,
         params: Values,
@@ -72,8 +72,8 @@ class Lowering:
         self._batch, self._count, self._params = batch, len(batch.sizes), params
         # Whether each shard of a stage runs its actions by itself.
         self._is_mapped = batch.num_shards > 1
-        self._is_spread = any(isinstance(device, SubMesh) for device in pipe.places)
-        incoming = Incoming(graph, pipe, batch)
+        self._is_spread = any(isinstance(device, StageMesh) for device in pipe.places)
+        incoming = MicrobatchInputs(graph, pipe, batch)
         self._prologue = Prologue(graph, pipe, stages, params)
         self._weights = [*incoming.weights(params), *self._prologue.values()]
         self._epilogue = Epilogue(self._prologue, batch, self._weights, joins)
@@ -90,7 +90,7 @@ class Lowering:
         self._grads: dict[tuple[int, Place], Values] = {}
         self._sums: dict[tuple[int, Place], Values] = {}
         # (number of cotangents, shape, dtype) -> the function that adds them
-        self._cotangent_sums: dict[Any, Function] = {}
+        self._cotangent_sums: dict[Any, Computation] = {}
         # (stage, size of the micro-batch) -> how its results are added to the sums
         self._known_result_sums: dict[tuple[int, int], ResultSums] = {}
         self._names = [str(stage) for stage in pipe.stages]
@@ -102,7 +102,7 @@ class Lowering:
     # --------------------------------------------------------------- what comes with m
 
     def _rows(
-        self, incoming: Incoming, batch: Batch, given: Values, stage: int
+        self, incoming: MicrobatchInputs, batch: Batch, given: Values, stage: int
     ) -> list[Values]:
         """Of each micro-batch what a stage reads of its leaves and its number."""
         position = {v: i for i, v in enumerate(self._stages.first.given)}
@@ -262,7 +262,7 @@ class Lowering:
             return [jnp.zeros(spec.shape, spec.dtype) for spec in specs]
 
         return self._graph.call(
-            Function("zeros", zeros, specs),
+            Computation("zeros", zeros, specs),
             place,
             [],
             mapped=self._is_mapped,
@@ -289,7 +289,7 @@ class Lowering:
 
     def _call(
         self,
-        function: Function,
+        function: Computation,
         action: Action,
         reads: Values,
         shardings: Sequence[Sharding] | None = None,
@@ -407,7 +407,7 @@ class Lowering:
         """What the forward stored that a backward follows."""
         mode = self._stages.mode(*_cell(action))
         if _cell(action) in joined:
-            return _remat.in_one(mode, whole=action.op == BACKWARD)
+            return _remat.mode_in_one_program(mode, whole=action.op == BACKWARD)
         return mode
 
     def _grads_of(self, action: Action) -> Values:
@@ -417,7 +417,7 @@ class Lowering:
         return self._grads[action.stage, self._pipe.place(*_cell(action))]
 
     def _backward_shardings(
-        self, action: Action, function: Function
+        self, action: Action, function: Computation
     ) -> list[Sharding] | None:
         """The shardings of results, of which the last are sums of gradients."""
         if not self._is_spread or action.op == INPUT:
@@ -458,9 +458,9 @@ class Lowering:
         # variable that the stage reads or makes -> which argument or result it is
         part = self._stages.part(stage, m)
         reads = part.closed.jaxpr.invars
-        sources: dict[Any, Source] = {v: Argument(i) for i, v in enumerate(reads)}
+        sources: dict[Any, Source] = {v: ArgumentSource(i) for i, v in enumerate(reads)}
         outputs = [*part.leaves, *part.aux]
-        sources |= {v: Result(i) for i, v in enumerate(outputs)}
+        sources |= {v: ResultSource(i) for i, v in enumerate(outputs)}
         return ResultSums(
             closed,
             [
@@ -487,11 +487,11 @@ class Lowering:
         part = sizes[m] / sum(sizes) / self._batch.num_shards
         return self._graph.constant(np.asarray(part, jnp.result_type(float)), place)
 
-    def _add_cotangents(self, count: int, spec: Any) -> Function:
+    def _add_cotangents(self, count: int, spec: Any) -> Computation:
         """``(*cotangents) -> sum`` of so many of one spec."""
         key = count, spec.shape, spec.dtype
         if key not in self._cotangent_sums:
-            self._cotangent_sums[key] = Function(
+            self._cotangent_sums[key] = Computation(
                 f"add_{count}_cotangents", lambda *x: [sum(x[1:], x[0])], [spec]
             )
         return self._cotangent_sums[key]

@@ -11,16 +11,16 @@ import numpy as np
 from .._arguments import _microbatch
 from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
-from .._instructions._sharding import Cut
-from .._jaxprs._computation import Function
-from .._partition._stage_placement import Pipe
+from .._instructions._sharding import MicrobatchCut
+from .._jaxprs._computation import Computation
+from .._partition._stage_placement import StagePlacement
 
 Values = list[Value]
 # The number of micro-batches that one call splits off.
 _MICROBATCHES_PER_CALL = 16
 
 
-class Incoming:
+class MicrobatchInputs:
     """The inputs of the actions of a mini-batch, each where it is read.
 
     Args:
@@ -29,7 +29,7 @@ class Incoming:
       batch: the mini-batch.
     """
 
-    def __init__(self, graph: Graph, pipe: Pipe, batch: Batch) -> None:
+    def __init__(self, graph: Graph, pipe: StagePlacement, batch: Batch) -> None:
         self._graph = graph
         self._pipe = pipe
         self._batch = batch
@@ -55,7 +55,7 @@ class Incoming:
             reads = [variables[i] for i in indices]
             specs = [self._graph.specs[value] for value in reads]
             gathered = self._graph.call(
-                Function("gather", lambda *leaves: leaves, specs),
+                Computation("gather", lambda *leaves: leaves, specs),
                 place,
                 reads,
                 shardings=[self._graph.shardings[v].gathered() for v in reads],
@@ -109,11 +109,11 @@ class Incoming:
         """
         axes = [axis for _, axis in leaves]
         parts: Values = []
-        for group in _microbatch.groups(self._batch.sizes):
+        for group in _microbatch.group_by_size(self._batch.sizes):
             local: Values = []
             for value, axis in leaves:
                 if self._is_mapped:
-                    cut = Cut(
+                    cut = MicrobatchCut(
                         axis=axis,
                         start=group.start * self._batch.num_shards,
                         parts=group.number,
@@ -126,7 +126,7 @@ class Incoming:
         return parts
 
     def _split_group(
-        self, group: _microbatch.Group, local: Values, axes: list[int], place: Place
+        self, group: _microbatch.SizeGroup, local: Values, axes: list[int], place: Place
     ) -> Values:
         """The parts of leaves in a place, for the micro-batches of one size.
 
@@ -140,7 +140,7 @@ class Incoming:
         step = 1 if is_stacked else group.size
 
         # number of micro-batches of a call -> the function that splits them off
-        functions: dict[int, Function] = {}
+        functions: dict[int, Computation] = {}
         parts: Values = []
         for begin in range(0, group.number, _MICROBATCHES_PER_CALL):
             number = min(group.number - begin, _MICROBATCHES_PER_CALL)
@@ -151,6 +151,6 @@ class Incoming:
                     axes, size=group.size, number=number, stacked=is_stacked
                 )
                 specs = [graph.specs[value] for value in reads]
-                functions[number] = Function.like("split", split, *specs)
+                functions[number] = Computation.like("split", split, *specs)
             parts += graph.call(functions[number], place, reads, mapped=is_stacked)
         return parts

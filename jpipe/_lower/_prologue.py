@@ -25,9 +25,9 @@ from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
-from .._jaxprs._computation import Function
-from .._partition._stage_placement import Pipe
-from .._placed._placed_function import PlacedFunction, Placement
+from .._jaxprs._computation import Computation
+from .._partition._stage_placement import StagePlacement
+from .._placed._placed_function import LeafPlacement, PlacedFunction
 from .._stage._stages import Stages, pull_once
 from ._shards import unstack
 
@@ -48,7 +48,7 @@ class Prologue:
     """
 
     graph: Graph
-    pipe: Pipe
+    pipe: StagePlacement
     stages: Stages
     params: Values
 
@@ -71,7 +71,7 @@ class Prologue:
 
         param_places = [self.place(i) for i in range(num_params)]
         value_places = [self.place(num_params + k) for k in range(num_values)]
-        placement = Placement(
+        placement = LeafPlacement(
             arguments=param_places,
             results=lambda _: (value_places, [WHOLE] * num_values),
         )
@@ -97,7 +97,7 @@ class Prologue:
         closed = self.stages.once
         num_params = len(self.params)
         pairs = zip(
-            self.stages.trained[:num_params], _jaxpr.live_inputs(closed), strict=True
+            self.stages.trained[:num_params], _jaxpr.used_inputs(closed), strict=True
         )
         is_free = [is_trained and is_read for is_trained, is_read in pairs]
         has_grad = [
@@ -118,7 +118,7 @@ class Prologue:
         prologue_vjp = PlacedFunction(
             pull_once(closed, is_free, has_grad),
             specs,
-            Placement(
+            LeafPlacement(
                 arguments=places, results=lambda _: (grad_places, grad_shardings)
             ),
             "once_backward",
@@ -137,8 +137,8 @@ class Prologue:
             return []
         place = self.pipe.place(self.stages.num_stages - 1)
         num_shards = batch.num_shards
-        functions = dict[Any, Function]()  # sizes of micro-batches -> their sum
-        loss_weights = list[Function]()
+        functions = dict[Any, Computation]()  # sizes of micro-batches -> their sum
+        loss_weights = list[Computation]()
         for m in range(len(batch.sizes)):
             loss_weight = self.stages.weight(m)
             assert loss_weight is not None
@@ -157,14 +157,14 @@ class Prologue:
             sizes = batch.sizes[chunk]
             if sizes not in functions:
                 add = self._adding(loss_weights[chunk], rows, num_shards)
-                functions[sizes] = Function("weights", add, specs)
+                functions[sizes] = Computation("weights", add, specs)
             reads = [*total, *(value for row in rows for value in row)]
             total = self.graph.call(functions[sizes], place, reads)
         return total
 
     def _adding(
         self,
-        loss_weights: Sequence[Function],
+        loss_weights: Sequence[Computation],
         rows: Sequence[Values],
         num_shards: int,
     ) -> Any:

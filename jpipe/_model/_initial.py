@@ -11,13 +11,18 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._instructions import _transfer
-from .._instructions._compiler import Executable, compiling, drawing_options, is_ahead
+from .._instructions._compiler import (
+    Executable,
+    compile_side_by_side,
+    drawing_options,
+    is_ahead,
+)
 from .._instructions._sharding import WHOLE
 from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
 from .._jaxprs._jaxpr import zeros
-from .._layers._linen import OF_DATA
+from .._layers._linen import DATA_DEPENDENT_ADVICE
 from .._layers._sequence import Sequential
-from .._trace._folded_numbers import lifted
+from .._trace._folded_numbers import lift_folded_numbers
 
 PyTree = Any
 
@@ -65,7 +70,7 @@ class Initial:
         _check_follows_from_shapes(closed, specs, taken, is_list=layers.parent.is_list)
         self._closed, self._numbers = _function_of_key(closed, key_spec)
         self.routes = tuple(routes)
-        self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
+        self.draws = bool(_jaxpr.used_inputs(self._closed)[0])
 
         # A module of nnx holds values already: these are its initial variables.
         held_values = layers.parent.nnx_values(taken)
@@ -104,18 +109,18 @@ class Initial:
           device: the device.
           wanted: one bool per leaf; False yields ``None`` in its place.
         """
-        key = _transfer.put_each(key, [device], [(0, WHOLE)])
+        key = _transfer.put_tree(key, [device], [(0, WHOLE)])
         # The draw of each leaf, with numbers that are folded into the key; or its
         # value; or None.
         runs = list[Any]()
         executables: dict[Any, Executable] = {}  # structural key of a jaxpr -> it
-        with compiling() as compile_ahead:
+        with compile_side_by_side() as compile_ahead:
             for source, is_wanted in zip(self._sources, wanted, strict=True):
                 if not is_wanted or not isinstance(source, core.Var | core.Literal):
                     runs.append(source if is_wanted else None)
                     continue
                 closed, numbers = self._function_of_leaf(source)
-                form = _structural_key.form(closed)
+                form = _structural_key.structural_key(closed)
                 if form not in executables:
                     draw = jax.jit(_named_draw(core.jaxpr_as_fun(closed)))
                     if is_ahead():
@@ -174,9 +179,9 @@ def _function_of_key(
     their operands all the same, as a jax.checkpoint has: they are zeros.
     """
     others = [*map(_jaxpr.spec, closed.in_avals[1:])]
-    run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
+    run = core.jaxpr_as_fun(_jaxpr.recomputation(closed, closed.jaxpr.outvars, []))
     on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), key_spec)
-    return lifted(on_zeros)
+    return lift_folded_numbers(on_zeros)
 
 
 def _taken_if_alike(specs: PyTree, taken: PyTree) -> PyTree:
@@ -216,7 +221,8 @@ def _check_follows_from_shapes(
     if faults:
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
-            f"alone, and not from its values, as {', '.join(faults)} would; {OF_DATA}"
+            f"alone, and not from its values, as {', '.join(faults)} would; "
+            f"{DATA_DEPENDENT_ADVICE}"
         )
 
 

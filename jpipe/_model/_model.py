@@ -19,8 +19,8 @@ from flax import errors
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._arguments import _call, _signature, _variables
-from .._arguments._batch import Axes, Batch, explained
-from .._arguments._cache import Recent
+from .._arguments._batch import Axes, Batch, explain_sizes
+from .._arguments._cache import RecentCache
 from .._arguments._trainable import Trainable
 from .._instructions._sharding import Sharding
 from .._layers import _batch_norm, _linen, _rng, _skip
@@ -28,7 +28,7 @@ from .._layers._adapter import LayerAdapter, check_unchanged
 from .._layers._sequence import Sequential
 from .._partition import _param_sharding
 from .._partition._partition import Partition
-from .._partition._stage_placement import Pipe
+from .._partition._stage_placement import StagePlacement
 from .._stage._stages import Stages
 from .._trace import _boundaries
 from ._initial import Initial
@@ -64,12 +64,12 @@ class Model:
         self.layers = layers
         self.axes = axes
         self.is_list = stage_of_layer is not None
-        self.routes: Sequence[_skip.Route] = ()
+        self.routes: Sequence[_skip.SkipRoute] = ()
         self.stage_of_layer = [0] if stage_of_layer is None else stage_of_layer
         self._sequence = Sequential(layers, self.stage_of_layer, is_list=self.is_list)
         self.parent = self._sequence.parent
         # (settings, signature of key, input and given variables) -> initial variables
-        self._initial = Recent[Any, Initial]()
+        self._initial = RecentCache[Any, Initial]()
 
     # ------------------------------------------------------------------------- words
 
@@ -120,7 +120,7 @@ class Model:
         return self.from_entries(trainable.marks(self.layers, entries))
 
     def shardings(
-        self, pipe: Pipe, variables: PyTree, owner_stages: Sequence[int]
+        self, pipe: StagePlacement, variables: PyTree, owner_stages: Sequence[int]
     ) -> list[Sharding]:
         """Returns the sharding of each leaf of the variables in its stage.
 
@@ -137,7 +137,7 @@ class Model:
         shardings: list[Sharding] = []
         for i, entry in enumerate(self.entries(variables)):
             begin = len(shardings)
-            shardings += _param_sharding.of_tree(
+            shardings += _param_sharding.tree_shardings(
                 pipe,
                 entry,
                 devices[begin : begin + len(jax.tree.leaves(entry))],
@@ -180,9 +180,9 @@ class Model:
         """
         key_like: Any = _rng.key_spec() if key is None else key
         (x,) = batch.first
-        signature = _signature.settings(), _signature.of(key_like, x, given)
+        signature = _signature.settings(), _signature.tree_signature(key_like, x, given)
         if signature not in self._initial:
-            with explained(batch):
+            with explain_sizes(batch):
                 initial = Initial(self._sequence, key_like, x, given)
             self.routes = initial.routes
             self._initial[signature] = initial
@@ -210,8 +210,8 @@ class Model:
         if train:
             _check_collections(self.entries(variables))
         # A raw key is folded where it is wrapped, which is here and not in a loop.
-        rngs = jax.tree.map(_rng.wrapped_once, rngs)
-        with _batch_norm.recording():
+        rngs = jax.tree.map(_rng.normalize_key, rngs)
+        with _batch_norm.record_batch_norms():
             y, changed = self.apply(variables, x, rngs, train=train)
         leaf_index = {
             path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
@@ -240,7 +240,8 @@ class Model:
                 _refuse_writes(error, self.layers[0].owner, variables, train)
                 if _variables.lacks_params(variables):
                     error.add_note(
-                        f"variables has no entry 'params'; {_variables.WRAPPED}"
+                        f"variables has no entry 'params'; "
+                        f"{_variables.WRAP_PARAMS_ADVICE}"
                     )
             raise
         self.routes = made.routes
@@ -248,9 +249,9 @@ class Model:
 
     def name_skips(self, stages: Stages) -> dict[Any, str]:
         """Returns the name of each value that a skip connection brings to a stage."""
-        marked = _boundaries.marked(stages.first.closed)
+        marked = _boundaries.marked_variables(stages.first.closed)
         return {
-            var: _skip.label(self.routes[number - 1].key)
+            var: _skip.skip_name(self.routes[number - 1].key)
             for var, (_, number) in marked.items()
             if number
         }
@@ -279,7 +280,7 @@ class _EndMarks:
 
         x = jax.tree.map(jnp.asarray, x)
         trees = {0: x} | {number: skips[key] for number, key in numbered.items()}
-        marked = _boundaries.numbered(stage, trees)
+        marked = _boundaries.mark_stage_end(stage, trees)
         skips |= {key: marked[number] for number, key in numbered.items()}
         return marked[0]
 

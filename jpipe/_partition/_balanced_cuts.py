@@ -23,7 +23,7 @@ from jax.extend import core
 from .._jaxprs import _eqn_source, _jaxpr, _min_cut, _work
 from .._messages import WarnOnce
 from .._trace import _boundaries
-from .._trace._traced_function import EqnKind, Traced
+from .._trace._traced_function import EqnKind, TracedFunction
 
 # A piece is at least one of so many parts of a stage.
 _PARTS_OF_STAGE = 8
@@ -36,8 +36,8 @@ _LEAST_WORK = 2**15
 _AS_FEW_BYTES = 1.01
 
 
-def positions(
-    program: Traced, num_stages: int | None, default: int, warnings: WarnOnce
+def choose_cuts(
+    program: TracedFunction, num_stages: int | None, default: int, warnings: WarnOnce
 ) -> list[int]:
     """Chooses the equations with which the stages but the first begin.
 
@@ -53,7 +53,7 @@ def positions(
     Raises:
       ValueError: if the program cannot be cut into so many stages.
     """
-    marks = _boundaries.positions(program.closed)
+    marks = _boundaries.boundary_positions(program.closed)
     if not marks:
         num_stages = default if num_stages is None else num_stages
         return _balanced_cuts(program, num_stages, warnings)
@@ -65,12 +65,12 @@ def positions(
     return marks
 
 
-def pieces(program: Traced, num_stages: int) -> list[int]:
+def find_pieces(program: TracedFunction, num_stages: int) -> list[int]:
     """Finds places that few bytes cross, at marks or else as for so many stages.
 
     Between two of them there is something to compute, at least a part of a stage.
     """
-    if marks := _boundaries.positions(program.closed):
+    if marks := _boundaries.boundary_positions(program.closed):
         return marks
     cost_before = [0, *accumulate(_stage_costs(program))]
     total_cost = cost_before[-1]
@@ -89,7 +89,7 @@ def pieces(program: Traced, num_stages: int) -> list[int]:
     return begins[1:]
 
 
-def crossing_bytes(program: Traced) -> list[int]:
+def crossing_bytes(program: TracedFunction) -> list[int]:
     """The bytes that cross each place: made by stages before it, read behind it.
 
     Returns:
@@ -114,7 +114,7 @@ def crossing_bytes(program: Traced) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Division:
+class _StageDivision:
     """Stages of the equations before some place.
 
     Attributes:
@@ -132,19 +132,23 @@ class _Division:
         """The order of preference: balance, then bytes, then the earliest cuts."""
         return self.largest_cost, self.num_bytes, self.cuts
 
-    def with_last_stage(self, cut: int, cost: float, num_bytes: int) -> "_Division":
+    def with_last_stage(
+        self, cut: int, cost: float, num_bytes: int
+    ) -> "_StageDivision":
         """The same stages, and one more behind them that begins at a cut."""
-        return _Division(
+        return _StageDivision(
             largest_cost=max(self.largest_cost, cost),
             num_bytes=self.num_bytes + num_bytes,
             cuts=(*self.cuts, cut),
         )
 
 
-_IMPOSSIBLE = _Division(largest_cost=np.inf)
+_IMPOSSIBLE = _StageDivision(largest_cost=np.inf)
 
 
-def _balanced_cuts(program: Traced, num_stages: int, warnings: WarnOnce) -> list[int]:
+def _balanced_cuts(
+    program: TracedFunction, num_stages: int, warnings: WarnOnce
+) -> list[int]:
     """The cuts whose largest stage is smallest: see the head of the file."""
     if num_stages == 1:
         return []
@@ -163,7 +167,7 @@ def _balanced_cuts(program: Traced, num_stages: int, warnings: WarnOnce) -> list
 
     ends = [*candidates, len(costs)]
     # best[j]: the best division of the equations before ends[j], at first as one stage
-    best = [_Division(largest_cost=cost_before[end]) for end in ends]
+    best = [_StageDivision(largest_cost=cost_before[end]) for end in ends]
     for _ in range(1, num_stages):
         divisions = []
         for j, end in enumerate(ends):
@@ -184,7 +188,7 @@ def _balanced_cuts(program: Traced, num_stages: int, warnings: WarnOnce) -> list
     return cuts
 
 
-def _stage_costs(program: Traced) -> list[float]:
+def _stage_costs(program: TracedFunction) -> list[float]:
     """The operations that each equation adds to a stage: none if it is in all."""
     return [
         _work.of_equation(eqn) if kind == EqnKind.STAGE else 0
@@ -193,7 +197,7 @@ def _stage_costs(program: Traced) -> list[float]:
 
 
 def _candidates(
-    program: Traced,
+    program: TracedFunction,
     *,
     crossing: Sequence[int],
     cost_before: Sequence[float],
@@ -243,7 +247,7 @@ def _candidates(
 
 
 def _check_largest_equation(
-    program: Traced, costs: Sequence[float], num_stages: int
+    program: TracedFunction, costs: Sequence[float], num_stages: int
 ) -> None:
     """Raises a ValueError if a loop has more work than a stage and a half."""
     if not costs:
@@ -251,7 +255,7 @@ def _check_largest_equation(
     largest = max(range(len(costs)), key=costs.__getitem__)
     eqn = program.closed.jaxpr.eqns[largest]
     share = costs[largest] / max(sum(costs), 1)
-    if _jaxpr.inside(eqn) and share > 1.5 / num_stages:
+    if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
         raise ValueError(
             f"num_stages={num_stages}: one operation, {_eqn_source.told(eqn)} is "
             f"{share:.0%} of the work and cannot be divided; write the loop over "
@@ -260,7 +264,10 @@ def _check_largest_equation(
 
 
 def _warn_of_large_equation(
-    program: Traced, costs: Sequence[float], cuts: Sequence[int], warnings: WarnOnce
+    program: TracedFunction,
+    costs: Sequence[float],
+    cuts: Sequence[int],
+    warnings: WarnOnce,
 ) -> None:
     """Warns of one equation because of which a stage has more than its share."""
     ends = [0, *cuts, len(costs)]
@@ -277,7 +284,7 @@ def _warn_of_large_equation(
 
     eqn = program.closed.jaxpr.eqns[largest]
     fewer_stages = max(int(_UNEVEN / share), 1)
-    loop = "write the loop in Python, or " if _jaxpr.inside(eqn) else ""
+    loop = "write the loop in Python, or " if _jaxpr.inner_jaxprs(eqn) else ""
     warnings(
         "balance",
         f"stage {fullest} has {share:.0%} of the estimated work, where "

@@ -6,8 +6,8 @@ from typing import Any
 
 from .._instructions._transfer import Device
 from ..schedules import Schedule
-from ._cut_points import Cuts
-from ._param_sharding import Rule
+from ._cut_points import CutPoints
+from ._param_sharding import ShardingRule
 
 # The shape of each parameter.
 Shapes = tuple[tuple[int, ...], ...]
@@ -39,9 +39,9 @@ class PipelineConfig:
     schedule: Any = "1f1b"
     remat: Any = "min_cut"
     replicas: Sequence[int] | None = None
-    sharding: Rule | None = None
+    sharding: ShardingRule | None = None
     gather: str = "step"
-    cuts: Cuts | None = None
+    cuts: CutPoints | None = None
     planned_shapes: Shapes | None = None
     is_mesh: bool = False
 

@@ -13,14 +13,14 @@ import numpy as np
 from jax.extend import core
 
 from .._trace import _boundaries
-from .._trace._traced_function import EqnKind, Traced
+from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
 
 Reads = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Cuts:
+class CutPoints:
     """Where a program is divided.
 
     Attributes:
@@ -46,8 +46,8 @@ class Cuts:
 
     @classmethod
     def of(
-        cls, program: Traced, positions: Sequence[int], count: int, about: int
-    ) -> "Cuts":
+        cls, program: TracedFunction, positions: Sequence[int], count: int, about: int
+    ) -> "CutPoints":
         """The cuts of a program.
 
         Args:
@@ -71,7 +71,7 @@ class Cuts:
         )
 
     @classmethod
-    def none(cls, about: int) -> "Cuts":
+    def none(cls, about: int) -> "CutPoints":
         """The cuts of one stage: none."""
         return cls(
             positions=(),
@@ -102,7 +102,7 @@ class Cuts:
         if self.about < 1:
             yield f"cuts.about={self.about}: needs at least one stage"
 
-    def some(self, chosen: Sequence[int]) -> "Cuts":
+    def some(self, chosen: Sequence[int]) -> "CutPoints":
         """The cuts with the chosen indices."""
         return replace(
             self,
@@ -111,7 +111,7 @@ class Cuts:
             around=tuple(self.around[index] for index in chosen),
         )
 
-    def on(self, other: Traced) -> list[int]:
+    def on(self, other: TracedFunction) -> list[int]:
         """The same cuts in another trace.
 
         Where the equations are the same, so are their indices. Elsewhere each cut is
@@ -121,7 +121,7 @@ class Cuts:
         """
         if not self.positions:
             return []
-        marks = _boundaries.positions(other.closed)
+        marks = _boundaries.boundary_positions(other.closed)
         if marks and len(marks) == len(self.positions):
             return marks
         if self.names == _primitives_digest(other):
@@ -160,13 +160,13 @@ class Cuts:
         return positions
 
 
-def _primitives_digest(program: Traced) -> str:
+def _primitives_digest(program: TracedFunction) -> str:
     """A digest of the primitives of a program."""
     names = "\n".join(eqn.primitive.name for eqn in program.closed.jaxpr.eqns)
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _reads_before(program: Traced, num_params: int) -> np.ndarray:
+def _reads_before(program: TracedFunction, num_params: int) -> np.ndarray:
     """The number of reads of each parameter before each equation, and before the end.
 
     A read is one by an equation of a stage, directly or through the copies that each
@@ -194,7 +194,7 @@ def _reads_before(program: Traced, num_params: int) -> np.ndarray:
 
 
 def _distances_to_reads(
-    program: Traced, reads_before: np.ndarray
+    program: TracedFunction, reads_before: np.ndarray
 ) -> list[tuple[int, int]]:
     """The equations of stages since the last read before a place, and until the next.
 

@@ -12,7 +12,7 @@ from .._instructions._agreement import stage_facts
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
 from .._messages import raise_all
-from ._stage_placement import Pipe
+from ._stage_placement import StagePlacement
 
 PyTree = Any
 
@@ -39,7 +39,7 @@ class ParamLayout:
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: StagePlacement,
         specs: PyTree,
         *,
         owner_stages: Sequence[int],
@@ -56,7 +56,7 @@ class ParamLayout:
         ]
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
-        self.params = _variables.numbers_of_params(specs, has_collections)
+        self.params = _variables.param_indices(specs, has_collections)
         self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
         self._pipe = pipe
@@ -98,7 +98,9 @@ class ParamLayout:
             self.paths, leaves, self.owner_stages, self.shardings, strict=True
         ):
             device, own = self._pipe.devices[stage], self._pipe.stages[stage]
-            if isinstance(leaf, jax.Array) and _transfer.is_at(leaf, device, sharding):
+            if isinstance(leaf, jax.Array) and _transfer.is_in_place(
+                leaf, device, sharding
+            ):
                 continue
             faults[stage] = faults.get(stage) or (
                 f"stage {stage}{f' ({own})' * bool(own.layers)} runs on {device}, and "

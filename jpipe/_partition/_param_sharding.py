@@ -14,21 +14,21 @@ from flax import linen
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
-from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
+from .._instructions._sharding import WHOLE, Sharding, StageMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_values
-from .._layers._linen import is_box
+from .._layers._linen import is_boxed
 from .._messages import raise_all
-from ._stage_placement import Pipe
+from ._stage_placement import StagePlacement
 
 PyTree = Any
 # ``(path, spec) -> PartitionSpec``; the path of a parameter of a list of layers begins
 # with the index of the layer.
-Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
+ShardingRule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
 
-def of_tree(
-    pipe: Pipe,
+def tree_shardings(
+    pipe: StagePlacement,
     tree: PyTree,
     devices: Sequence[Device],
     owner: Any = None,
@@ -46,7 +46,7 @@ def of_tree(
       layer: the index of the layer, in a list of layers.
       inside: the path of the tree: ``("params",)`` for parameters alone.
     """
-    if not any(isinstance(device, SubMesh) for device in devices):
+    if not any(isinstance(device, StageMesh) for device in devices):
         return [WHOLE] * len(devices)
     leaf_shardings: list[Sharding] = []
     faults: list[str] = []
@@ -65,7 +65,7 @@ def of_tree(
 
 
 def _requests(
-    rule: Rule | None,
+    rule: ShardingRule | None,
     tree: PyTree,
     *,
     owner: Any,
@@ -74,7 +74,7 @@ def _requests(
 ) -> Iterable[tuple[Any, Any, Any]]:
     """Yields the path of each leaf, the leaf, and the requested axes."""
     metadata = _nnx_values.parameters(owner)
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_boxed)
     for key_path, node in nodes:
         names = [getattr(key, "key", getattr(key, "idx", key)) for key in key_path]
         path = (*inside, *names)
@@ -84,7 +84,7 @@ def _requests(
             if is_param and rule is not None:
                 spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
                 axes = rule((*layer, *path[1:]), spec)
-            elif is_box(node):
+            elif is_boxed(node):
                 axes = _axes_of_box(node)
             elif is_param and metadata:
                 axes = _axes_of_variable(metadata.get(path[1:]))
@@ -115,7 +115,7 @@ def _spec(axes: Any, device: Device, *, path: Any, allowed_axes: Any) -> P:
       path: the path of the parameter.
       allowed_axes: the axes that a rule may name, those of all places; ``None``: any.
     """
-    if axes is None or not isinstance(device, SubMesh):
+    if axes is None or not isinstance(device, StageMesh):
         return P()
     if not isinstance(axes, P | tuple | list):
         raise TypeError(

@@ -11,16 +11,16 @@ from typing import Any
 
 import jax
 
-from .._instructions._transfer import Device, OnPaper
-from .._layers._layer_group import StageLayers
+from .._instructions._transfer import AbstractDevice, Device
+from .._layers._layer_group import LayerGroup
 from .._messages import WarnOnce
 from .._trace import _boundaries
-from .._trace._traced_function import Traced
-from ..schedules._choose import choose_schedule, turns
+from .._trace._traced_function import TracedFunction
+from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
 from ._config import PipelineConfig
-from ._cut_points import Cuts
-from ._stage_placement import Pipe, idle
+from ._cut_points import CutPoints
+from ._stage_placement import StagePlacement, idle_process_devices
 
 PyTree = Any
 
@@ -45,21 +45,21 @@ class Partition:
     def __init__(
         self,
         config: PipelineConfig,
-        groups: Sequence[StageLayers] | None = None,
+        groups: Sequence[LayerGroup] | None = None,
         *,
         is_lasting: bool = False,
     ) -> None:
         self.config = config
         self.cuts = config.cuts
         self.warnings = WarnOnce(
-            is_muted=any(isinstance(device, OnPaper) for device in config.ranks)
+            is_muted=any(isinstance(device, AbstractDevice) for device in config.ranks)
         )
         self.stage_of_layer: tuple[int, ...] | None = None
         self._groups = groups
         self._is_lasting = is_lasting
         self._owner_stages: Sequence[int] | None = None
         # number of stages -> their devices and schedule
-        self._placements: dict[int, Pipe] = {}
+        self._placements: dict[int, StagePlacement] = {}
         if groups is not None:
             self.stage_of_layer = tuple(
                 group.index for group in groups for _ in group.layers
@@ -107,8 +107,8 @@ class Partition:
         return self._groups is None
 
     def cut(
-        self, programs: Mapping[int, Traced], num_params: int
-    ) -> tuple[Cuts | None, dict[int, list[int]]]:
+        self, programs: Mapping[int, TracedFunction], num_params: int
+    ) -> tuple[CutPoints | None, dict[int, list[int]]]:
         """Cuts a function.
 
         Args:
@@ -125,7 +125,7 @@ class Partition:
         if self._groups is not None:
             num_cuts = len(self._groups) - 1
             ends = {
-                size: _boundaries.ends(traced.closed)
+                size: _boundaries.stage_ends(traced.closed)
                 for size, traced in programs.items()
             }
             return None, {
@@ -137,10 +137,10 @@ class Partition:
         cuts = self.cuts
         about = self.num_traced_stages
         if cuts is None:
-            found = _balanced_cuts.positions(
+            found = _balanced_cuts.choose_cuts(
                 first, self.config.num_stages, about, self.warnings
             )
-            cuts = Cuts.of(first, found, num_params, about)
+            cuts = CutPoints.of(first, found, num_params, about)
         if cuts.positions and len(cuts.totals) != num_params:
             raise ValueError(
                 f"plan: it is of a model or function of {len(cuts.totals)} arrays of "
@@ -152,7 +152,7 @@ class Partition:
 
         positions = {first_size: cuts.on(first)}
         # Programs of other sizes are more like the first one than what was cut before.
-        cuts_of_first = Cuts.of(first, positions[first_size], num_params, about)
+        cuts_of_first = CutPoints.of(first, positions[first_size], num_params, about)
         for size, traced in programs.items():
             if size != first_size:
                 positions[size] = cuts_of_first.on(traced)
@@ -181,7 +181,7 @@ class Partition:
 
     # ---------------------------------------------------------------------- placement
 
-    def placement(self, num_stages: int) -> Pipe:
+    def placement(self, num_stages: int) -> StagePlacement:
         """Returns the devices and the schedule of so many stages.
 
         Raises:
@@ -192,18 +192,18 @@ class Partition:
             self._placements[num_stages] = self._place(num_stages)
         return self._placements[num_stages]
 
-    def _place(self, num_stages: int) -> Pipe:
+    def _place(self, num_stages: int) -> StagePlacement:
         config = self.config
         schedule = config.schedule
         if config.replicas is not None:
-            schedule = turns(
+            schedule = choose_replicated(
                 config.replicas, schedule, num_stages, config.num_microbatches
             )
         schedule = choose_schedule(schedule, num_stages, config.num_microbatches)
         groups = self._groups
         if groups is None:
-            groups = [StageLayers(stage, stage, ()) for stage in range(num_stages)]
-        return Pipe(
+            groups = [LayerGroup(stage, stage, ()) for stage in range(num_stages)]
+        return StagePlacement(
             stages=tuple(groups),
             ranks=config.ranks_of(schedule),
             schedule=schedule,
@@ -221,4 +221,4 @@ class Partition:
         if self._groups is not None:
             return self.placement(len(self._groups)).places
         devices = dict.fromkeys(self.config.ranks)
-        return (*devices, *idle(devices))
+        return (*devices, *idle_process_devices(devices))

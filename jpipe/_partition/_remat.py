@@ -64,7 +64,7 @@ def keeps_fewest(mode: Mode) -> bool:
     return mode == "min_cut"
 
 
-def in_one(setting: Any, whole: bool) -> Mode:
+def mode_in_one_program(setting: Any, whole: bool) -> Mode:
     """What a forward stores that is one program with its backward, or with I of it.
 
     Nothing is stored between the two; W comes later, and reads what I leaves.
@@ -77,7 +77,7 @@ def halves_keep_fewest(mode: Mode) -> bool:
     return mode != "none"
 
 
-def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def make_wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The transform that makes `jax.vjp` store the residuals of the mode.
 
     Forward and backward are different programs: XLA needs no barrier against finding
@@ -89,7 +89,7 @@ def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def name(setting: Any) -> str:
+def mode_name(setting: Any) -> str:
     """How a plan prints a setting."""
     if isinstance(setting, str):
         return setting

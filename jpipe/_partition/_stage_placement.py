@@ -19,10 +19,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from .._instructions._graph import Graph
-from .._instructions._sharding import SubMesh
-from .._instructions._transfer import Device, OnPaper, devices_of
+from .._instructions._sharding import StageMesh
+from .._instructions._transfer import AbstractDevice, Device, devices_of
 from .._layers._adapter import LayerAdapter
-from .._layers._layer_group import StageLayers
+from .._layers._layer_group import LayerGroup
 from .._layers._text import abbreviate
 from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
@@ -30,7 +30,7 @@ from ..schedules import Schedule
 
 
 @dataclass(frozen=True)
-class Pipe:
+class StagePlacement:
     """A pipeline without its batches.
 
     Attributes:
@@ -43,7 +43,7 @@ class Pipe:
         each ``"microbatch"``.
     """
 
-    stages: tuple[StageLayers, ...]
+    stages: tuple[LayerGroup, ...]
     ranks: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
@@ -85,7 +85,7 @@ class Pipe:
         replica_ranks = itertools.chain.from_iterable(self.schedule.ranks_of)
         replica_devices = [self.ranks[rank] for rank in replica_ranks]
         devices = dict.fromkeys([*self.devices, *replica_devices])
-        return (*devices, *idle(devices))
+        return (*devices, *idle_process_devices(devices))
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
@@ -167,12 +167,12 @@ class Pipe:
     def num_shards(self) -> int:
         """The number of shards over which each micro-batch is spread."""
         first = self.devices[0]
-        return first.num_shards if isinstance(first, SubMesh | OnPaper) else 1
+        return first.num_shards if isinstance(first, StageMesh | AbstractDevice) else 1
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes of the meshes of all places."""
-        meshes = [place.mesh for place in self.places if isinstance(place, SubMesh)]
+        meshes = [place.mesh for place in self.places if isinstance(place, StageMesh)]
         return tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
 
     @cached_property
@@ -181,7 +181,7 @@ class Pipe:
         return tuple(stage.index for stage in self.stages for _ in stage.layers)
 
 
-def idle(devices: Collection[Device]) -> Iterator[Device]:
+def idle_process_devices(devices: Collection[Device]) -> Iterator[Device]:
     """Yields a device of each process that has none of these, if they are of several.
 
     Raises:
@@ -190,7 +190,7 @@ def idle(devices: Collection[Device]) -> Iterator[Device]:
     processes = {device.process_index for device in devices}
     if len(processes) < 2:
         return
-    has_meshes = any(isinstance(device, SubMesh) for device in devices)
+    has_meshes = any(isinstance(device, StageMesh) for device in devices)
     for device in jax.devices():
         if device.process_index not in processes:
             if has_meshes:

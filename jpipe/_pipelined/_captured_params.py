@@ -8,13 +8,13 @@ from .._layers import _nnx_values
 from .._layers._adapter import LayerAdapter
 from .._messages import WarnOnce, raise_all
 from .._model._model import Model
-from ._specialization import Built
+from ._specialization import Specialization
 
 PyTree = Any
 
 
-def check(
-    params: PyTree, built: Built, *, model: Model | None, warnings: WarnOnce
+def check_captured_params(
+    params: PyTree, built: Specialization, *, model: Model | None, warnings: WarnOnce
 ) -> None:
     """Checks that a loss closes over no array by which it is differentiated.
 
@@ -61,7 +61,7 @@ def check(
 
 
 def _captured_leaves(
-    params: PyTree, built: Built, constant_ids: set[int], tree_name: str
+    params: PyTree, built: Specialization, constant_ids: set[int], tree_name: str
 ) -> list[str]:
     """The trained parameters of the call that are among the constants."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -77,7 +77,7 @@ def _captured_variables(
 ) -> list[str]:
     """The parameters of a module of nnx that are among the constants."""
     return [
-        f"{_nnx_values.dotted(path)} of {layer_name} ({layer.name})"
+        f"{_nnx_values.attribute_path(path)} of {layer_name} ({layer.name})"
         for path, variable in _nnx_values.parameters(layer.owner).items()
         if id(variable.get_raw_value()) in constant_ids
     ]

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from .._layers._text import shapes
-from .._partition._stage_placement import Pipe
+from .._layers._text import shape_text
+from .._partition._stage_placement import StagePlacement
 from .._processes._arrays import is_non_addressable
 from .._processes._digest import array_digest, digest, specs_from_text, specs_to_text
 from .._processes._group import RUNS, find_differences, group, raise_differences
@@ -38,7 +38,9 @@ class Feed:
         else each process passes all of the batch, which is compared.
     """
 
-    def __init__(self, pipe: Callable[[], Pipe | None], is_local: bool) -> None:
+    def __init__(
+        self, pipe: Callable[[], StagePlacement | None], is_local: bool
+    ) -> None:
         self._pipe = pipe
         self._is_local = is_local
         # name of an argument -> the stage that reads it, and the process of that stage
@@ -217,8 +219,8 @@ def _text(tree: PyTree) -> str:
         return ""
     leaves = jax.tree.leaves(tree)
     if any(map(_has_no_values, leaves)):
-        return shapes(tree)
-    return f"{shapes(tree)}{_OF_VALUES}{digest(map(array_digest, leaves))}"
+        return shape_text(tree)
+    return f"{shape_text(tree)}{_OF_VALUES}{digest(map(array_digest, leaves))}"
 
 
 def _has_other_values(text: str, expected: str) -> bool:

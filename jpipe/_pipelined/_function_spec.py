@@ -11,10 +11,10 @@ from .._layers import _rng
 from .._lower._join import Join
 from .._model._model import Model
 from .._partition import _param_sharding
-from .._partition._stage_placement import Pipe
-from .._trace._microbatch_outputs import Results
-from .._trace._state_updates import Written
-from .._trace._traced_function import Traced
+from .._partition._stage_placement import StagePlacement
+from .._trace._microbatch_outputs import MicrobatchOutputs
+from .._trace._state_updates import StateLeaf
+from .._trace._traced_function import TracedFunction
 
 PyTree = Any
 
@@ -43,7 +43,7 @@ class FunctionSpec:
     """
 
     function: Callable[..., Any]
-    joins: Callable[[Results], list[Join]]
+    joins: Callable[[MicrobatchOutputs], list[Join]]
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
@@ -51,8 +51,10 @@ class FunctionSpec:
     model: Model | None = None
     names: Sequence[str] = ()
     argnums: Sequence[int] = (0,)
-    writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
-    discards: Callable[[Traced, PyTree], None] | None = None
+    writes: Callable[[TracedFunction, PyTree], tuple[int, list[StateLeaf]]] | None = (
+        None
+    )
+    discards: Callable[[TracedFunction, PyTree], None] | None = None
     check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
     explain: Callable[[PyTree, Sequence[PyTree]], None] | None = None
 
@@ -124,14 +126,14 @@ class FunctionSpec:
         )
 
     def shardings(
-        self, pipe: Pipe, params: PyTree, owner_stages: Sequence[int]
+        self, pipe: StagePlacement, params: PyTree, owner_stages: Sequence[int]
     ) -> list[Sharding]:
         """Returns the sharding of each parameter in its stage."""
         if self.model is not None:
             return self.model.shardings(pipe, params, owner_stages)
         devices = [pipe.devices[stage] for stage in owner_stages]
-        return _param_sharding.of_tree(pipe, params, devices, inside=("params",))
+        return _param_sharding.tree_shardings(pipe, params, devices, inside=("params",))
 
-    def aux_of(self, traced: Traced) -> PyTree:
+    def aux_of(self, traced: TracedFunction) -> PyTree:
         """Returns specs of what is returned besides the loss and what is written."""
         return traced.aux if self.model is None else traced.aux[0]

@@ -13,21 +13,21 @@ from .._layers import _rng
 from .._lower import _join
 from .._model._model import Model
 from .._trace import _discarded_state
-from .._trace._microbatch_outputs import Results
-from .._trace._state_updates import Written
-from .._trace._traced_function import Traced
+from .._trace._microbatch_outputs import MicrobatchOutputs
+from .._trace._state_updates import StateLeaf
+from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
 PyTree = Any
 
 
-def forward(model: Model, *, train: bool) -> FunctionSpec:
+def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
     """``(variables, x, rngs) -> (outputs, changed)``; nobody keeps what changed."""
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
         return model.call(variables, x, rngs, train=train)
 
-    def join(results: Results) -> list[_join.Join]:
+    def join(results: MicrobatchOutputs) -> list[_join.Join]:
         try:
             return _join.of_outputs(model.axes.out_axes, results)
         except ValueError as error:
@@ -46,7 +46,7 @@ def forward(model: Model, *, train: bool) -> FunctionSpec:
     )
 
 
-def loss(
+def loss_spec(
     model: Model, objective: Objective, outputs: list[PyTree], *, train: bool
 ) -> FunctionSpec:
     """``(variables, x, targets, rngs) -> (loss, (aux, changed))``.
@@ -64,7 +64,7 @@ def loss(
         value, aux = objective.of_part(y, targets)
         return value, (aux, changed)
 
-    def join(results: Results) -> list[_join.Join]:
+    def join(results: MicrobatchOutputs) -> list[_join.Join]:
         return _join.of_aux(objective.aux_axes, results)
 
     discards = None
@@ -84,22 +84,24 @@ def loss(
 
 
 def _writes(
-    model: Model, traced: Traced, variables: PyTree
-) -> tuple[int, list[Written]]:
+    model: Model, traced: TracedFunction, variables: PyTree
+) -> tuple[int, list[StateLeaf]]:
     """The index in aux of the first leaf that is written, and which these are."""
     aux, changed = traced.aux
     paths = [path for path, _ in tree_leaves_with_path(variables)]
     written = [
-        Written(i, paths[i], model.name_written(paths[i])) for i in sorted(changed)
+        StateLeaf(i, paths[i], model.name_written(paths[i])) for i in sorted(changed)
     ]
     return len(jax.tree.leaves(aux)), written
 
 
 def _warn_of_discarded(
-    model: Model, train: bool, traced: Traced, variables: PyTree
+    model: Model, train: bool, traced: TracedFunction, variables: PyTree
 ) -> None:
     """Warns of what is written, where nobody is given it."""
-    _discarded_state.check(traced, *_writes(model, traced, variables), variables, train)
+    _discarded_state.check_discarded_state(
+        traced, *_writes(model, traced, variables), variables, train
+    )
 
 
 def _note_axes(error: ValueError, axes: Axes) -> None:

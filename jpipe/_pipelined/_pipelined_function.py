@@ -12,23 +12,23 @@ from typing import Any
 import jax
 
 from .._arguments import _microbatch, _signature, _variables
-from .._arguments._batch import Batch, explained
-from .._arguments._cache import Recent
+from .._arguments._batch import Batch, explain_sizes
+from .._arguments._cache import RecentCache
 from .._instructions import _transfer
-from .._instructions._garbage_collector import paused
+from .._instructions._garbage_collector import pause_collector
 from .._layers import _batch_norm
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition
 from .._partition._planned_shapes import check_planned_shapes
-from .._partition._stage_placement import Pipe
+from .._partition._stage_placement import StagePlacement
 from .._stage import _stacked_params
 from .._stage._stages import Stages
-from .._trace._microbatch_outputs import Results
-from .._trace._state_updates import State, without_the_rest, written_by
-from .._trace._traced_function import Traced
+from .._trace._microbatch_outputs import MicrobatchOutputs
+from .._trace._state_updates import StateUpdate, drop_unwritten_aux, find_updates
+from .._trace._traced_function import TracedFunction
 from . import _captured_params
 from ._function_spec import FunctionSpec
-from ._specialization import Built
+from ._specialization import Specialization
 from ._tracing import trace_sizes, trace_whole
 
 PyTree = Any
@@ -57,12 +57,12 @@ class PipelinedFunction:
         self._partition = partition
         self._trained = trained
         # (settings, signature of the arguments) -> what runs for them
-        self._cache = Recent[Any, Built]()
-        self.last: Built | None = None
+        self._cache = RecentCache[Any, Specialization]()
+        self.last: Specialization | None = None
 
-    def __call__(self, params: PyTree, *args: PyTree) -> Built:
+    def __call__(self, params: PyTree, *args: PyTree) -> Specialization:
         """Returns what runs for such arguments, built once for each signature."""
-        key = _signature.settings(), _signature.of(params, args)
+        key = _signature.settings(), _signature.tree_signature(params, args)
         if key not in self._cache:
             self._cache[key] = self._build_checked(params, *args)
         self.last = self._cache[key]
@@ -77,7 +77,7 @@ class PipelinedFunction:
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
         built = self(params, *args)
-        return _transfer.put_each(params, built.pipe.devices, built.layout.locations)
+        return _transfer.put_tree(params, built.pipe.devices, built.layout.locations)
 
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns where parameters stay, the same for all functions of a partition.
@@ -107,7 +107,7 @@ class PipelinedFunction:
 
     def _layout(
         self,
-        pipe: Pipe,
+        pipe: StagePlacement,
         specs: PyTree,
         owner_stages: Sequence[int],
         is_trained: Sequence[bool],
@@ -132,8 +132,8 @@ class PipelinedFunction:
 
     # -------------------------------------------------------------------------- build
 
-    @paused()
-    def _build_checked(self, params: PyTree, *args: PyTree) -> Built:
+    @pause_collector()
+    def _build_checked(self, params: PyTree, *args: PyTree) -> Specialization:
         """Checks arguments, and builds what runs for them."""
         spec = self._spec
         _variables.check_concrete(jax.tree.leaves((params, args)))
@@ -153,7 +153,7 @@ class PipelinedFunction:
                 spec.explain(params, args)
             spec.note_order(error, params, args)
             raise
-        _captured_params.check(
+        _captured_params.check_captured_params(
             params, built, model=spec.model, warnings=self._partition.warnings
         )
         return built
@@ -166,11 +166,13 @@ class PipelinedFunction:
             few=few,
         )
 
-    def divide(self, params: PyTree, args: Sequence[PyTree]) -> Built:
+    def divide(self, params: PyTree, args: Sequence[PyTree]) -> Specialization:
         """Builds what cannot run, of arguments that may have few examples."""
         return self.build(params, self._batch(args, few=True), runs=False)
 
-    def build(self, params: PyTree, batch: Batch, *, runs: bool = True) -> Built:
+    def build(
+        self, params: PyTree, batch: Batch, *, runs: bool = True
+    ) -> Specialization:
         """Builds what runs for a mini-batch, whose micro-batches may have any sizes.
 
         Args:
@@ -179,9 +181,9 @@ class PipelinedFunction:
           runs: whether it has enough examples to run.
         """
         spec = self._spec
-        specs = _microbatch.specs(params, "params")
+        specs = _microbatch.array_specs(params, "params")
         is_trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
-        with explained(batch), _batch_norm.merging(batch.num_parts > 1):
+        with explain_sizes(batch), _batch_norm.merge_statistics(batch.num_parts > 1):
             programs, state = self._trace(specs, batch, runs=runs)
             self._check_planned(specs)
             count = len(is_trained)
@@ -203,12 +205,14 @@ class PipelinedFunction:
                 f"{spec.params_name}{jax.tree_util.keystr(path)}"
                 for path in layout.paths
             ]
-            _stacked_params.check(stages, leaf_names, self._partition.warnings)
+            _stacked_params.check_stacked_params(
+                stages, leaf_names, self._partition.warnings
+            )
 
         if spec.has_loss:
             pipe.check_trains()
         joins = spec.joins(self._results(stages, specs, batch)) if runs else None
-        return Built(
+        return Specialization(
             pipe=pipe,
             stages=stages,
             layout=layout,
@@ -220,31 +224,33 @@ class PipelinedFunction:
 
     def _trace(
         self, specs: PyTree, batch: Batch, *, runs: bool
-    ) -> tuple[dict[int, Traced], State]:
+    ) -> tuple[dict[int, TracedFunction], StateUpdate]:
         """Traces the function; returns also what of its aux is written to parameters.
 
         The traces return no other aux that could be written.
         """
         spec = self._spec
         programs = trace_sizes(spec, self._partition, specs, batch)
-        state = State()
+        state = StateUpdate()
         if spec.writes is None:
             return programs, state
 
         first = programs[batch.sizes[0]]
         if spec.discards is None:
             first_leaf, written = spec.writes(first, specs)
-            state = written_by(first, first_leaf, written)
+            state = find_updates(first, first_leaf, written)
         elif runs:
             spec.discards(first, specs)
         for size, traced in programs.items():
             first_leaf, written = spec.writes(traced, specs)
-            programs[size] = without_the_rest(traced, first_leaf, written, state)
+            programs[size] = drop_unwritten_aux(traced, first_leaf, written, state)
         return programs, state
 
-    def _results(self, stages: Stages, specs: PyTree, batch: Batch) -> Results:
+    def _results(
+        self, stages: Stages, specs: PyTree, batch: Batch
+    ) -> MicrobatchOutputs:
         """Returns what micro-batches return besides the loss, which is to be joined."""
-        return Results(
+        return MicrobatchOutputs(
             program=stages.first,
             has_examples=[axis is not None for axis in batch.axes],
             first=self._spec.aux_of(stages.first),

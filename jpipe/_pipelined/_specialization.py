@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from .._arguments import _variables
 from .._arguments._batch import Batch
 from .._instructions._agreement import batch_facts
-from .._instructions._garbage_collector import paused
+from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
 from .._lower._epilogue import StepOutputs
 from .._lower._join import Join
 from .._lower._lowering import Lowering
-from .._partition._cut_points import Cuts
+from .._partition._cut_points import CutPoints
 from .._partition._param_layout import ParamLayout
-from .._partition._stage_placement import Pipe
+from .._partition._stage_placement import StagePlacement
 from .._stage._residuals import Residuals
 from .._stage._stages import Stages
 from ..schedules import Action
@@ -27,7 +27,7 @@ from ..schedules._action import FORWARD
 PyTree = Any
 
 
-class Built:
+class Specialization:
     """A function on a mini-batch, divided.
 
     Args:
@@ -43,10 +43,10 @@ class Built:
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: StagePlacement,
         stages: Stages,
         layout: ParamLayout,
-        cuts: Cuts | None,
+        cuts: CutPoints | None,
         batch: Batch,
         aux: PyTree,
         joins: Sequence[Join] | None,
@@ -136,7 +136,7 @@ class Built:
         )
         return self.stages.residuals(stage) if by_itself else None
 
-    @paused()
+    @pause_collector()
     def _lowered(self, state: Sequence[int]) -> Program:
         graph = self.pipe.graph()
         params, given = self.arguments(graph)

@@ -13,7 +13,7 @@ from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
-from .._trace._traced_function import Traced
+from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
 PyTree = Any
@@ -21,7 +21,7 @@ PyTree = Any
 
 def trace_sizes(
     spec: FunctionSpec, partition: Partition, params: PyTree, batch: Batch
-) -> dict[int, Traced]:
+) -> dict[int, TracedFunction]:
     """Traces a function on micro-batches of each size.
 
     Args:
@@ -38,7 +38,7 @@ def trace_sizes(
         traced = _trace(
             spec, params, batch, size, num_stages=partition.num_traced_stages
         )
-        closed = _user_meshes.on_places(
+        closed = _user_meshes.restrict_to_places(
             traced.closed, partition.places, partition.warnings
         )
         traced = replace(
@@ -48,14 +48,14 @@ def trace_sizes(
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         programs[size] = traced
-    return _eqn_order.late(
+    return _eqn_order.sink_equations(
         _traced_function.with_equal_arrays(programs), moves=partition.moves_equations
     )
 
 
 def trace_whole(
     spec: FunctionSpec, params: PyTree, batch: Batch
-) -> tuple[Traced, PyTree]:
+) -> tuple[TracedFunction, PyTree]:
     """Traces a function on the mini-batch as one micro-batch.
 
     Returns:
@@ -63,7 +63,7 @@ def trace_whole(
     """
     size = sum(batch.sizes) * batch.num_shards
     try:
-        with _batch_norm.merging(True):
+        with _batch_norm.merge_statistics(True):
             traced = _trace(spec, params, batch, size, num_stages=1)
     except Exception as error:
         error.add_note(
@@ -77,8 +77,8 @@ def trace_whole(
 
 def _trace(
     spec: FunctionSpec, params: PyTree, batch: Batch, size: int, *, num_stages: int
-) -> Traced:
-    return _traced_function.traced(
+) -> TracedFunction:
+    return _traced_function.trace_function(
         spec.function,
         params,
         batch.part(size),
@@ -91,7 +91,9 @@ def _trace(
     )
 
 
-def _with_local_inputs(spec: FunctionSpec, traced: Traced, args: Any) -> Traced:
+def _with_local_inputs(
+    spec: FunctionSpec, traced: TracedFunction, args: Any
+) -> TracedFunction:
     """Notes which leaves are the input, and which the first and last stage alone read.
 
     Args:
@@ -112,14 +114,14 @@ def _with_local_inputs(spec: FunctionSpec, traced: Traced, args: Any) -> Traced:
 
 
 def _with_scaled_loss(
-    spec: FunctionSpec, traced: Traced, batch: Batch, size: int
-) -> Traced:
+    spec: FunctionSpec, traced: TracedFunction, batch: Batch, size: int
+) -> TracedFunction:
     """Scales the loss of a micro-batch to its part of that of the mini-batch."""
     whole = sum(batch.sizes) * batch.num_shards
     share = 1 / batch.num_parts
     scales = {"mean": size / whole, "sum": 1.0, "weighted": 1.0}
     scale = scales.get(spec.reduction, share)
     if spec.model is not None:
-        return _penalty.scaled(traced, scale)
+        return _penalty.scale_loss(traced, scale)
     is_split = [axis is not None for axis in batch.axes]
-    return _penalty.apart(traced, is_split, scale, share)
+    return _penalty.separate_penalty(traced, is_split, scale, share)

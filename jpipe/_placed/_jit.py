@@ -10,25 +10,25 @@ from typing import Any
 import jax
 
 from .._arguments import _signature, _variables
-from .._arguments._cache import Recent
-from .._arguments._static import Static, without_statics
+from .._arguments._cache import RecentCache
+from .._arguments._static import StaticArgument, without_statics
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._instructions._transfer import Device, devices_of, sharding_of
 from .._jaxprs import _jaxpr
-from .._layers._text import shapes
+from .._layers._text import shape_text
 from .._messages import raise_all
 from .._processes._arrays import is_replicated
 from ._mesh_context import outside_of_meshes
-from ._mirrored_places import Leaf
-from ._placed_function import PlacedFunction, Placement, where_computed
+from ._mirrored_places import ArgumentLeaf
+from ._placed_function import LeafPlacement, PlacedFunction, where_computed
 
 PyTree = Any
 # The arguments of a call: by position, and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Leaves of arguments -> where they and the leaves of the result belong.
-Rule = Callable[[Sequence[Leaf]], Placement]
+Rule = Callable[[Sequence[ArgumentLeaf]], LeafPlacement]
 
 # True while such a function is traced: another one inside is a part of it.
 _tracing = ContextVar("tracing", default=False)
@@ -61,7 +61,7 @@ class Jitted:
             devices_of(device): place for place, device in enumerate(self.devices)
         }
         # signature of the arguments -> (structure of the result, program)
-        self._programs = Recent[Any, tuple[Any, Program]]()
+        self._programs = RecentCache[Any, tuple[Any, Program]]()
 
     @outside_of_meshes
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class Jitted:
         arguments = args, kwargs
         leaves, structure = jax.tree.flatten(arguments)
         _variables.check_alive(leaves)
-        signature = _signature.call(structure, leaves)
+        signature = _signature.call_signature(structure, leaves)
         if signature not in self._programs:
             self._programs[signature] = self._compile(arguments)
         result_structure, program = self._programs[signature]
@@ -111,13 +111,15 @@ class Jitted:
             positional, named = without_statics((args, kwargs))
             return self.function(*positional, **named)
         except Exception as error:
-            listed = shapes((*args, kwargs) if kwargs else args)
+            listed = shape_text((*args, kwargs) if kwargs else args)
             error.add_note(f"{self.blame}; its arguments were {listed}")
             raise
         finally:
             _tracing.reset(token)
 
-    def _donated(self, leaves: Sequence[Leaf], arguments: Arguments) -> list[bool]:
+    def _donated(
+        self, leaves: Sequence[ArgumentLeaf], arguments: Arguments
+    ) -> list[bool]:
         """For each leaf whether it may be overwritten."""
         num_args = len(arguments[0])
         donated = {i % num_args for i in self.donate if -num_args <= i < num_args}
@@ -135,14 +137,14 @@ class Jitted:
                 f"{self.name} overwrite; give it a copy (jnp.copy), or do not donate"
             )
 
-    def _located(self, arguments: Arguments) -> list[Leaf]:
+    def _located(self, arguments: Arguments) -> list[ArgumentLeaf]:
         """Specs of the leaves of the arguments, with their places.
 
         Raises:
           TypeError: if one is neither an array nor a number.
           ValueError: if one is on devices that are not those of a place.
         """
-        leaves: list[Leaf] = []
+        leaves: list[ArgumentLeaf] = []
         not_arrays: list[str] = []
         misplaced: list[str] = []
         for leaf in _leaves(arguments):
@@ -186,13 +188,13 @@ class Jitted:
         return place, sharding
 
 
-def _leaves(arguments: Arguments) -> list[Leaf]:
+def _leaves(arguments: Arguments) -> list[ArgumentLeaf]:
     """The leaves of arguments, in order."""
-    leaves: list[Leaf] = []
+    leaves: list[ArgumentLeaf] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         _, key, *inner_path = path
         argument_key = getattr(key, "idx", getattr(key, "key", ""))
-        leaves.append(Leaf(argument_key, tuple(inner_path), leaf))
+        leaves.append(ArgumentLeaf(argument_key, tuple(inner_path), leaf))
     return leaves
 
 
@@ -234,13 +236,13 @@ def jit(
 def _with_statics(
     args: Sequence[Any], static: Sequence[int], name: str
 ) -> Sequence[Any]:
-    """The arguments, those at the static positions as `Static`."""
+    """The arguments, those at the static positions as `StaticArgument`."""
     args_with_statics = list(args)
     for i in static:
         if -len(args) <= i < len(args):
             position = i % len(args)
             note = f"argument {position} of {name} is in static_argnums"
-            args_with_statics[position] = Static.of(args[i], note)
+            args_with_statics[position] = StaticArgument.of(args[i], note)
     return args_with_statics
 
 

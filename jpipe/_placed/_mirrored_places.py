@@ -12,7 +12,7 @@ from .._instructions._sharding import WHOLE, Sharding
 Path = tuple[Any, ...]
 
 
-class Leaf(NamedTuple):
+class ArgumentLeaf(NamedTuple):
     """A leaf of the arguments of a function.
 
     Attributes:
@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
 
 def leaves_at(
     argument_key: int, tree: Any, locations: Sequence[tuple[Place, Sharding]]
-) -> list[Leaf]:
+) -> list[ArgumentLeaf]:
     """The leaves of an argument, each with its place and sharding.
 
     Args:
@@ -51,14 +51,16 @@ def leaves_at(
       tree: the argument.
       locations: the place of each leaf, and its sharding there.
     """
-    leaves: list[Leaf] = []
+    leaves: list[ArgumentLeaf] = []
     pairs = zip(jax.tree_util.tree_leaves_with_path(tree), locations, strict=True)
     for (path, value), (place, sharding) in pairs:
-        leaves.append(Leaf(argument_key, path, value, place=place, sharding=sharding))
+        leaves.append(
+            ArgumentLeaf(argument_key, path, value, place=place, sharding=sharding)
+        )
     return leaves
 
 
-class ByPath:
+class MirroredPlaces:
     """The places and shardings of leaves that mirror some others.
 
     A leaf that mirrors a parameter, as a momentum does, has the parameter's path at the
@@ -73,7 +75,7 @@ class ByPath:
       leaves: the leaves that are mirrored; those that are in no place are ignored.
     """
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Sequence[ArgumentLeaf]) -> None:
         placed = [leaf for leaf in leaves if leaf.place >= 0]
         # path, or its end -> place
         self._places: dict[Path, Place] = {}
@@ -107,17 +109,17 @@ class ByPath:
                 return self._shardings[key]
         return WHOLE
 
-    def leaves_of(self, argument_key: int, tree: Any) -> list[Leaf]:
+    def leaves_of(self, argument_key: int, tree: Any) -> list[ArgumentLeaf]:
         """The leaves of an argument with the places and shardings that they mirror.
 
         A leaf that mirrors no other is in the first place.
         """
-        leaves: list[Leaf] = []
+        leaves: list[ArgumentLeaf] = []
         for path, value in jax.tree_util.tree_leaves_with_path(tree):
             place = max(self.place(path), 0)
             sharding = self.sharding(path, value)
             leaves.append(
-                Leaf(argument_key, path, value, place=place, sharding=sharding)
+                ArgumentLeaf(argument_key, path, value, place=place, sharding=sharding)
             )
         return leaves
 

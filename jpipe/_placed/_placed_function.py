@@ -19,15 +19,15 @@ from jax.extend import core
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from . import _segments
-from ._mirrored_places import ByPath, Leaf
+from ._mirrored_places import ArgumentLeaf, MirroredPlaces
 
 PyTree = Any
 
 
 @dataclass(frozen=True)
-class Placement:
+class LeafPlacement:
     """Where the leaves of a function belong.
 
     A constant, a counter, and what follows from such values alone is in no place: it is
@@ -45,12 +45,14 @@ class Placement:
     stay: bool = False
 
 
-def where_computed(leaves: Sequence[Leaf], stay: bool = True) -> Placement:
+def where_computed(leaves: Sequence[ArgumentLeaf], stay: bool = True) -> LeafPlacement:
     """Results stay where they are computed, or go where arguments of their paths are.
 
     What follows from nothing placed goes there in any case.
     """
-    return Placement([leaf.place for leaf in leaves], ByPath(leaves).of, stay)
+    return LeafPlacement(
+        [leaf.place for leaf in leaves], MirroredPlaces(leaves).of, stay
+    )
 
 
 def own_results(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -89,7 +91,7 @@ class PlacedFunction:
         self,
         function: Callable[..., Any],
         specs: Sequence[Any],
-        placement: Placement,
+        placement: LeafPlacement,
         name: str,
         *,
         copy: bool = True,
@@ -107,7 +109,7 @@ class PlacedFunction:
         self._stay = placement.stay
         # The segments, in order, and the functions that they are.
         self._calls = [
-            (place, part.jaxpr, Function.of(name, part))
+            (place, part.jaxpr, Computation.of(name, part))
             for place, part in _segments.parts(placed, self._wanted)
         ]
 

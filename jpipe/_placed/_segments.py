@@ -99,7 +99,7 @@ class PlacedJaxpr:
             eqn_place = 0  # in no place it would be left out, as no result is read
 
         self._places |= dict.fromkeys(eqn.outvars, eqn_place)
-        carry = eqn.invars[_jaxpr.carry(eqn)]
+        carry = eqn.invars[_jaxpr.carry_slice(eqn)]
         for var, initial in zip(eqn.outvars, carry, strict=False):
             # The carry of a loop belongs where it was before, for all who read it.
             if self[initial] >= 0:
@@ -155,7 +155,7 @@ def open_branches(
     callback, or a `jax.lax.while_loop`, which may end only where it is needed.
     """
     while True:
-        closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
+        closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
         placed = PlacedJaxpr(closed, places, result_places)
         # id of a cond to open -> its results by place; empty: select leaf by leaf
         groups_of: dict[int, _jaxpr.Groups] = {}

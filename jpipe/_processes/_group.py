@@ -44,12 +44,12 @@ class Group:
     @property
     def process_index(self) -> int:
         """The number of this process."""
-        return _compat.own_process()[0]
+        return _compat.process_index_and_count()[0]
 
     @property
     def num_processes(self) -> int:
         """The number of processes."""
-        return _compat.own_process()[1]
+        return _compat.process_index_and_count()[1]
 
     def next_number(self) -> int:
         """A number for what all processes do next: the same in each of them."""
@@ -57,11 +57,11 @@ class Group:
 
     def publish(self, key: str, message: str) -> None:
         """Stores a message, once for each key."""
-        _compat.coordination().key_value_set(f"jpipe/{key}", message)
+        _compat.coordination_client().key_value_set(f"jpipe/{key}", message)
 
     def remove(self, key: str) -> None:
         """Removes a message."""
-        _compat.coordination().key_value_delete(f"jpipe/{key}")
+        _compat.coordination_client().key_value_delete(f"jpipe/{key}")
 
     def receive(
         self, keys: Mapping[int, str], purpose: str, limit: float = 0.0
@@ -103,7 +103,7 @@ class Group:
         while True:
             left = min(max(until - time.monotonic(), 0.001), _LONGEST_WAIT)
             try:
-                return _compat.coordination().blocking_key_value_get(
+                return _compat.coordination_client().blocking_key_value_get(
                     f"jpipe/{key}", int(1000 * left) + 1
                 )
             except jax.errors.JaxRuntimeError as error:
@@ -150,7 +150,9 @@ class Group:
     def departure(self, process: int) -> dict[str, str] | None:
         """The facts that a process has posted when it left; ``None`` if it has not."""
         try:
-            message = _compat.coordination().key_value_try_get(f"jpipe/left/{process}")
+            message = _compat.coordination_client().key_value_try_get(
+                f"jpipe/left/{process}"
+            )
         except jax.errors.JaxRuntimeError:
             return None
         return json.loads(message)

@@ -42,7 +42,7 @@ def residuals(
     jaxpr = reads.jaxpr
 
     def with_inputs(some: list[core.Var]) -> int:
-        live = _jaxpr.live_inputs(_jaxpr.rest(reads, jaxpr.outvars, some))
+        live = _jaxpr.used_inputs(_jaxpr.recomputation(reads, jaxpr.outvars, some))
         pairs = zip(jaxpr.invars, live, strict=False)
         return total_bytes({*some, *(var for var, yes in pairs if yes and var in x)})
 
@@ -59,5 +59,5 @@ def residuals(
         "dots": total_bytes(products.difference(batch)),
         "none": total_bytes((outvars & data).difference(batch)),
     }
-    again = _jaxpr.rest(reads, jaxpr.outvars, stored)
+    again = _jaxpr.recomputation(reads, jaxpr.outvars, stored)
     return Residuals(nbytes, _flops.flops(again))

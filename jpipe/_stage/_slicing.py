@@ -9,7 +9,7 @@ from jax.extend import core
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import is_inexact
 from .._trace._boundaries import is_mark
-from .._trace._traced_function import Traced
+from .._trace._traced_function import TracedFunction
 from ._stage import Stage
 
 
@@ -18,7 +18,7 @@ def _variables(atoms: Sequence[Any]) -> list[core.Var]:
 
 
 def slices(
-    program: Traced,
+    program: TracedFunction,
     cuts: Sequence[int],
     trained: set[core.Var],
     trained_params: set[core.Var],
@@ -36,7 +36,9 @@ def slices(
     """
     jaxpr, count = program.closed.jaxpr, len(cuts) + 1
     eqns = jaxpr.eqns
-    needed = {id(eqn) for eqn in _jaxpr.prune(program.closed, jaxpr.outvars).jaxpr.eqns}
+    needed = {
+        id(eqn) for eqn in _jaxpr.dce_jaxpr(program.closed, jaxpr.outvars).jaxpr.eqns
+    }
     stage = [
         bisect_right(cuts, i) if kind == "stage" and id(eqn) in needed else None
         for i, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True))
@@ -121,7 +123,7 @@ def _split_by(
 
 
 def _closed(
-    program: Traced,
+    program: TracedFunction,
     invars: list[core.Var],
     outvars: list[core.Var],
     eqns: Sequence[core.JaxprEqn],
@@ -161,7 +163,7 @@ def _check_references(reads: Sequence[Any], maker: Any) -> None:
                 )
 
 
-def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
+def with_gradient(program: TracedFunction, trained: Sequence[bool]) -> set[core.Var]:
     """What has a tangent, as it follows from what is trained, and reaches the loss.
 
     Without a loss what reaches a result.
@@ -184,11 +186,11 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
     return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
-def once(program: Traced, parts: Sequence[Stage]) -> core.ClosedJaxpr:
+def once(program: TracedFunction, parts: Sequence[Stage]) -> core.ClosedJaxpr:
     """``params -> values``: what is once in a step, for stages and the loss."""
     params = set(program.params)
     wanted = dict.fromkeys(v for part in parts for v in part.weights if v not in params)
-    pruned = _jaxpr.prune(program.closed, [*wanted, *program.rest])
+    pruned = _jaxpr.dce_jaxpr(program.closed, [*wanted, *program.rest])
     eqns = [eqn for eqn in pruned.jaxpr.eqns if not eqn.effects]
     jaxpr = pruned.jaxpr.replace(invars=program.params, eqns=eqns, effects=set())
     return core.ClosedJaxpr(jaxpr, program.closed.consts)

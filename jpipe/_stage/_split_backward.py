@@ -19,7 +19,7 @@ from jax.extend import core
 from .._jaxprs import _jaxpr, _min_cut
 
 
-class Halves(NamedTuple):
+class BackwardHalves(NamedTuple):
     """The two halves of a program, as jaxprs over flat leaves.
 
     Attributes:
@@ -31,13 +31,13 @@ class Halves(NamedTuple):
     second: core.ClosedJaxpr
 
 
-def split(
+def split_backward(
     closed: core.ClosedJaxpr,
     *,
     is_weight: Sequence[bool],
     is_first: Sequence[bool],
     fewest: bool,
-) -> Halves:
+) -> BackwardHalves:
     """Cuts a program in two.
 
     Args:
@@ -55,21 +55,21 @@ def split(
     wanted_first = [var for var, first in pairs if first]
     wanted_second = [var for var, first in pairs if not first]
 
-    first = _jaxpr.prune(opened, wanted_first)
+    first = _jaxpr.dce_jaxpr(opened, wanted_first)
     from_data = _jaxpr.depending_on(opened, [not weight for weight in is_weight])
     made = [v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data]
-    residuals = _read(_jaxpr.rest(opened, wanted_second, made), made)
+    residuals = _read(_jaxpr.recomputation(opened, wanted_second, made), made)
     if fewest:
-        whole = _jaxpr.rest(opened, wanted_second, residuals)
+        whole = _jaxpr.recomputation(opened, wanted_second, residuals)
         wanted = _read(whole, [*jaxpr.invars, *residuals])
         stored = [False] * len(is_weight)
-        residuals = _min_cut.cheapest(first, wanted, is_weight, stored)
+        residuals = _min_cut.find_residuals(first, wanted, is_weight, stored)
     outvars = [*wanted_first, *residuals]
     first = core.ClosedJaxpr(first.jaxpr.replace(outvars=outvars), opened.consts)
-    return Halves(first, _jaxpr.rest(opened, wanted_second, residuals))
+    return BackwardHalves(first, _jaxpr.recomputation(opened, wanted_second, residuals))
 
 
 def _read(closed: core.ClosedJaxpr, variables: list[core.Var]) -> list[core.Var]:
     """Those of the last inputs of a jaxpr that it reads, by their names outside."""
-    live = _jaxpr.live_inputs(closed)[-len(variables) :] if variables else []
+    live = _jaxpr.used_inputs(closed)[-len(variables) :] if variables else []
     return [var for var, yes in zip(variables, live, strict=True) if yes]

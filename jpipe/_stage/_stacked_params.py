@@ -12,7 +12,7 @@ from jax.extend import core
 from .._jaxprs import _jaxpr
 from .._jaxprs._min_cut import nbytes
 from .._messages import WarnOnce
-from ..schedules._formats import size
+from ..schedules._formats import format_bytes
 from ._stages import Stages
 
 # A parameter of fewer bytes takes less to send than a transfer takes to start.
@@ -22,7 +22,9 @@ _SLICES = {"slice", "dynamic_slice", "gather"}
 _ALIASES = {"convert_element_type", "copy", "copy_p", "name", "stop_gradient"}
 
 
-def check(stages: Stages, paths: Sequence[str], warnings: WarnOnce) -> None:
+def check_stacked_params(
+    stages: Stages, paths: Sequence[str], warnings: WarnOnce
+) -> None:
     """Warns of large parameters that several stages read by slices.
 
     Args:
@@ -44,8 +46,8 @@ def check(stages: Stages, paths: Sequence[str], warnings: WarnOnce) -> None:
         if len(axes) > 1 or None in axes:
             continue
         lines.append(
-            f"{path}, {size(num_bytes)}, in stages {', '.join(map(str, readers))}: "
-            f"jnp.unstack({path}, axis={axes.pop()})"
+            f"{path}, {format_bytes(num_bytes)}, in stages "
+            f"{', '.join(map(str, readers))}: jnp.unstack({path}, axis={axes.pop()})"
         )
     if lines:
         warnings(

@@ -8,7 +8,13 @@ from typing import Any
 from jax.extend import core
 
 from .._jaxprs import _jaxpr, _loops
-from .._jaxprs._computation import Argument, Function, Result, Source, compose
+from .._jaxprs._computation import (
+    ArgumentSource,
+    Computation,
+    ResultSource,
+    Source,
+    compose,
+)
 from .._jaxprs._jaxpr import specs
 from .._partition import _remat
 from .._trace._accumulation import accumulate, sum_spec
@@ -73,7 +79,7 @@ class Stage:
     mode: Any = "none"
     divisors: Sequence[Any] | None = None
     # what is run: an operation, the sums of a forward, or both -> its function
-    _actions: dict[Any, Function] = field(default_factory=dict, init=False)
+    _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
 
     @property
     def given(self) -> list[core.Var]:
@@ -91,7 +97,7 @@ class Stage:
         return [var in weights for var in self.closed.jaxpr.invars]
 
     @cached_property
-    def _cut(self) -> _vjp.Cut:
+    def _cut(self) -> _vjp.ForwardBackward:
         fewest = _remat.keeps_fewest(self.mode)
         closed = _loops.keep_fewest(self.closed) if fewest else self.closed
         run, num_outputs = _jaxpr.as_traced(closed), len(self.leaves)
@@ -102,36 +108,36 @@ class Stage:
 
         invars, batch = self.closed.jaxpr.invars, {*self.batch}
         count = self.num_trained + self.num_differentiated
-        return _vjp.cut(
+        return _vjp.cut_vjp(
             function,
             specs(invars[:count]),
             specs(invars[count:]),
             is_weight=self._is_weight,
             is_at_hand=[var in batch for var in invars],
-            remat=_remat.wrapper(self.mode),
+            remat=_remat.make_wrapper(self.mode),
             fewest=fewest,
             divisors=self.divisors,
         )
 
     @cached_property
-    def forward(self) -> Function:
+    def forward(self) -> Computation:
         """``inputs -> (outputs, aux, residuals)``."""
-        return Function.of("forward", self._cut.forward)
+        return Computation.of("forward", self._cut.forward)
 
     @cached_property
-    def backward(self) -> Function:
+    def backward(self) -> Computation:
         """``(inputs, residuals, cotangents) -> (weight_grads, input_grads)``.
 
-        Of a loss with its divisors in place of cotangents: see `_vjp.cut`.
+        Of a loss with its divisors in place of cotangents: see `_vjp.cut_vjp`.
         """
-        return Function.of("backward", self._cut.backward)
+        return Computation.of("backward", self._cut.backward)
 
     @cached_property
-    def _halves(self) -> _split_backward.Halves:
+    def _halves(self) -> _split_backward.BackwardHalves:
         backward = self._cut.backward
         num_others = len(backward.jaxpr.invars) - len(self._is_weight)
         num_results = len(backward.jaxpr.outvars)
-        return _split_backward.split(
+        return _split_backward.split_backward(
             backward,
             is_weight=[*self._is_weight, *[False] * num_others],
             is_first=[i >= self.num_trained for i in range(num_results)],
@@ -139,14 +145,14 @@ class Stage:
         )
 
     @cached_property
-    def input_grad(self) -> Function:
+    def input_grad(self) -> Computation:
         """``(inputs, residuals, cotangents) -> (input_grads, residuals)``."""
-        return Function.of("input_grad", self._halves.first)
+        return Computation.of("input_grad", self._halves.first)
 
     @cached_property
-    def weight_grad(self) -> Function:
+    def weight_grad(self) -> Computation:
         """``(*what input_grad reads, *residuals of it) -> weight_grads``."""
-        return Function.of("weight_grad", self._halves.second)
+        return Computation.of("weight_grad", self._halves.second)
 
     @property
     def num_residuals(self) -> int:
@@ -155,7 +161,7 @@ class Stage:
 
     # ---------------------------------------- what an action runs: one jaxpr, with sums
 
-    def forward_adding(self, results: ResultSums | None) -> Function:
+    def forward_adding(self, results: ResultSums | None) -> Computation:
         """A forward that adds its results to sums, if there are.
 
         ``(inputs, *other operands of the sums) -> (outputs, aux, residuals,
@@ -165,10 +171,10 @@ class Stage:
             return self.forward
         if results not in self._actions:
             closed = self._forward_adding(results)
-            self._actions[results] = Function.of("forward_add_results", closed)
+            self._actions[results] = Computation.of("forward_add_results", closed)
         return self._actions[results]
 
-    def backward_adding(self, op: str) -> Function:
+    def backward_adding(self, op: str) -> Computation:
         """A backward, or a half of one, that adds weight gradients to their sums.
 
         B: ``(inputs, residuals, cotangents, sums) -> (input_grads, sums)``
@@ -177,10 +183,10 @@ class Stage:
         """
         if op not in self._actions:
             closed = self._backward_adding(op)
-            self._actions[op] = Function.of(self._backward_name(op), closed)
+            self._actions[op] = Computation.of(self._backward_name(op), closed)
         return self._actions[op]
 
-    def forward_backward(self, op: str, results: ResultSums | None) -> Function:
+    def forward_backward(self, op: str, results: ResultSums | None) -> Computation:
         """A forward, and the backward, or its first half, right after it.
 
         ``(inputs, *operands of the sums of results, cotangents, sums) ->
@@ -190,7 +196,7 @@ class Stage:
             closed = self._forward_backward(op, results)
             forward = "forward_add_results" if results else "forward"
             name = f"{forward}_{self._backward_name(op)}"
-            self._actions[op, results] = Function.of(name, closed)
+            self._actions[op, results] = Computation.of(name, closed)
         return self._actions[op, results]
 
     def _backward_name(self, op: str) -> str:
@@ -211,7 +217,7 @@ class Stage:
         closed = self._cut.backward if op == BACKWARD else self._halves.second
         if not self._adds(op):
             return closed
-        grads: list[Source] = [Result(i) for i in range(self.num_trained)]
+        grads: list[Source] = [ResultSource(i) for i in range(self.num_trained)]
         added = compose(closed, self._add_grads, [*[None] * self.num_trained, *grads])
         outvars = added.jaxpr.outvars[self.num_trained :]
         return core.ClosedJaxpr(added.jaxpr.replace(outvars=outvars), added.consts)
@@ -222,8 +228,8 @@ class Stage:
         forward, backward = self._forward_adding(results), self._backward_adding(op)
         num_args = len(self.closed.jaxpr.invars)
         num_outputs = len(self.closed.jaxpr.outvars)
-        sources: list[Source | None] = [Argument(i) for i in range(num_args)]
-        sources += [Result(num_outputs + i) for i in range(self.num_residuals)]
+        sources: list[Source | None] = [ArgumentSource(i) for i in range(num_args)]
+        sources += [ResultSource(num_outputs + i) for i in range(self.num_residuals)]
         sources += [None] * (len(backward.jaxpr.invars) - len(sources))
         return compose(forward, backward, sources)
 
@@ -251,5 +257,5 @@ class Stage:
             self._cut.residuals,
             x=[inner[var] for var in [*self.arrives, *self.inputs]],
             batch=[inner[var] for var in self.batch],
-            mode=_remat.name(self.mode),
+            mode=_remat.mode_name(self.mode),
         )

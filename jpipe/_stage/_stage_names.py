@@ -7,7 +7,7 @@ from .._jaxprs import _eqn_source
 from ._stages import Stages
 
 
-def modules(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str]]:
+def name_stages(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str]]:
     """The modules that each stage calls, by the names that Flax gives them in a trace.
 
     Where no stage calls a named module, stages are named by the parameters that they
@@ -28,7 +28,7 @@ def modules(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str]]:
     ]
 
 
-def in_parts(names: Sequence[Sequence[str]]) -> list[list[str]]:
+def mark_shared_names(names: Sequence[Sequence[str]]) -> list[list[str]]:
     """Each name once per stage; a name that several stages have is a part in each."""
     unique_names = [list(dict.fromkeys(stage_names)) for stage_names in names]
     num_stages = Counter(name for stage_names in unique_names for name in stage_names)

@@ -8,11 +8,11 @@ import jax
 from jax.extend import core
 
 from .._jaxprs import _jaxpr, _structural_key
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from .._jaxprs._jaxpr import specs
 from .._partition import _remat
-from .._trace._state_updates import State
-from .._trace._traced_function import OTHER_READS, Traced
+from .._trace._state_updates import StateUpdate
+from .._trace._traced_function import OTHER_READS, TracedFunction
 from ._residuals import Residuals
 from ._slicing import once, slices, with_gradient
 from ._stage import Stage
@@ -44,13 +44,13 @@ class Stages:
 
     def __init__(
         self,
-        programs: Mapping[int, Traced],
+        programs: Mapping[int, TracedFunction],
         cuts: Mapping[int, Sequence[int]],
         sizes: Sequence[int],
         remat: Sequence[Any],
         trained: Sequence[bool],
         owner_stages: Sequence[int] = (),
-        state: State | None = None,
+        state: StateUpdate | None = None,
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
@@ -84,12 +84,12 @@ class Stages:
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
         self.owner_stages = [*owner_stages, *self._owners()[len(owner_stages) :]]
-        self.states = self._states(state or State())
+        self.states = self._states(state or StateUpdate())
         self._forms: dict[tuple[int, int], Hashable] = {}
         # By stage, size and mode; and by what equal ones have in common.
         self._functions: dict[Any, Stage] = {}
         self._distinct: dict[Any, Stage] = {}
-        self._forwards: dict[Any, Function] = {}
+        self._forwards: dict[Any, Computation] = {}
         # By the sizes of micro-batches, what gives the weight of a weighted loss.
         self._weight = {
             n: self._weight_of(n) for n in programs if self.first.is_weighted
@@ -106,7 +106,7 @@ class Stages:
         """What a stage computes on a micro-batch."""
         return self._slices[self._sizes[microbatch]][stage]
 
-    def program(self, microbatch: int) -> Traced:
+    def program(self, microbatch: int) -> TracedFunction:
         """The program of a micro-batch."""
         return self._programs[self._sizes[microbatch]]
 
@@ -127,11 +127,11 @@ class Stages:
                 found.add(weight)
                 continue
             made = [self.once.jaxpr.outvars[weight - count]]
-            live = _jaxpr.live_inputs(_jaxpr.prune(self.once, made))
+            live = _jaxpr.used_inputs(_jaxpr.dce_jaxpr(self.once, made))
             found |= {param for param, is_read in enumerate(live) if is_read}
         return found
 
-    def _trained_params(self, program: Traced) -> set[core.Var]:
+    def _trained_params(self, program: TracedFunction) -> set[core.Var]:
         pairs = zip(program.params, self.trained, strict=True)
         return {param for param, is_trained in pairs if is_trained}
 
@@ -150,7 +150,7 @@ class Stages:
         leaves = [[given.index(v) for v in part.given] for part in parts]
         return [*zip(self._weights[size], leaves, strict=True)]
 
-    def _states(self, state: State) -> list[State]:
+    def _states(self, state: StateUpdate) -> list[StateUpdate]:
         """What each stage writes; what none makes belongs to the last."""
         parts, last = self._slices[self._sizes[0]], self.num_stages - 1
         made = {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.aux]}
@@ -174,7 +174,7 @@ class Stages:
             groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
             self._forms[stage, size] = (
                 *map(len, groups),
-                *_structural_key.form(part.closed),
+                *_structural_key.structural_key(part.closed),
             )
         return self._forms[stage, size]
 
@@ -203,12 +203,12 @@ class Stages:
             self._distinct[key] = replace(part, mode=mode, divisors=divisors)
         return self._distinct[key]
 
-    def forward(self, stage: int, microbatch: int) -> Function:
+    def forward(self, stage: int, microbatch: int) -> Computation:
         """The program of a stage of which no residuals are stored."""
         key = self._form(stage, self._sizes[microbatch])
         if key not in self._forwards:
             closed = self.part(stage, microbatch).closed
-            self._forwards[key] = Function.of("forward", closed)
+            self._forwards[key] = Computation.of("forward", closed)
         return self._forwards[key]
 
     def residuals(self, stage: int) -> Residuals:
@@ -220,21 +220,21 @@ class Stages:
         part = self.part(stage, microbatch)
         return part.num_trained > 0 if weights_only else part.has_backward
 
-    def weight(self, microbatch: int) -> Function | None:
+    def weight(self, microbatch: int) -> Computation | None:
         """``what the last stage is given -> weight`` of a weighted loss.
 
         ``None`` where it follows from more than that.
         """
         return self._weight[self._sizes[microbatch]]
 
-    def _weight_of(self, size: int) -> Function | None:
+    def _weight_of(self, size: int) -> Computation | None:
         program, given = self._programs[size], self._slices[size][-1].given
-        closed = _jaxpr.prune(program.closed, program.weight)
-        live = zip(closed.jaxpr.invars, _jaxpr.live_inputs(closed), strict=True)
+        closed = _jaxpr.dce_jaxpr(program.closed, program.weight)
+        live = zip(closed.jaxpr.invars, _jaxpr.used_inputs(closed), strict=True)
         if not {var for var, is_read in live if is_read} <= set(given):
             return None
         jaxpr = closed.jaxpr.replace(invars=given)
-        return Function.of("weight", core.ClosedJaxpr(jaxpr, closed.consts))
+        return Computation.of("weight", core.ClosedJaxpr(jaxpr, closed.consts))
 
     def _owners(self) -> list[int]:
         """Of what is read by way of a value of `once` its first reader."""
@@ -245,7 +245,7 @@ class Stages:
             for weight in self.weights(stage):
                 owner.setdefault(weight, stage)
         for k, var in enumerate(self.once.jaxpr.outvars):
-            live = _jaxpr.live_inputs(_jaxpr.prune(self.once, [var]))
+            live = _jaxpr.used_inputs(_jaxpr.dce_jaxpr(self.once, [var]))
             for param, yes in enumerate(live):
                 if yes:
                     owner.setdefault(param, owner.get(count - num_made + k, last))
@@ -257,7 +257,9 @@ class Stages:
 def _reads(closed: core.ClosedJaxpr) -> list[Any]:
     """Of each result what it is like, and which parameters it follows from."""
     results = closed.jaxpr.outvars
-    return [(v.aval, _jaxpr.live_inputs(_jaxpr.prune(closed, [v]))) for v in results]
+    return [
+        (v.aval, _jaxpr.used_inputs(_jaxpr.dce_jaxpr(closed, [v]))) for v in results
+    ]
 
 
 def _is_in(atom: Any, variables: set[core.Var]) -> bool:

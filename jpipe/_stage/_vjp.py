@@ -30,7 +30,7 @@ Leaves = Sequence[Any]
 Function = Callable[[Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
-class Cut(NamedTuple):
+class ForwardBackward(NamedTuple):
     """The two halves of one function, as jaxprs over flat leaves.
 
     Attributes:
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
     backward: core.ClosedJaxpr
 
 
-def cut(
+def cut_vjp(
     function: Function,
     differentiated: Leaves,
     fixed: Leaves,
@@ -60,7 +60,7 @@ def cut(
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
     fewest: bool,
     divisors: Leaves | None = None,
-) -> Cut:
+) -> ForwardBackward:
     """Cuts a function in a forward and a backward.
 
     Args:
@@ -94,10 +94,10 @@ def cut(
     count = len(outputs) + len(aux)
     variables = closed.jaxpr.outvars[count:]
     if fewest:
-        residuals = _min_cut.cheapest(closed, variables, is_weight, is_at_hand)
+        residuals = _min_cut.find_residuals(closed, variables, is_weight, is_at_hand)
     else:
         residuals = _all_residuals(closed, variables, is_weight)
-    again = _jaxpr.as_traced(_jaxpr.rest(closed, variables, residuals))
+    again = _jaxpr.as_traced(_jaxpr.recomputation(closed, variables, residuals))
 
     def backward(
         differentiated: Leaves, fixed: Leaves, residuals: Leaves, *cotangents: Any
@@ -123,7 +123,7 @@ def cut(
     outvars = [*closed.jaxpr.outvars[:count], *residuals]
     program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
     reads = core.ClosedJaxpr(closed.jaxpr.replace(outvars=variables), closed.consts)
-    return Cut(program, reads, residuals, traced)
+    return ForwardBackward(program, reads, residuals, traced)
 
 
 def _all_residuals(

@@ -41,7 +41,7 @@ def boundary(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _MARK), x)
 
 
-def numbered(stage: int, trees: dict[int, PyTree]) -> dict[int, PyTree]:
+def mark_stage_end(stage: int, trees: dict[int, PyTree]) -> dict[int, PyTree]:
     """Marks trees that leave a stage; its end has a mark even if they have no leaves.
 
     Args:
@@ -62,7 +62,7 @@ def is_mark(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
 
 
-def positions(closed: core.ClosedJaxpr) -> list[int]:
+def boundary_positions(closed: core.ClosedJaxpr) -> list[int]:
     """The indices of the equations right behind each group of a user's marks.
 
     Raises:
@@ -70,7 +70,7 @@ def positions(closed: core.ClosedJaxpr) -> list[int]:
     """
     eqns = closed.jaxpr.eqns
     for eqn in eqns:
-        if are_inside(eqn):
+        if has_inner_marks(eqn):
             raise ValueError(
                 f"jpipe.boundary is called inside {eqn.primitive.name}; a stage "
                 f"ends between two operations of the whole function: call it outside "
@@ -83,15 +83,17 @@ def positions(closed: core.ClosedJaxpr) -> list[int]:
     ]
 
 
-def are_inside(eqn: core.JaxprEqn) -> bool:
+def has_inner_marks(eqn: core.JaxprEqn) -> bool:
     """True if there are marks in the jaxprs of an equation."""
     inner_eqns = (
-        inner_eqn for closed in _jaxpr.inside(eqn) for inner_eqn in closed.jaxpr.eqns
+        inner_eqn
+        for closed in _jaxpr.inner_jaxprs(eqn)
+        for inner_eqn in closed.jaxpr.eqns
     )
-    return any(is_mark(inner) or are_inside(inner) for inner in inner_eqns)
+    return any(is_mark(inner) or has_inner_marks(inner) for inner in inner_eqns)
 
 
-def ends(closed: core.ClosedJaxpr) -> dict[int, int]:
+def stage_ends(closed: core.ClosedJaxpr) -> dict[int, int]:
     """The end of each stage with a number: the index of the first equation behind it.
 
     Returns:
@@ -104,7 +106,7 @@ def ends(closed: core.ClosedJaxpr) -> dict[int, int]:
     return stage_ends
 
 
-def marked(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[int, int]]:
+def marked_variables(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[int, int]]:
     """The variables that leave a stage with a number: its number, and their tree's."""
     variables = {}
     for eqn in closed.jaxpr.eqns:

@@ -10,7 +10,7 @@ from .._jaxprs import _flops, _jaxpr
 from . import _boundaries
 
 
-def opened(closed: core.ClosedJaxpr, num_stages: int) -> core.ClosedJaxpr:
+def inline_checkpoints(closed: core.ClosedJaxpr, num_stages: int) -> core.ClosedJaxpr:
     """Inlines such calls until the program can be cut into so many stages.
 
     Args:
@@ -26,7 +26,7 @@ def opened(closed: core.ClosedJaxpr, num_stages: int) -> core.ClosedJaxpr:
             if eqn.primitive.name not in _jaxpr.CHECKPOINTS:
                 continue
             is_more_than_stage = _flops.of_equation(eqn) * num_stages > total_flops
-            if is_more_than_stage or _boundaries.are_inside(eqn):
+            if is_more_than_stage or _boundaries.has_inner_marks(eqn):
                 chosen.add(id(eqn))
         if not chosen:
             return closed

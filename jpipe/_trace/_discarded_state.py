@@ -6,16 +6,16 @@ from typing import Any
 from .._arguments import _variables
 from .._messages import warn
 from . import _state_updates
-from ._state_updates import Written
-from ._traced_function import Traced
+from ._state_updates import StateLeaf
+from ._traced_function import TracedFunction
 
 PyTree = Any
 
 
-def check(
-    program: Traced,
+def check_discarded_state(
+    program: TracedFunction,
     first: int,
-    written: Sequence[Written],
+    written: Sequence[StateLeaf],
     variables: PyTree,
     train: bool,
 ) -> None:
@@ -33,8 +33,10 @@ def check(
       ValueError: if it writes, in training, what no step would take from it.
     """
     if not train:
-        _warn_in_evaluation(_state_updates.changes(program, first, written), variables)
-    elif changed := _state_updates.written_by(program, first, written).at:
+        _warn_in_evaluation(
+            _state_updates.find_changes(program, first, written), variables
+        )
+    elif changed := _state_updates.find_updates(program, first, written).at:
         warn(
             f"apply leaves {_variables.collections(variables, changed)} as given, "
             f"which training changes; to go on from what it makes of them take "
@@ -42,7 +44,7 @@ def check(
         )
 
 
-def _warn_in_evaluation(changed: Sequence[Written], variables: PyTree) -> None:
+def _warn_in_evaluation(changed: Sequence[StateLeaf], variables: PyTree) -> None:
     """Warns of variables that a call writes in evaluation, as no call of linen may.
 
     Parameters that a call normalizes are written anew by each call.

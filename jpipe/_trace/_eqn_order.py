@@ -12,10 +12,12 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._min_cut import total_bytes
-from ._traced_function import EqnKind, Traced
+from ._traced_function import EqnKind, TracedFunction
 
 
-def late(programs: Mapping[int, Traced], *, moves: bool = True) -> dict[int, Traced]:
+def sink_equations(
+    programs: Mapping[int, TracedFunction], *, moves: bool = True
+) -> dict[int, TracedFunction]:
     """Moves each equation right before the first one that reads its results.
 
     An equation stays where it is if larger operands would be held in place of its
@@ -49,7 +51,7 @@ def late(programs: Mapping[int, Traced], *, moves: bool = True) -> dict[int, Tra
     return ordered
 
 
-def _common_kinds(programs: Sequence[Traced]) -> list[EqnKind]:
+def _common_kinds(programs: Sequence[TracedFunction]) -> list[EqnKind]:
     """The kinds of the equations of programs that have the same ones."""
     kinds = list[EqnKind]()
     # Variables whose shape differs between programs, or that follow from such; and
@@ -72,7 +74,7 @@ def _common_kinds(programs: Sequence[Traced]) -> list[EqnKind]:
     return kinds
 
 
-def _fingerprint(program: Traced) -> list[Any]:
+def _fingerprint(program: TracedFunction) -> list[Any]:
     """The primitive of each equation, and the equations that make its operands."""
     producer = program.producer
     fingerprint = []
@@ -83,7 +85,9 @@ def _fingerprint(program: Traced) -> list[Any]:
     return fingerprint
 
 
-def _ordered(program: Traced, order: Sequence[int], kinds: Sequence[EqnKind]) -> Traced:
+def _ordered(
+    program: TracedFunction, order: Sequence[int], kinds: Sequence[EqnKind]
+) -> TracedFunction:
     jaxpr = program.closed.jaxpr
     jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[index] for index in order])
     return replace(
@@ -93,11 +97,11 @@ def _ordered(program: Traced, order: Sequence[int], kinds: Sequence[EqnKind]) ->
     )
 
 
-def _present_order(program: Traced) -> list[int]:
+def _present_order(program: TracedFunction) -> list[int]:
     return [*range(len(program.closed.jaxpr.eqns))]
 
 
-def _sunk_order(program: Traced) -> list[int]:
+def _sunk_order(program: TracedFunction) -> list[int]:
     """The order of the equations, each right before the first one that reads it."""
     jaxpr = program.closed.jaxpr
     returned = _jaxpr.variables(jaxpr.outvars)

@@ -9,7 +9,9 @@ from jax.extend import core
 from .._jaxprs import _jaxpr
 
 
-def lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]]:
+def lift_folded_numbers(
+    closed: core.ClosedJaxpr,
+) -> tuple[core.ClosedJaxpr, list[np.ndarray]]:
     """A jaxpr that is given such numbers, after its own inputs, and these.
 
     Flax folds a number into a key for each variable and each dropout. Equal blocks

@@ -9,14 +9,14 @@ import jax
 from jax.extend import core
 
 from .._jaxprs import _dataflow
-from .._layers._text import shapes
-from ._traced_function import Traced
+from .._layers._text import shape_text
+from ._traced_function import TracedFunction
 
 PyTree = Any
 
 
 @dataclass(frozen=True)
-class Results:
+class MicrobatchOutputs:
     """The values that micro-batches return besides the loss.
 
     Attributes:
@@ -28,12 +28,12 @@ class Results:
       trace_whole: traces the mini-batch as one micro-batch.
     """
 
-    program: Traced
+    program: TracedFunction
     has_examples: Sequence[bool]
     first: PyTree
     last: PyTree
     sizes: Sequence[int]
-    trace_whole: Callable[[], tuple[Traced, PyTree]]
+    trace_whole: Callable[[], tuple[TracedFunction, PyTree]]
 
     @cached_property
     def leaves(self) -> list[tuple[Any, Any]]:
@@ -52,14 +52,14 @@ class Results:
         return _dataflow.reached(closed, inputs)
 
     @cached_property
-    def _whole(self) -> tuple[Traced, list[Any]]:
+    def _whole(self) -> tuple[TracedFunction, list[Any]]:
         """The program of the mini-batch as one micro-batch, and what it returns."""
         program, specs = self.trace_whole()
         if jax.tree.structure(specs) != jax.tree.structure(self.first):
             raise ValueError(
                 f"what is returned has another structure for the whole mini-batch: "
-                f"{shapes(self.first)} for a micro-batch and {shapes(specs)}; return "
-                f"the same for each number of examples"
+                f"{shape_text(self.first)} for a micro-batch and {shape_text(specs)}; "
+                f"return the same for each number of examples"
             )
         return program, jax.tree.leaves(specs)
 

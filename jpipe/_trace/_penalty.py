@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from ._traced_function import Traced
+from ._traced_function import TracedFunction
 
 # Primitives that are linear in all of their operands together, for scalars.
 _SUMS = {
@@ -39,7 +39,7 @@ _SUMS = {
 _SCALES = {"div", "mul"}
 
 
-def scaled(program: Traced, scale: float) -> Traced:
+def scale_loss(program: TracedFunction, scale: float) -> TracedFunction:
     """Scales the loss of modules, each of whose terms counts for each micro-batch.
 
     Such a loss was run at once and in micro-batches: a term such as
@@ -58,7 +58,9 @@ def scaled(program: Traced, scale: float) -> Traced:
     return replace(program, closed=_jaxpr.retrace(closed, run))
 
 
-def apart(program: Traced, split: Sequence[bool], scale: float, share: float) -> Traced:
+def separate_penalty(
+    program: TracedFunction, split: Sequence[bool], scale: float, share: float
+) -> TracedFunction:
     """Scales the part of a loss that follows from examples, and separates the penalty.
 
     Args:
@@ -100,7 +102,7 @@ class _LossSum:
 
     Args:
       program: the program.
-      split: see `apart`.
+      split: see `separate_penalty`.
 
     Attributes:
       root: the loss.
@@ -108,7 +110,7 @@ class _LossSum:
       is_without_penalty: whether all terms of the loss follow from examples.
     """
 
-    def __init__(self, program: Traced, split: Sequence[bool]) -> None:
+    def __init__(self, program: TracedFunction, split: Sequence[bool]) -> None:
         self._jaxpr = program.closed.jaxpr
         self._producer = program.producer
         # The last batch inputs are the number of the micro-batch and of folded keys.

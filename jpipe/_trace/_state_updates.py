@@ -18,14 +18,14 @@ from .._jaxprs._jaxpr import is_inexact
 from .._layers import _batch_norm
 from .._messages import raise_all
 from ._accumulation import extend_mean, sum_spec
-from ._traced_function import Traced
+from ._traced_function import TracedFunction
 
 Path = tuple[Any, ...]
 Leaves = Sequence[Any]
 _SINGLE = jnp.dtype(jnp.float32).itemsize
 
 
-class Written(NamedTuple):
+class StateLeaf(NamedTuple):
     """A leaf that a call may write.
 
     Attributes:
@@ -46,7 +46,7 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State:
+class StateUpdate:
     """What one stage, or a whole program, writes.
 
     Attributes:
@@ -84,7 +84,7 @@ class State:
         ]
         return [*sums, *[share] * self.has_means]
 
-    def of_stages(self, stages: Sequence[int], count: int) -> list["State"]:
+    def of_stages(self, stages: Sequence[int], count: int) -> list["StateUpdate"]:
         """What each of so many stages writes, given the stage of each leaf."""
         stage = list(stages)
         for mean, var, _ in self.norms:  # those of one norm may be made in two
@@ -102,7 +102,7 @@ class State:
             at = tuple(self.at[i] for i in chosen)
             kinds = self.specs, self.made
             specs, made = (tuple(column[i] for i in chosen) for column in kinds)
-            found.append(State(leaves, at, specs, made, tuple(norms)))
+            found.append(StateUpdate(leaves, at, specs, made, tuple(norms)))
         return found
 
     def add(self, sums: Leaves, new: Leaves, share: Any = None) -> list[Any]:
@@ -112,7 +112,7 @@ class State:
         seen = sums[-1]
         after = self._means(sums, new, seen, share)
         for mean, var, _ in self.norms:
-            so_far = _batch_norm.Merged(sums[mean], sums[var])
+            so_far = _batch_norm.MergedStatistics(sums[mean], sums[var])
             merged = _batch_norm.merge(so_far, new[mean], new[var], seen, share)
             # The share may be of a wider dtype than the statistics.
             after[mean] = merged.mean.astype(so_far.mean.dtype)
@@ -126,7 +126,7 @@ class State:
         (*before, seen), (*new, share) = sums, others
         after = self._means(before, new, seen, share)
         for mean, var, _ in self.norms:
-            so_far = _batch_norm.Merged(before[mean], before[var])
+            so_far = _batch_norm.MergedStatistics(before[mean], before[var])
             merged = _batch_norm.merge(so_far, new[mean], new[var] / share, seen, share)
             after[mean] = merged.mean.astype(so_far.mean.dtype)
             after[var] = merged.m2.astype(so_far.m2.dtype)
@@ -146,7 +146,9 @@ class State:
         new = list(sums[: len(old)])
         for mean, var, momentum in self.norms:
             for at in (mean, var):
-                new[at] = _batch_norm.commit(old[at], new[at], momentum)
+                new[at] = _batch_norm.move_running_statistics(
+                    old[at], new[at], momentum
+                )
         return [x.astype(leaf.dtype) for x, leaf in zip(new, old, strict=True)]
 
 
@@ -154,7 +156,9 @@ def _is_wider(new: Any, old: Any) -> bool:
     return jnp.promote_types(old.dtype, new.dtype) != old.dtype
 
 
-def written_by(program: Traced, first: int, written: Sequence[Written]) -> State:
+def find_updates(
+    program: TracedFunction, first: int, written: Sequence[StateLeaf]
+) -> StateUpdate:
     """What a program writes of what it returns besides the loss.
 
     Args:
@@ -178,9 +182,9 @@ def written_by(program: Traced, first: int, written: Sequence[Written]) -> State
     specs = [_jaxpr.spec(program.params[leaf.at].aval) for leaf in own]
     _check_lasting(own, specs)
     paths = [leaf.path for leaf in own]
-    norms = _batch_norm.norms(paths, [origins[i] for i in new])
+    norms = _batch_norm.find_norms(paths, [origins[i] for i in new])
     _check_norms(closed, {mark for *_, mark in norms})
-    found = State(
+    found = StateUpdate(
         tuple(first + i for i in new),
         tuple(leaf.at for leaf in own),
         tuple(specs),
@@ -191,9 +195,12 @@ def written_by(program: Traced, first: int, written: Sequence[Written]) -> State
     return found
 
 
-def without_the_rest(
-    program: Traced, first: int, written: Sequence[Written], state: State
-) -> Traced:
+def drop_unwritten_aux(
+    program: TracedFunction,
+    first: int,
+    written: Sequence[StateLeaf],
+    state: StateUpdate,
+) -> TracedFunction:
     """A program that gives back as it came what of such leaves is not written."""
     outvars = list(program.closed.jaxpr.outvars)
     begin = len(outvars) - len(program.rest) - len(written)
@@ -204,22 +211,24 @@ def without_the_rest(
     return replace(program, closed=core.ClosedJaxpr(jaxpr, program.closed.consts))
 
 
-def changes(program: Traced, first: int, written: Sequence[Written]) -> list[Written]:
+def find_changes(
+    program: TracedFunction, first: int, written: Sequence[StateLeaf]
+) -> list[StateLeaf]:
     """Those of the leaves that a program, in evaluation, changes all the same."""
     origins = _dataflow.origins(_returning(program, program.aux_vars[first:]))
     pairs = zip(written, origins, strict=True)
     return [leaf for leaf, origin in pairs if origin != leaf.at]
 
 
-def _returning(program: Traced, leaves: Sequence[Any]) -> core.ClosedJaxpr:
+def _returning(program: TracedFunction, leaves: Sequence[Any]) -> core.ClosedJaxpr:
     jaxpr = program.closed.jaxpr.replace(outvars=list(leaves))
     return core.ClosedJaxpr(jaxpr, program.closed.consts)
 
 
-def _check_lasting(written: Sequence[Written], specs: Sequence[Any]) -> None:
+def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
     """Refuses a call that writes what the step does not take from it."""
 
-    def where(chosen: Callable[[Written, Any], bool]) -> list[str]:
+    def where(chosen: Callable[[StateLeaf, Any], bool]) -> list[str]:
         return [x.text for x, s in zip(written, specs, strict=True) if chosen(x, s)]
 
     raise_all(
@@ -256,7 +265,7 @@ def _check_norms(closed: core.ClosedJaxpr, found: set[str]) -> None:
         )
 
 
-def _check_dtypes(state: State, written: Sequence[Written]) -> None:
+def _check_dtypes(state: StateUpdate, written: Sequence[StateLeaf]) -> None:
     """A leaf keeps its dtype, in which all that is written to it must have a place.
 
     A mean over micro-batches has none in integers. Running statistics of batch norms

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._arguments._objective import as_weight
+from .._arguments._objective import as_loss_weight
 from .._jaxprs import _jaxpr, _min_cut
 from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers import _rng
-from .._layers._text import shapes
+from .._layers._text import shape_text
 from . import _boundaries, _checkpoints
-from ._folded_numbers import lifted
+from ._folded_numbers import lift_folded_numbers
 
 PyTree = Any
 
@@ -50,7 +50,7 @@ class EqnKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedFunction:
     """A function on micro-batches of one size.
 
     Attributes:
@@ -159,7 +159,7 @@ class Traced:
             return None
         eqns = [eqn for eqn in jaxpr.eqns if not eqn.effects]
         jaxpr = jaxpr.replace(invars=[], eqns=eqns, outvars=[atom], effects=set())
-        return _jaxpr.prune(core.ClosedJaxpr(jaxpr, self.closed.consts), [atom])
+        return _jaxpr.dce_jaxpr(core.ClosedJaxpr(jaxpr, self.closed.consts), [atom])
 
     @cached_property
     def producer(self) -> dict[core.Var, int]:
@@ -213,7 +213,7 @@ def is_cheap(eqn: core.JaxprEqn) -> bool:
     return _min_cut.is_cheap(eqn) or sum(map(_min_cut.nbytes, atoms)) <= _FEW_BYTES
 
 
-def traced(
+def trace_function(
     function: Callable[..., Any],
     params: PyTree,
     args: Sequence[PyTree],
@@ -222,7 +222,7 @@ def traced(
     has_loss: bool = True,
     is_weighted: bool = False,
     folds_params: bool = True,
-) -> Traced:
+) -> TracedFunction:
     """Traces a function on a micro-batch.
 
     Args:
@@ -258,21 +258,21 @@ def traced(
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
-                f"returned {shapes(loss)}; for (loss, aux) type has_aux=True, for "
+                f"returned {shape_text(loss)}; for (loss, aux) type has_aux=True, for "
                 f"(total, weight) reduction='weighted'"
             )
-        weights = [as_weight(weight, loss) for weight in weights]
+        weights = [as_loss_weight(weight, loss) for weight in weights]
         return loss, weights, jax.tree.map(jnp.asarray, aux)
 
     index_spec = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
     num_params = len(jax.tree.leaves(params))
-    closed = _checkpoints.opened(closed, num_stages)
+    closed = _checkpoints.inline_checkpoints(closed, num_stages)
     closed = _with_raw_keys_folded(closed, 0 if folds_params else num_params)
-    closed, numbers = lifted(closed)
+    closed, numbers = lift_folded_numbers(closed)
     closed, constants = _with_arrays_as_inputs(closed, num_params)
-    return Traced(
+    return TracedFunction(
         closed=closed,
         num_params=num_params + len(constants),
         aux=aux,
@@ -307,7 +307,9 @@ def _is_array(constant: Any) -> bool:
     return is_array and not jnp.issubdtype(constant.dtype, jax.dtypes.extended)
 
 
-def with_equal_arrays(programs: Mapping[int, Traced]) -> Mapping[int, Traced]:
+def with_equal_arrays(
+    programs: Mapping[int, TracedFunction],
+) -> Mapping[int, TracedFunction]:
     """Programs that close over equal arrays, in the same order.
 
     Args:
@@ -327,7 +329,7 @@ def with_equal_arrays(programs: Mapping[int, Traced]) -> Mapping[int, Traced]:
     return programs
 
 
-def _have_equal_arrays(programs: Sequence[Traced]) -> bool:
+def _have_equal_arrays(programs: Sequence[TracedFunction]) -> bool:
     first, *others = [program.constants for program in programs]
     return all(_are_equal(first, constants) for constants in others)
 
@@ -340,7 +342,7 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     )
 
 
-def _with_numpy_as_constants(program: Traced) -> Traced:
+def _with_numpy_as_constants(program: TracedFunction) -> TracedFunction:
     """The program with arrays of NumPy as constants, and not as inputs."""
     jaxpr = program.closed.jaxpr
     arrays = [*zip(program.closed_over, program.constants, strict=True)]
@@ -404,7 +406,7 @@ def pair(result: Any, needed: str) -> Any:
     """
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(
-            f"the function must return {needed}; it returned {shapes(result)}"
+            f"the function must return {needed}; it returned {shape_text(result)}"
         )
     return result
 

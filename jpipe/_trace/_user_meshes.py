@@ -12,13 +12,13 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .._instructions._sharding import SubMesh
+from .._instructions._sharding import StageMesh
 from .._instructions._transfer import Device, devices_of
 from .._jaxprs import _jaxpr, _sharding_constraints
 from .._messages import WarnOnce, raise_all
 
 
-def on_places(
+def restrict_to_places(
     closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
 ) -> core.ClosedJaxpr:
     """Rewrites a program so that it names no devices but those of its stages.
@@ -50,7 +50,7 @@ def on_places(
 
     def is_kept(spec: P) -> bool:
         return all(
-            isinstance(place, SubMesh) and place.has_axes(spec) for place in places
+            isinstance(place, StageMesh) and place.has_axes(spec) for place in places
         )
 
     return _sharding_constraints.name_specs(closed, is_kept)
@@ -59,7 +59,7 @@ def on_places(
 def _warn_of_constraints(
     closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
 ) -> None:
-    """Warns of constraints that are left out: see `SubMesh.constrained`."""
+    """Warns of constraints that are left out: see `StageMesh.constrained`."""
     left_out = [
         sharding
         for sharding in _sharding_constraints.shardings(closed)
@@ -70,7 +70,7 @@ def _warn_of_constraints(
     mesh = getattr(left_out[0], "mesh", None)
     over = f" over a mesh {dict(mesh.shape)}" if mesh is not None else ""
     where = "one device"
-    if isinstance(places[0], SubMesh):
+    if isinstance(places[0], StageMesh):
         where = f"a mesh of its own, {dict(places[0].mesh.shape)}"
     warnings(
         "constraints",
@@ -85,7 +85,7 @@ def _leaves_out(place: Device, sharding: Any) -> bool:
 
     On one device each array is already as a mesh of that device needs it.
     """
-    if isinstance(place, SubMesh):
+    if isinstance(place, StageMesh):
         spec = getattr(sharding, "spec", None)
         return spec is None or not place.has_axes(spec)
     mesh = getattr(sharding, "mesh", None)

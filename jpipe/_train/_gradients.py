@@ -12,7 +12,7 @@ from .._arguments._trainable import Trainable
 from .._check import _loss_check
 from .._layers._rng import Rngs
 from .._pipelined._pipelined_function import PipelinedFunction
-from .._pipelined._specialization import Built
+from .._pipelined._specialization import Specialization
 
 PyTree = Any
 
@@ -37,10 +37,10 @@ class Gradients:
     axis: Any
     unchecked: str = ""
     # specialization -> specs of the outputs that its loss reads, until the loss was run
-    _unrun: dict[Built, PyTree] = field(default_factory=dict, init=False)
+    _unrun: dict[Specialization, PyTree] = field(default_factory=dict, init=False)
 
     @property
-    def last(self) -> Built | None:
+    def last(self) -> Specialization | None:
         """The specialization that was built last."""
         return self.programs[True].last or self.programs[False].last
 
@@ -51,7 +51,7 @@ class Gradients:
 
     def __call__(
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, *, train: bool
-    ) -> Built:
+    ) -> Specialization:
         """The specialization for these arguments; checks the loss of a new one."""
         self.outputs.clear()  # after a trace that could not be built
         built = self.programs[train](variables, x, targets, rngs)

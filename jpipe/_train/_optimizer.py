@@ -12,10 +12,10 @@ from .._instructions._agreement import layer_facts
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._jaxpr import nbytes
-from .._layers._text import shapes
+from .._layers._text import shape_text
 from .._messages import raise_all
-from .._partition._stage_placement import Pipe
-from .._placed._mirrored_places import ByPath, leaves_at
+from .._partition._stage_placement import StagePlacement
+from .._placed._mirrored_places import MirroredPlaces, leaves_at
 from .._placed._placed_function import PlacedFunction
 from ._transformation import Transformation, of_init, of_update
 
@@ -58,7 +58,7 @@ class Optimizer:
         tx: optax.GradientTransformation,
         params: PyTree,
         trained: Sequence[bool],
-        pipe: Pipe,
+        pipe: StagePlacement,
         locations: Locations,
     ) -> None:
         self._transformation = Transformation(tx, _ADVICE)
@@ -68,9 +68,9 @@ class Optimizer:
             updates, new_state = self._transformation.update(grads, state, params)
             if _signature_of(new_state) != _signature_of(state):
                 raise ValueError(
-                    f"tx.update returns a state {shapes(new_state)}, tx.init made one "
-                    f"{shapes(state)}: a train step needs one structure and fixed "
-                    f"shapes; {_ADVICE_TO_LOOP}"
+                    f"tx.update returns a state {shape_text(new_state)}, tx.init made "
+                    f"one {shape_text(state)}: a train step needs one structure and "
+                    f"fixed shapes; {_ADVICE_TO_LOOP}"
                 )
             return optax.apply_updates(params, updates), new_state
 
@@ -87,7 +87,7 @@ class Optimizer:
             for stage, sharding in _selected(locations, trained)
         ]
         self._param_leaves = leaves_at(0, self._trained_params, trained_locations)
-        self.state = ByPath(self._param_leaves).leaves_of(1, state)
+        self.state = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
         self.update = PlacedFunction(
             update,
@@ -102,7 +102,7 @@ class Optimizer:
         if self._pipe.layers:
             graph.facts |= layer_facts(self._pipe.layers, self._trained_params)
         else:
-            graph.facts["parameters"] = shapes(self._trained_params)
+            graph.facts["parameters"] = shape_text(self._trained_params)
         function = PlacedFunction(
             self._transformation.init,
             [self._trained_params],
@@ -122,7 +122,7 @@ class Optimizer:
         """
         devices = self._pipe.places
         for array, leaf in zip(jax.tree.leaves(state), self.state, strict=True):
-            if not _transfer.is_at(array, devices[leaf.place], leaf.sharding):
+            if not _transfer.is_in_place(array, devices[leaf.place], leaf.sharding):
                 raise ValueError(
                     "state.opt_state is not in place; type state = pipe.place(state)"
                 )
@@ -158,7 +158,7 @@ class Optimizer:
         raise_all(title, faults or ["its leaves are in other containers"])
 
 
-def state_bytes(
+def opt_state_bytes(
     tx: optax.GradientTransformation,
     params: PyTree,
     trained: Sequence[bool],
@@ -178,15 +178,15 @@ def state_bytes(
     state = jax.eval_shape(Transformation(tx, _ADVICE).init, trained_params)
     # Layers in place of devices.
     locations = [(layer, WHOLE) for layer in _selected(layers, trained)]
-    mirrored = ByPath(leaves_at(0, trained_params, locations))
+    mirrored = MirroredPlaces(leaves_at(0, trained_params, locations))
     layer_bytes = [0] * count
     for leaf in mirrored.leaves_of(1, state):
         layer_bytes[leaf.place] += nbytes(leaf.value)
     return layer_bytes
 
 
-def place_state(
-    state: PyTree, params: PyTree, pipe: Pipe, locations: Locations
+def place_opt_state(
+    state: PyTree, params: PyTree, pipe: StagePlacement, locations: Locations
 ) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
@@ -200,9 +200,9 @@ def place_state(
       The same values; a leaf that belongs to no parameter is on the first device.
     """
     param_locations = [(pipe.place(stage), sharding) for stage, sharding in locations]
-    mirrored = ByPath(leaves_at(0, params, param_locations))
+    mirrored = MirroredPlaces(leaves_at(0, params, param_locations))
     arrays = [
-        _transfer.put_one(leaf.value, pipe.places[leaf.place], leaf.sharding)
+        _transfer.put_leaf(leaf.value, pipe.places[leaf.place], leaf.sharding)
         for leaf in mirrored.leaves_of(1, state)
     ]
     return jax.tree.unflatten(jax.tree.structure(state), arrays)
@@ -226,7 +226,7 @@ def _hide_frozen(params: PyTree, trained: Sequence[bool]) -> PyTree:
 def _signature_of(state: PyTree) -> Any:
     """The structure of a state, and the shapes and dtypes of its leaves."""
     leaves, structure = jax.tree.flatten(state)
-    return structure, _signature.shapes(leaves)
+    return structure, _signature.shape_keys(leaves)
 
 
 def _structure_with_gaps(tree: PyTree) -> Any:
@@ -239,6 +239,8 @@ def _descriptions(state: PyTree) -> dict[str, str]:
     descriptions: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         is_array = hasattr(leaf, "shape")
-        description = shapes(leaf) if is_array else f"a Python {type(leaf).__name__}"
+        description = (
+            shape_text(leaf) if is_array else f"a Python {type(leaf).__name__}"
+        )
         descriptions[f"opt_state{jax.tree_util.keystr(path)}"] = description
     return descriptions

@@ -17,17 +17,17 @@ import jax
 import optax
 
 from .._arguments import _microbatch, _signature, _variables
-from .._arguments._cache import Recent
-from .._instructions._garbage_collector import paused
+from .._arguments._cache import RecentCache
+from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
 from .._jaxprs import _jaxpr
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from .._layers import _rng
-from .._pipelined._specialization import Built
+from .._pipelined._specialization import Specialization
 from .._placed._mesh_context import outside_of_meshes
-from .._placed._mirrored_places import Leaf
+from .._placed._mirrored_places import ArgumentLeaf
 from ._optimizer import Optimizer
 from ._train_state import (
     StateOrigin,
@@ -57,7 +57,7 @@ class TrainStep:
       by_layer: True if states have an entry for each layer.
     """
 
-    gradients: Callable[..., Built]
+    gradients: Callable[..., Specialization]
     tx: optax.GradientTransformation
     has_aux: bool
     feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -66,11 +66,11 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         # (settings, signature index of the state) -> optimizer
-        self._optimizers = Recent[Any, Optimizer]()
+        self._optimizers = RecentCache[Any, Optimizer]()
         # (settings, signature index of the state, signature of the batch) -> step
-        self._compiled = Recent[Any, _Compiled]()
+        self._compiled = RecentCache[Any, _LoweredStep]()
         # (structure, kinds of leaves) of a state -> signature index
-        self._signature_indices = Recent[Any, int]()
+        self._signature_indices = RecentCache[Any, int]()
         self._next_signature_index = itertools.count()
 
     def __call__(
@@ -149,7 +149,7 @@ class TrainStep:
 
     def signature_index(self, structure: Any, leaves: Sequence[Any]) -> int:
         """A number for the structure and the kinds of leaves of a state."""
-        signature = structure, _signature.kinds(leaves)
+        signature = structure, _signature.aval_keys(leaves)
         if signature not in self._signature_indices:
             self._signature_indices[signature] = next(self._next_signature_index)
         return self._signature_indices[signature]
@@ -163,7 +163,7 @@ class TrainStep:
 
     def _compile(
         self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
-    ) -> "_Compiled":
+    ) -> "_LoweredStep":
         """The step for such a state and batch; all checks of shapes are here.
 
         Args:
@@ -173,7 +173,7 @@ class TrainStep:
           targets: its targets.
         """
         state_key = _signature.settings(), signature_index
-        key = state_key, _signature.of(x, targets)
+        key = state_key, _signature.tree_signature(x, targets)
         if key not in self._compiled:
             gradient = self.gradients(
                 state.variables, x, targets, state.rng, train=True
@@ -183,7 +183,7 @@ class TrainStep:
                 self._optimizers[state_key] = _optimizer(self.tx, state, gradient)
             optimizer = self._optimizers[state_key]
             optimizer.check(state.opt_state)
-            self._compiled[key] = _Compiled(
+            self._compiled[key] = _LoweredStep(
                 gradient,
                 optimizer,
                 state,
@@ -193,7 +193,7 @@ class TrainStep:
         return self._compiled[key]
 
 
-class _Compiled:
+class _LoweredStep:
     """A step for one signature of state and batch, as one program.
 
     Attributes:
@@ -205,7 +205,7 @@ class _Compiled:
 
     def __init__(
         self,
-        gradient: Built,
+        gradient: Specialization,
         optimizer: Optimizer,
         state: TrainState,
         *,
@@ -222,7 +222,7 @@ class _Compiled:
         self._signature_index: int | None = None
         self.program = self._lower(state, indices, donate=donate)
 
-    @paused()
+    @pause_collector()
     def _lower(self, state: TrainState, indices: Any, *, donate: bool) -> Program:
         """Writes the step into a graph.
 
@@ -240,7 +240,7 @@ class _Compiled:
         batch = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
 
         rng_and_step = [inputs[indices.rng], inputs[indices.step]]
-        advance = Function(
+        advance = Computation(
             "advance", _advance, [graph.specs[value] for value in rng_and_step]
         )
         first_place = self.gradient.pipe.place(0)
@@ -274,19 +274,21 @@ class _Compiled:
     ) -> list[Value]:
         """Adds the leaves of a state, in order, to the arguments of a graph."""
         # index of a leaf of the state -> its spec, and its place
-        leaves: dict[int, Leaf] = {}
+        leaves: dict[int, ArgumentLeaf] = {}
         layout = self.gradient.layout
         for index, (spec, place), sharding in zip(
             self.variable_indices, layout.specs, layout.shardings, strict=True
         ):
-            leaves[index] = Leaf("state", (), spec, place=place, sharding=sharding)
+            leaves[index] = ArgumentLeaf(
+                "state", (), spec, place=place, sharding=sharding
+            )
         opt_state_indices = jax.tree.leaves(indices.opt_state)
         leaves |= zip(opt_state_indices, self.optimizer.state, strict=True)
         # The key and the number of the step come from outside, and are not overwritten.
         scalars = {indices.rng: state.rng, indices.step: state.step}
         for index, array in scalars.items():
             spec = _jaxpr.spec(jax.typeof(array))
-            leaves[index] = Leaf("state", (), spec, place=OUTSIDE)
+            leaves[index] = ArgumentLeaf("state", (), spec, place=OUTSIDE)
 
         arguments: list[Value] = []
         for index in sorted(leaves):
@@ -314,14 +316,14 @@ class _Compiled:
 
 
 def _optimizer(
-    tx: optax.GradientTransformation, state: TrainState, gradient: Built
+    tx: optax.GradientTransformation, state: TrainState, gradient: Specialization
 ) -> Optimizer:
     """The optimizer of the parameters of a state."""
     layout = gradient.layout
     locations = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
     return Optimizer(
         tx,
-        params=_microbatch.specs(state.params, "params"),
+        params=_microbatch.array_specs(state.params, "params"),
         trained=layout.trained,
         pipe=gradient.pipe,
         locations=locations,

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from .._arguments._static import Static
+from .._arguments._static import StaticArgument
 from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._placed._jit import Jitted
-from .._placed._mirrored_places import ByPath, Leaf
-from .._placed._placed_function import Placement, where_computed
+from .._placed._mirrored_places import ArgumentLeaf, MirroredPlaces
+from .._placed._placed_function import LeafPlacement, where_computed
 
 PyTree = Any
 
@@ -108,7 +108,7 @@ def optimizer(
     ) -> tuple[PyTree, PyTree]:
         for name, value in extra.items():
             if _is_function(value):
-                extra[name] = Static(type(value), value)
+                extra[name] = StaticArgument(type(value), value)
         return jitted_update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -119,24 +119,24 @@ def _is_function(value: Any) -> bool:
     return callable(value) and jax.tree.leaves(value) == [value]
 
 
-def of_init(leaves: Sequence[Leaf]) -> Placement:
+def of_init(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     """The state of an optimizer is where its parameters are."""
     return where_computed(leaves, stay=False)
 
 
-def of_update(leaves: Sequence[Leaf]) -> Placement:
+def of_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     """Updates and a new state are where parameters and gradients are.
 
     These are the first and the third argument, the second is the state. A leaf of the
     state that belongs to none of them, such as a count, is computed in each place.
     """
-    mirrored = ByPath([leaf for leaf in leaves if leaf.argument_key in (0, 2)])
+    mirrored = MirroredPlaces([leaf for leaf in leaves if leaf.argument_key in (0, 2)])
     places: list[int] = []
     for leaf in leaves:
         is_state = leaf.argument_key == 1
         is_count = is_state and mirrored.place(leaf.path) < 0
         places.append(NOWHERE if is_count else leaf.place)
-    return Placement(places, lambda result: mirrored.of(*result))
+    return LeafPlacement(places, lambda result: mirrored.of(*result))
 
 
 def _floating(tree: PyTree) -> PyTree:

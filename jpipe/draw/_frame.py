@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ..schedules import Timeline
-from ..schedules._formats import duration, size
+from ..schedules._formats import format_bytes, format_seconds
 from ._elements import measure_text
 
 LABEL = 11.0  # the font size of most texts
@@ -51,7 +51,7 @@ class Frame:
 
     def format_time(self, time: float) -> str:
         """Formats a time, with a unit if it is in seconds."""
-        return duration(time) if self.in_seconds else _format_number(time)
+        return format_seconds(time) if self.in_seconds else _format_number(time)
 
     def ticks(self) -> list[float]:
         """Round times, some 80 pixels apart."""
@@ -131,4 +131,4 @@ def _format_number(value: float) -> str:
 
 def format_peak(value: float, *, in_bytes: bool) -> str:
     """Formats a peak of memory, with a unit if it is in bytes."""
-    return f"peak {size(int(value)) if in_bytes else _format_number(value)}"
+    return f"peak {format_bytes(int(value)) if in_bytes else _format_number(value)}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..schedules import Action, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT
-from ..schedules._formats import duration, many, size
+from ..schedules._formats import format_bytes, format_count, format_seconds
 from . import _palette as palette
 from ._bars import Bar, Column, Part, lay_out_bars
 from ._elements import Picture
@@ -83,18 +83,18 @@ def lay_out_plan(plan: Any, timeline: Timeline, width: float) -> Picture:
     limit = forecast.memory_limit
 
     title = f"{plan.schedule.name}, "
-    title += f"{many(plan.schedule.num_microbatches, 'micro-batch')}, "
+    title += f"{format_count(plan.schedule.num_microbatches, 'micro-batch')}, "
     memory_head = "memory at the peak"
     if plan.data > 1:
         title += f"{len(forecast.memory)} x {plan.data} devices, "
         memory_head = "memory of each device at the peak"
-    title += f"{duration(seconds)} a step predicted"
+    title += f"{format_seconds(seconds)} a step predicted"
     if limit:
-        memory_head += f", limit {size(limit)}"
+        memory_head += f", limit {format_bytes(limit)}"
 
     time_bars: list[Bar] = []
     for rank, time in enumerate(timeline.busy):
-        tooltip = f"busy: {duration(time)}, {_format_layers(plan, rank)}"
+        tooltip = f"busy: {format_seconds(time)}, {_format_layers(plan, rank)}"
         share = f"{time / seconds:.0%}" if seconds else ""
         time_bars.append(Bar([Part(time, _BUSY, tooltip)], share))
 
@@ -103,8 +103,8 @@ def lay_out_plan(plan: Any, timeline: Timeline, width: float) -> Picture:
         parts: list[Part] = []
         for name, fill in _PARTS.items():
             num_bytes = getattr(memory, name)
-            parts.append(Part(num_bytes, fill, f"{name}: {size(num_bytes)}"))
-        memory_bars.append(Bar(parts, size(memory.total)))
+            parts.append(Part(num_bytes, fill, f"{name}: {format_bytes(num_bytes)}"))
+        memory_bars.append(Bar(parts, format_bytes(memory.total)))
     fullest = max(memory.total for memory in forecast.memory)
     shows_limit = limit and fullest >= _LEAST_FRACTION * limit
 

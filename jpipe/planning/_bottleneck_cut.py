@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ._sums import Matrix
 
 
-class Cut(NamedTuple):
+class BottleneckCut(NamedTuple):
     """One way to cut.
 
     Attributes:
@@ -41,7 +41,7 @@ def smallest_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
     return float(best[-1]), _ends(came, size - 1)
 
 
-def best_max(times: Sequence[Matrix], transfers: Matrix) -> Cut | None:
+def best_max(times: Sequence[Matrix], transfers: Matrix) -> BottleneckCut | None:
     """The cut with the fastest slowest stage.
 
     Of several the one whose stages and transfers take the least time together, then
@@ -60,7 +60,7 @@ def best_max(times: Sequence[Matrix], transfers: Matrix) -> Cut | None:
 
 def best_step(
     times: Sequence[Matrix], transfers: Matrix, num_microbatches: int
-) -> list[Cut]:
+) -> list[BottleneckCut]:
     """Cuts of which none has a shorter step than the first.
 
     The slower a stage may be, the less all stages and transfers take together. So
@@ -68,7 +68,7 @@ def best_step(
     faster, and by so much as the best so far asks for; and so on.
     """
     cut = best_max(times, transfers)
-    found = set[Cut]() if cut is None else {cut}
+    found = set[BottleneckCut]() if cut is None else {cut}
     limit = np.inf
     while cut := within(times, transfers, limit):
         found.add(cut)
@@ -78,7 +78,9 @@ def best_step(
     return sorted(found, key=lambda cut: (cut.step(num_microbatches), cut))
 
 
-def within(times: Sequence[Matrix], transfers: Matrix, limit: float) -> Cut | None:
+def within(
+    times: Sequence[Matrix], transfers: Matrix, limit: float
+) -> BottleneckCut | None:
     """The cut with the least time altogether whose stages take no more than a limit.
 
     Of several the most even one: with the smallest sum of squares.
@@ -107,7 +109,7 @@ def within(times: Sequence[Matrix], transfers: Matrix, limit: float) -> Cut | No
     bottleneck = max(
         float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(times)
     )
-    return Cut(bottleneck, float(latency[-1]), ends)
+    return BottleneckCut(bottleneck, float(latency[-1]), ends)
 
 
 def _ends(came: Sequence[npt.NDArray[np.intp]], last: int) -> tuple[int, ...]:

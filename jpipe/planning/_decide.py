@@ -11,12 +11,12 @@ from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._layers._layer_group import check_balance
 from .._placed._mesh_context import outside_of_meshes
-from .._train._optimizer import state_bytes
+from .._train._optimizer import opt_state_bytes
 from .._train._transformation import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
-from ..schedules._catalogue import key_of
-from ..schedules._choose import called
-from ..schedules._formats import duration, size
+from ..schedules._catalogue import find_catalogue_key
+from ..schedules._choose import format_argument
+from ..schedules._formats import format_bytes, format_seconds
 from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
 from ._fused import fused_residuals
@@ -30,9 +30,9 @@ from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
-from ._space import Hardware, Space
-from ._subject import Subject
-from ._traced import Traced
+from ._space import Hardware, SearchSpace
+from ._subject import PlannedModel
+from ._traced import TracedLayer
 from ._verify import choose
 
 PyTree = Any
@@ -142,7 +142,7 @@ def plan(
     numbers = None if num_microbatches is None else _listed(num_microbatches)
     spread = None if data is None else _listed(data)
     builders = _listed(_TRAINING if schedules is None else schedules)
-    names = tuple(key_of(schedule) or schedule for schedule in builders)
+    names = tuple(find_catalogue_key(schedule) or schedule for schedule in builders)
     modes = _listed(remat)
     counts = [("num_devices", count), *(("data", own) for own in spread or ())]
     counts += [("num_microbatches", own) for own in numbers or ()]
@@ -152,7 +152,7 @@ def plan(
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
-    request, subject = Request(sample, **options), Subject(layers)
+    request, subject = Request(sample, **options), PlannedModel(layers)
     examples = request.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
@@ -171,7 +171,7 @@ def plan(
             profiles = {parts[0]: profile}
         if memory_limit is not None:
             profiles = fused_residuals(profiles, subject, finest, count)
-        space = Space(
+        space = SearchSpace(
             {number: _with_state(own, optimizer) for number, own in profiles.items()},
             optimizer,
             hardware if profile else _linked(hardware, latency, finest.where),
@@ -208,7 +208,7 @@ def _as_made(profile: Any) -> dict[str, Any]:
 
 
 def _profiles(
-    subject: Subject, model: Traced, finest: Request, numbers: Sequence[int]
+    subject: PlannedModel, model: TracedLayer, finest: Request, numbers: Sequence[int]
 ) -> Mapping[int, Profile]:
     """By the number of parts: of the most, of the fewest, and in between."""
     # A whole mini-batch at once may be more than a device holds.
@@ -239,18 +239,19 @@ def _linked(
         hardware,
         latency=latency,
         bandwidth=bandwidth,
-        measured=f"{duration(latency)} for each and {size(int(bandwidth))} per second, "
+        measured=f"{format_seconds(latency)} for each and "
+        f"{format_bytes(int(bandwidth))} per second, "
         f"where not given as measured from {where} to {others[0]}",
     )
 
 
-def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[int]:
+def _optimizer_bytes(tx: optax.GradientTransformation, model: TracedLayer) -> list[int]:
     """The optimizer's state of each layer."""
     numbers, tree = jax.tree.flatten(model.params)
     trained = [model.stages.trained[i] for i in numbers]
     owners = [model.divided.layout.owner_stages[i] for i in numbers]
     params = tree.unflatten(model.specs(numbers))
-    return state_bytes(tx, params, trained, owners, len(model.names))
+    return opt_state_bytes(tx, params, trained, owners, len(model.names))
 
 
 def _with_state(profile: Profile, optimizer_bytes: Sequence[int]) -> Profile:
@@ -279,7 +280,7 @@ def _faults(
         if not choices:
             yield f"{what}={choices!r}: name one or more, or leave it out"
     for name in names:
-        if key_of(name) not in _TRAINING:
+        if find_catalogue_key(name) not in _TRAINING:
             listed = ", ".join(map(repr, _TRAINING))
-            yield f"schedules: {called(name)} is unknown: choose from {listed}"
+            yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
     yield from (unknown_mode(mode) for mode in remat if mode not in MODES)

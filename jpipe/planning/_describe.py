@@ -4,21 +4,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._instructions import _memory
-from .._instructions._memory import most_residuals
-from .._instructions._sharding import SubMesh
+from .._instructions._memory import peak_residual_bytes
+from .._instructions._sharding import StageMesh
 from .._jaxprs import _work
 from .._jaxprs._jaxpr import nbytes, specs
 from .._partition import _remat
 from .._partition._param_layout import ParamLayout
-from .._partition._stage_placement import Pipe
-from .._pipelined._specialization import Built
-from .._stage._stage_names import modules
+from .._partition._stage_placement import StagePlacement
+from .._pipelined._specialization import Specialization
+from .._stage._stage_names import name_stages
 from .._stage._stages import Stages
 from ..schedules import Action
 from ._plan import Forecast, Plan, StagePlan
 
 
-class Known(NamedTuple):
+class PipelineInfo(NamedTuple):
     """What is known of a pipeline.
 
     Attributes:
@@ -31,29 +31,31 @@ class Known(NamedTuple):
       modules: of each stage the modules in it, where names are those of pieces.
     """
 
-    pipe: Pipe
+    pipe: StagePlacement
     names: Sequence[Sequence[str]]
     layout: ParamLayout | None = None
     reads: Sequence[Sequence[int]] = ()
-    last: Built | None = None
+    last: Specialization | None = None
     skips: Sequence[tuple[str, int, int]] = ()
     modules: Sequence[Sequence[str]] = ()
 
     @property
-    def built(self) -> Built | None:
+    def built(self) -> Specialization | None:
         """A mini-batch with a loss, if that was the last."""
         last = self.last
         return last if last and last.runs and last.stages.first.has_loss else None
 
 
-def of_function(last: Built) -> Known:
+def describe_function(last: Specialization) -> PipelineInfo:
     """What is known of a model or a loss function that is divided."""
     stages, layout = last.stages, last.layout
     reads = [stages.weights_on(s) for s in range(stages.num_stages)]
-    return Known(last.pipe, modules(stages, layout.keys), layout, reads, last)
+    return PipelineInfo(
+        last.pipe, name_stages(stages, layout.keys), layout, reads, last
+    )
 
 
-def describe(known: Known, forecast: Forecast | None = None) -> Plan:
+def describe(known: PipelineInfo, forecast: Forecast | None = None) -> Plan:
     """Says who runs what, and more the more is known.
 
     Args:
@@ -66,9 +68,9 @@ def describe(known: Known, forecast: Forecast | None = None) -> Plan:
     compiled_actions: tuple[Action, ...] = ()
     if built is not None:
         program, compiled_actions = built.program, built.compiled_actions
-        most = most_residuals(program, len(pipe.stages))
+        most = peak_residual_bytes(program, len(pipe.stages))
         names = map(pipe.called, program.devices)
-        peaks = tuple(zip(names, _memory.peaks(program), strict=True))
+        peaks = tuple(zip(names, _memory.peak_bytes(program), strict=True))
     work: Sequence[float | None] = [None] * len(pipe.stages)
     if known.last is not None:
         work = _shares(known.last.stages)
@@ -100,7 +102,7 @@ def _shares(stages: Stages) -> list[float]:
 
 
 def _stage(
-    known: Known, s: int, residual_bytes: int | None, work: float | None
+    known: PipelineInfo, s: int, residual_bytes: int | None, work: float | None
 ) -> StagePlan:
     pipe, built, layout = known.pipe, known.built, known.layout
     device, params, trained, local = pipe.devices[s], None, None, None
@@ -110,7 +112,7 @@ def _stage(
         own = [i for i in layout.params if i in set(known.reads[s])]
         params = [layout.specs[i][0] for i in own]
         local = list(map(nbytes, params))
-        if isinstance(device, SubMesh):
+        if isinstance(device, StageMesh):
             pairs = zip(own, params, strict=True)
             shardings = [device.fitting(layout.shardings[i], x.shape) for i, x in pairs]
             local = [
@@ -129,7 +131,7 @@ def _stage(
         rank=pipe.schedule.placement[s],
         device=", ".join(map(pipe.called, dict.fromkeys(pipe.replicas(s)))),
         layers=tuple(known.names[s]),
-        remat=_remat.name(pipe.remat[s]),
+        remat=_remat.mode_name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),
         param_bytes=None if local is None else sum(local),
         residual_bytes=residual_bytes,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from jax.extend import core
 
 from .._jaxprs import _flops, _jaxpr, _min_cut
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 
 # What reads of its first operand only as much as it gives.
 _PARTS = frozenset(["dynamic_slice", "gather", "slice"])
@@ -43,7 +43,7 @@ class Rates(NamedTuple):
         return max(flops / self.flops, num_bytes / self.bandwidth)
 
 
-def seconds(function: Function, rates: Rates) -> float:
+def seconds(function: Computation, rates: Rates) -> float:
     """How long a function takes that was made of a jaxpr."""
     assert function.closed is not None
     return _seconds(function.closed, rates)
@@ -77,7 +77,7 @@ def _touched(eqn: core.JaxprEqn) -> dict[core.Var, int]:
 
 
 def _of_dear(eqn: core.JaxprEqn, rates: Rates) -> float:
-    inside = [_seconds(closed, rates) for closed in _jaxpr.inside(eqn)]
+    inside = [_seconds(closed, rates) for closed in _jaxpr.inner_jaxprs(eqn)]
     if not inside:
         size = sum(_touched(eqn).values())
         return rates.seconds(_flops.of_equation(eqn), size)
@@ -86,7 +86,7 @@ def _of_dear(eqn: core.JaxprEqn, rates: Rates) -> float:
     return max(inside) if eqn.primitive.name == "cond" else sum(inside)
 
 
-def workspace_bytes(function: Function) -> int:
+def workspace_bytes(function: Computation) -> int:
     """The most that is alive at once in a function that was made of a jaxpr."""
     assert function.closed is not None
     return _most(function.closed.jaxpr)
@@ -112,7 +112,7 @@ def _most(jaxpr: core.Jaxpr) -> int:
 
 def _inside(eqn: core.JaxprEqn) -> int:
     """What a call, a branch or a turn of a loop needs."""
-    inner = [closed.jaxpr for closed in _jaxpr.inside(eqn)]
+    inner = [closed.jaxpr for closed in _jaxpr.inner_jaxprs(eqn)]
     most = max(map(_most, inner), default=0)
     if eqn.primitive.name in ("scan", "while"):
         # What a turn gives is written beside what it was given.

@@ -13,9 +13,9 @@ from jax.extend import core
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import specs
-from .._layers._text import shapes
+from .._layers._text import shape_text
 from ._estimate import Rates
-from ._traced import Traced
+from ._traced import TracedLayer
 
 # What `jpipe.profile` calls the rates of an estimate.
 _RATES = "peak_flops", "memory_bandwidth", "action_seconds"
@@ -23,7 +23,9 @@ _RATES = "peak_flops", "memory_bandwidth", "action_seconds"
 _config: Any = jax.config
 
 
-def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
+def fingerprint(
+    model: TracedLayer, train: bool, where: Device | Rates
+) -> dict[str, str]:
     """What a profile of layers is made on, by name.
 
     A layer is known by its name, the shapes and dtypes of what it is given, and a
@@ -72,7 +74,7 @@ def kind_of(device: Device) -> str:
     return kind
 
 
-def _layer(model: Traced, number: int) -> str:
+def _layer(model: TracedLayer, number: int) -> str:
     stages, part = model.stages, model.stages.part(number)
     weights = stages.weights(number)
     parts = [
@@ -90,7 +92,7 @@ def _layer(model: Traced, number: int) -> str:
 
 def _shapes(variables: Sequence[core.Var]) -> str:
     leaves = specs(variables)
-    return shapes(leaves[0] if len(leaves) == 1 else tuple(leaves))
+    return shape_text(leaves[0] if len(leaves) == 1 else tuple(leaves))
 
 
 def _operations(closed: core.ClosedJaxpr) -> Iterator[str]:
@@ -98,5 +100,5 @@ def _operations(closed: core.ClosedJaxpr) -> Iterator[str]:
     for eqn in closed.jaxpr.eqns:
         made = ", ".join(str(var.aval) for var in eqn.outvars)
         yield f"{eqn.primitive.name} {eqn.params.get('precision')} {made}"
-        for inner in _jaxpr.inside(eqn):
+        for inner in _jaxpr.inner_jaxprs(eqn):
             yield from _operations(inner)

@@ -9,19 +9,19 @@ from typing import Any
 
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ..schedules._formats import many
+from ..schedules._formats import format_count
 from ._fingerprint import measured_on_cpu
 from ._plan import Memory, Plan, named
 from ._profile import Profile
 from ._replicate import ring
-from ._space import Hardware, Space
+from ._space import Hardware, SearchSpace
 
 # Where devices share cores, halves of backwards have to be faster by so much.
 _HALVES = 1.05
 
 
 @dataclass(frozen=True)
-class Way:
+class Choice:
     """One way to run a model.
 
     Attributes:
@@ -45,14 +45,14 @@ class Way:
         modes = dict.fromkeys(self.remat)
         return (
             f"{self.schedule.name}, balance {list(self.balance)}, "
-            f"{many(self.schedule.num_microbatches, 'micro-batch')}, "
+            f"{format_count(self.schedule.num_microbatches, 'micro-batch')}, "
             f"remat {' and '.join(modes)}"
             + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
         )
 
 
 @dataclass(frozen=True)
-class Candidate(Way):
+class Candidate(Choice):
     """One way to run a model, with what it would take.
 
     Attributes:
@@ -111,7 +111,7 @@ class Candidate(Way):
         return _HALVES if any(action.op == WEIGHT for action in actions) else 1.0
 
 
-def stage_costs(space: Space, way: Way) -> Costs:
+def stage_costs(space: SearchSpace, way: Choice) -> Costs:
     """What stages cost, with the exchange of their gradients where shards make some.
 
     A rank exchanges those of all its stages, one after the other, when it has run all:
@@ -130,7 +130,7 @@ def stage_costs(space: Space, way: Way) -> Costs:
     return dataclasses.replace(costs, exchange=exchange)
 
 
-def evaluate(space: Space, way: Way) -> Candidate:
+def evaluate(space: SearchSpace, way: Choice) -> Candidate:
     """Runs a candidate on paper.
 
     Args:
@@ -219,7 +219,7 @@ def fused_costs(
 
 
 def _memory(
-    space: Space, way: Way, timeline: Timeline, costs: Costs
+    space: SearchSpace, way: Choice, timeline: Timeline, costs: Costs
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
     profile = space.profile(way.schedule, way.data)

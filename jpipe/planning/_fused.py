@@ -12,12 +12,12 @@ from ._layer_partition import partition
 from ._layer_profile import LayerProfile
 from ._profile import Profile
 from ._request import Request
-from ._subject import Subject
+from ._subject import PlannedModel
 
 
 def fused_residuals(
     profiles: Mapping[int, Profile],
-    subject: Subject,
+    subject: PlannedModel,
     request: Request,
     num_stages: int,
 ) -> dict[int, Profile]:

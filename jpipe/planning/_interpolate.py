@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..schedules._json import value_of
+from ..schedules._json import decode
 from ._profile import Profile
 
 
@@ -39,4 +39,4 @@ def interpolated(small: Profile, large: Profile, size: int) -> Profile:
         is_leaf=lambda leaf: leaf is None,
     )
     fields |= {"microbatch_size": size, "action_seconds": small.action_seconds}
-    return value_of(Profile, fields)
+    return decode(Profile, fields)

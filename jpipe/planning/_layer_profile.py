@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..schedules._choose import called
+from ..schedules._choose import format_argument
 
 # Remat modes that have a name, from the fewest bytes on.
 MODES = ("full", "min_cut", "dots", "none")
@@ -112,7 +112,8 @@ def faults(layers: Sequence[LayerProfile], **others: float) -> Iterator[str]:
 
 def unknown_mode(mode: object) -> str:
     """That there is no such remat mode, and which there are."""
-    return f"remat: {called(mode)} is unknown: choose {', '.join(map(repr, MODES))}"
+    modes = ", ".join(map(repr, MODES))
+    return f"remat: {format_argument(mode)} is unknown: choose {modes}"
 
 
 def count_faults(what: str, value: Any) -> Iterator[str]:

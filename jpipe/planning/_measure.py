@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._instructions import _transfer
-from .._instructions._compiler import Compiled, compile_all
-from .._instructions._progress import counted
+from .._instructions._compiler import PlacedProgram, compile_all
+from .._instructions._progress import count_items
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
-from .._jaxprs._computation import Function
+from .._jaxprs._computation import Computation
 from .._stage._stage import Stage
-from ..schedules._costs import FIELDS
+from ..schedules._costs import TIME_FIELDS
 from ._request import Request
-from ._traced import Traced
+from ._traced import TracedLayer
 
 # In a round a program is called for about so many seconds, at most so many times.
 _LONG_ENOUGH = 0.05
@@ -56,7 +56,7 @@ class Times(NamedTuple):
 
 
 def measure(
-    model: Traced, request: Request, device: Device
+    model: TracedLayer, request: Request, device: Device
 ) -> tuple[dict[Stage, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
@@ -75,14 +75,16 @@ def measure(
         for functions, numbers in model.alike().items()
     }
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * _LEAVES
-    plus_one = Function.like(
+    plus_one = Computation.like(
         "nothing", lambda *leaves: [x + 1 for x in leaves], *scalars
     )
-    nothing = _Program(plus_one, scalars, device, "a program that computes nothing")
+    nothing = _MeasuredProgram(
+        plus_one, scalars, device, "a program that computes nothing"
+    )
     every = [nothing, *(p for own in programs.values() for p in own.values())]
     compile_all(program.compiled for program in every)
     in_a_row = []
-    for program in counted("programs measured", every * request.rounds):
+    for program in count_items("programs measured", every * request.rounds):
         program.visit()
         if program is nothing:  # in each round
             in_a_row.append(nothing.in_a_row())
@@ -91,29 +93,29 @@ def measure(
 
 
 def _programs(
-    model: Traced,
+    model: TracedLayer,
     number: int,
     functions: Stage,
     request: Request,
     device: Device,
-) -> dict[str, "_Program"]:
+) -> dict[str, "_MeasuredProgram"]:
     """The programs of a layer that compute anything, by name."""
     batch = _batch(model, number, request)
     label = f"layer {number} ({model.names[number]})"
     programs = {}
-    for name in FIELDS.values() if functions.has_backward else ["forward"]:
-        function: Function = getattr(functions, name)
+    for name in TIME_FIELDS.values() if functions.has_backward else ["forward"]:
+        function: Computation = getattr(functions, name)
         closed, reads = function.closed, function.reads
         assert closed is not None
         assert reads is not None
         if closed.jaxpr.eqns:
             pairs = zip(reads, map(_jaxpr.spec, closed.in_avals), strict=True)
             arguments = [batch.get(at, spec) for at, spec in pairs]
-            programs[name] = _Program(function, arguments, device, label)
+            programs[name] = _MeasuredProgram(function, arguments, device, label)
     return programs
 
 
-def _batch(model: Traced, number: int, request: Request) -> dict[int, Any]:
+def _batch(model: TracedLayer, number: int, request: Request) -> dict[int, Any]:
     """What a layer reads of the mini-batch and the number of it, by its position."""
     part, batch, program = model.stages.part(number), model.batch, model.stages.first
     leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
@@ -125,18 +127,18 @@ def _batch(model: Traced, number: int, request: Request) -> dict[int, Any]:
     return dict(enumerate((known[var] for var in part.given), start=first))
 
 
-def _times(programs: Mapping[str, "_Program"], idle: float) -> Times:
+def _times(programs: Mapping[str, "_MeasuredProgram"], idle: float) -> Times:
     """The medians, less what a call takes that computes nothing."""
     found = {name: program.seconds - idle for name, program in programs.items()}
     sizes = [program.compiled.workspace_bytes for program in programs.values()]
     known = [size for size in sizes if size is not None]
     return Times(
-        *(max(found.get(name, 0.0), 0.0) for name in FIELDS.values()),
+        *(max(found.get(name, 0.0), 0.0) for name in TIME_FIELDS.values()),
         workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
     )
 
 
-class _Program:
+class _MeasuredProgram:
     """A function that is compiled by itself, and how long its calls took.
 
     Args:
@@ -150,12 +152,16 @@ class _Program:
     """
 
     def __init__(
-        self, function: Function, arguments: Sequence[Any], device: Device, label: str
+        self,
+        function: Computation,
+        arguments: Sequence[Any],
+        device: Device,
+        label: str,
     ) -> None:
         assert function.closed is not None
         specs = list(map(_jaxpr.spec, function.closed.in_avals))
         used = [i for i in range(len(function.results)) if i not in function.aliases]
-        self.compiled = Compiled(
+        self.compiled = PlacedProgram(
             function, specs, used, (), device, [0] * len(specs), function.name
         )
         self._arguments, self._device, self._label = arguments, device, label

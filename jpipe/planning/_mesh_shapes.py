@@ -7,7 +7,7 @@ from typing import NamedTuple
 _TIMES = (1, 2, 4, 8)
 
 
-class Shape(NamedTuple):
+class MeshShape(NamedTuple):
     """Into how many parts a mini-batch is cut.
 
     Attributes:
@@ -30,7 +30,7 @@ def shapes(
     num_devices: int,
     examples: int,
     size: int | None,
-) -> tuple[Shape, ...]:
+) -> tuple[MeshShape, ...]:
     """The shapes to choose from; on several devices a part has as many examples.
 
     Args:
@@ -58,7 +58,7 @@ def shapes(
             each = {min(num_devices * times, examples) // count for times in _TIMES}
             each = each | {1} if count == 1 else each - {0}
         if num_devices % count == 0 == examples % count:
-            found += [Shape(number, count) for number in sorted(each)]
+            found += [MeshShape(number, count) for number in sorted(each)]
     found = [own for own in found if own.parts <= examples]
     if not found:
         note = "" if size is None else f" in parts of {size}, as in the profile"

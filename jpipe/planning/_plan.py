@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._layers._text import abbreviate
-from .._partition._cut_points import Cuts
-from .._stage._stage_names import in_parts
+from .._partition._cut_points import CutPoints
+from .._stage._stage_names import mark_shared_names
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT
-from ..schedules._costs import FIELDS
-from ..schedules._formats import columns, duration, size
-from ..schedules._json import reading, value_of
+from ..schedules._costs import TIME_FIELDS
+from ..schedules._formats import format_bytes, format_seconds, format_table
+from ..schedules._json import decode, parse_json
 from ._layer_profile import number_faults
 
 # Columns of a grid beyond which its end is left out.
@@ -96,10 +96,12 @@ class Memory:
 
     def describe_excess(self, limit: int) -> str:
         """Says that it is more than a device has, and what it is made of."""
-        parts = (f"{name} {size(own)}" for name, own in vars(self).items() if own)
+        parts = (
+            f"{name} {format_bytes(own)}" for name, own in vars(self).items() if own
+        )
         return (
-            f"needs {size(self.total)}, {size(self.total - limit)} more than a device "
-            f"has: {', '.join(parts)}"
+            f"needs {format_bytes(self.total)}, {format_bytes(self.total - limit)} "
+            f"more than a device has: {', '.join(parts)}"
         )
 
 
@@ -160,7 +162,7 @@ class Plan:
     skips: tuple[tuple[str, int, int], ...] = ()
     forecast: Forecast | None = None
     data: int = 1
-    cuts: Cuts | None = None
+    cuts: CutPoints | None = None
     param_shapes: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -172,7 +174,7 @@ class Plan:
     def layer_names(self) -> list[list[str]]:
         """The layers of each stage; of a model its modules, each once."""
         names = [[*(stage.modules or stage.layers)] for stage in self.stages]
-        return names if self.cuts is None else in_parts(names)
+        return names if self.cuts is None else mark_shared_names(names)
 
     @property
     def remat(self) -> list[str]:
@@ -199,8 +201,8 @@ class Plan:
           >>> jpipe.Plan.from_json(plan.to_json()) == plan
           True
         """
-        with reading("no plan as Plan.to_json writes it", text) as fields:
-            plan: Plan = value_of(cls, fields)
+        with parse_json("no plan as Plan.to_json writes it", text) as fields:
+            plan: Plan = decode(cls, fields)
             plan.schedule.validate()
             if faults := list(plan._faults()):
                 raise ValueError("; ".join(faults))
@@ -240,7 +242,9 @@ class Plan:
             listed = (f"{name}: stage {s} to {t}" for name, s, t in self.skips)
             parts.append(f"skip connections: {', '.join(listed)}")
         if self.peak_bytes:
-            listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
+            listed = ", ".join(
+                f"{name} {format_bytes(n)}" for name, n in self.peak_bytes
+            )
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
         if self.forecast:
             parts.append(self._foretold(self.forecast))
@@ -267,7 +271,7 @@ class Plan:
         if any(stage.sharded_params for stage in stages):
             pairs = (stage.sharded_params.items() for stage in stages)
             found["cut along"] = [", ".join(f"{k} {n:,}" for k, n in p) for p in pairs]
-        return columns([[*found], *zip(*found.values(), strict=True)], left)
+        return format_table([[*found], *zip(*found.values(), strict=True)], left)
 
     def _grid(self) -> str:
         """The schedule as it runs; its bubble follows where it is predicted."""
@@ -288,7 +292,7 @@ class Plan:
                 [last(Action(op, stage.index, m)) for m in microbatches]
                 for stage in self.stages
             ]
-            for op, name in FIELDS.items()
+            for op, name in TIME_FIELDS.items()
         }
         return self.schedule.drawn(Costs(**times), has_bubble=self.forecast is None)
 
@@ -299,16 +303,16 @@ class Plan:
         rows = [["predicted", "busy", *names, "all"]]
         each = zip(timeline.busy, forecast.memory, strict=True)
         for rank, (busy, memory) in enumerate(each):
-            sizes = map(size, (*dataclasses.astuple(memory), memory.total))
-            rows.append([f"rank {rank}", duration(busy), *sizes])
+            sizes = map(format_bytes, (*dataclasses.astuple(memory), memory.total))
+            rows.append([f"rank {rank}", format_seconds(busy), *sizes])
         seconds, limit = forecast.seconds, forecast.memory_limit
         part = sum(timeline.busy) / (seconds * len(timeline.rows)) if seconds else 1.0
         times = seconds / timeline.lower_bound if seconds else 1.0
         lines = [
-            columns(rows, left=range(1)),
-            f"predicted: {duration(seconds)} a step, bubble {1 - part:.1%}, "
+            format_table(rows, left=range(1)),
+            f"predicted: {format_seconds(seconds)} a step, bubble {1 - part:.1%}, "
             f"{times:.2f} times the least that any order of these stages can take"
-            + (f"; {size(limit)} a device" if limit is not None else ""),
+            + (f"; {format_bytes(limit)} a device" if limit is not None else ""),
             *forecast.reasons,
         ]
         return "\n".join(lines)
@@ -331,7 +335,7 @@ def _params(stage: StagePlan) -> str:
 
 
 def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else size(num_bytes)
+    return "" if num_bytes is None else format_bytes(num_bytes)
 
 
 def shortened(grid: str) -> str:
@@ -350,8 +354,9 @@ def _residuals(stages: Sequence[StagePlan]) -> list[str]:
     rows = [["residuals of a micro-batch by", *modes, "recomputed flops"]]
     for stage in known:
         cells = [
-            size(stage.residuals[m]) if m in stage.residuals else "" for m in modes
+            format_bytes(stage.residuals[m]) if m in stage.residuals else ""
+            for m in modes
         ]
         again = "" if stage.recomputed_flops is None else f"{stage.recomputed_flops:,}"
         rows.append([f"stage {stage.index}", *cells, again])
-    return [columns(rows, left=range(1))] if known else []
+    return [format_table(rows, left=range(1))] if known else []

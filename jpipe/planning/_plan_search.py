@@ -5,14 +5,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from .. import schedules
-from .._instructions._progress import counted
+from .._instructions._progress import count_items
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._climb import Cuts, climb
-from ._forecast import Candidate, Way, evaluate, stage_costs
+from ._forecast import Candidate, Choice, evaluate, stage_costs
 from ._layer_partition import NoCut, partition
-from ._mesh_shapes import Shape
+from ._mesh_shapes import MeshShape
 from ._profile import Profile
-from ._space import Hardware, Space
+from ._space import Hardware, SearchSpace
 
 # From fast and large to slow and small. What "none" stores more saves no time.
 REMATS = ("min_cut", "full")
@@ -24,7 +24,7 @@ _CUTS = 6
 _ROUNDING = 1e-12
 
 
-def search(space: Space) -> list[Candidate]:
+def search(space: SearchSpace) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first.
 
     What can be none of the best, whatever its cut and its schedule, is not tried.
@@ -36,7 +36,7 @@ def search(space: Space) -> list[Candidate]:
       The candidates; several may be the same.
     """
     found = ranked(_candidates(space), space.hardware)
-    for candidate in counted("candidates improved", list(_top(found))):
+    for candidate in count_items("candidates improved", list(_top(found))):
         better = candidate if space.balance else _local_search(candidate, space)
         found.append(better)
         if space.fits_schedules:
@@ -49,7 +49,7 @@ def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.objective(hardware))
 
 
-def _candidates(space: Space) -> list[Candidate]:
+def _candidates(space: SearchSpace) -> list[Candidate]:
     """Numbers of micro-batches and of ranks, with each schedule of the catalogue."""
     most = space.hardware.num_devices
     branches = [
@@ -59,7 +59,9 @@ def _candidates(space: Space) -> list[Candidate]:
     ]
     found: list[Candidate] = []
     # The most hopeful first: beside them others need not be tried.
-    in_order = counted("numbers of devices and micro-batches planned", sorted(branches))
+    in_order = count_items(
+        "numbers of devices and micro-batches planned", sorted(branches)
+    )
     for least, ranks, shape in in_order:
         fitting = (x.seconds for x in found if x.fits(space.hardware))
         to_beat = min(fitting, default=math.inf)
@@ -82,7 +84,7 @@ def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
 
 
 def _of_branch(
-    num_ranks: int, shape: Shape, space: Space, to_beat: float
+    num_ranks: int, shape: MeshShape, space: SearchSpace, to_beat: float
 ) -> Iterator[Candidate]:
     """Each schedule of the catalogue, with the cuts that suit it."""
     # By placement and mode: without a limit their schedules have the same cut.
@@ -101,7 +103,7 @@ def _of_branch(
             if (balance := cuts[key]) is None:
                 continue
             modes = (mode,) * len(balance)
-            candidate = evaluate(space, Way(balance, modes, schedule, shape.data))
+            candidate = evaluate(space, Choice(balance, modes, schedule, shape.data))
             yield candidate
             if candidate.fits(space.hardware) or candidate.seconds >= to_beat:
                 # As a rule other modes and other cuts take longer.
@@ -109,7 +111,9 @@ def _of_branch(
             yield from _under_limit(candidate, mode, space)
 
 
-def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate]:
+def _under_limit(
+    candidate: Candidate, mode: str, space: SearchSpace
+) -> Iterator[Candidate]:
     """What makes a candidate fit: stages that store less, or another cut.
 
     A cut is made by what stages have and store. What a rank needs besides that, such as
@@ -131,7 +135,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         if balance is None:
             return
         modes = (mode,) * len(balance)
-        other = evaluate(space, Way(balance, modes, schedule, data))
+        other = evaluate(space, Choice(balance, modes, schedule, data))
         yield other
         if other.fits(space.hardware):
             return
@@ -139,7 +143,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         room = [own - more for own, more in zip(room, over, strict=True)]
 
 
-def _reduced_remat(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _reduced_remat(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     """Stores less and less in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
@@ -152,7 +156,7 @@ def _reduced_remat(candidate: Candidate, space: Space) -> Iterator[Candidate]:
         )
         if remat == candidate.remat:
             return
-        way = Way(candidate.balance, remat, schedule, candidate.data)
+        way = Choice(candidate.balance, remat, schedule, candidate.data)
         candidate = evaluate(space, way)
         yield candidate
 
@@ -161,7 +165,7 @@ def _cut(
     schedule: Schedule,
     data: int,
     mode: str,
-    space: Space,
+    space: SearchSpace,
     room: Sequence[float] | None = None,
 ) -> tuple[int, ...] | None:
     """The cut with the shortest step; none if no cut keeps within the memory.
@@ -206,7 +210,7 @@ def _top(found: Sequence[Candidate]) -> Iterator[Candidate]:
         yield from itertools.islice(best.values(), _IMPROVED)
 
 
-def _local_search(candidate: Candidate, space: Space) -> Candidate:
+def _local_search(candidate: Candidate, space: SearchSpace) -> Candidate:
     """The best of a candidate's cut and those around it, by their simulated steps.
 
     A cut is made by what stages take, one after another: not by where its schedule
@@ -218,7 +222,7 @@ def _local_search(candidate: Candidate, space: Space) -> Candidate:
         each = list(map(tuple, cuts.tolist()))
         for ends in each:
             balance = tuple(b - a for a, b in itertools.pairwise(ends))
-            way = Way(balance, candidate.remat, schedule, candidate.data)
+            way = Choice(balance, candidate.remat, schedule, candidate.data)
             seen[ends] = evaluate(space, way)
         return [seen[ends].objective(space.hardware) for ends in each]
 
@@ -226,7 +230,9 @@ def _local_search(candidate: Candidate, space: Space) -> Candidate:
     return seen[climb([(0, *itertools.accumulate(candidate.balance))], keys, most)[0]]
 
 
-def _with_fitted_schedule(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _with_fitted_schedule(
+    candidate: Candidate, space: SearchSpace
+) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
     limit, schedule = space.hardware.memory_limit, candidate.schedule
     room = None
@@ -237,5 +243,5 @@ def _with_fitted_schedule(candidate: Candidate, space: Space) -> Iterator[Candid
         fitted = schedules.fit(stage_costs(space, candidate), *sizes, max_bytes=room)
     except ScheduleError:
         return
-    way = Way(candidate.balance, candidate.remat, fitted, candidate.data)
+    way = Choice(candidate.balance, candidate.remat, fitted, candidate.data)
     yield evaluate(space, way)

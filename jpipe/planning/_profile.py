@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..schedules import Costs, Skip
-from ..schedules._choose import called
-from ..schedules._json import reading, value_of
+from ..schedules._choose import format_argument
+from ..schedules._json import decode, parse_json
 from . import _layer_profile
 from ._layer_profile import LayerProfile as LayerProfile
 from ._layer_profile import SkipProfile as SkipProfile
@@ -187,7 +187,8 @@ class Profile:
         """The remat modes whose residuals are not known, a line for each."""
         listed = ", ".join(map(repr, sorted(self.residuals_of)))
         return [
-            f"what remat={called(mode)} keeps is not in the profile: choose {listed}"
+            f"what remat={format_argument(mode)} keeps is not in the profile: choose "
+            f"{listed}"
             for mode in dict.fromkeys(modes)
             if mode not in self.residuals_of
         ]
@@ -281,8 +282,8 @@ class Profile:
           >>> Profile.from_json(profile.to_json()) == profile
           True
         """
-        with reading("no profile as Profile.to_json writes it", text) as fields:
-            profile: Profile = value_of(cls, fields)
+        with parse_json("no profile as Profile.to_json writes it", text) as fields:
+            profile: Profile = decode(cls, fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
             str(profile)  # which needs some of what it was made on

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .._instructions._progress import Progress, counted
+from .._instructions._progress import Progress, count_items
 from .._instructions._transfer import Device
 from .._jaxprs._flops import flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
@@ -11,7 +11,7 @@ from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage import Stage
-from ..schedules._costs import FIELDS
+from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, seconds, workspace_bytes
 from ._fingerprint import fingerprint
 from ._layer_profile import MODES
@@ -19,8 +19,8 @@ from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
-from ._subject import Subject
-from ._traced import Traced
+from ._subject import PlannedModel
+from ._traced import TracedLayer
 
 PyTree = Any
 
@@ -115,14 +115,14 @@ def profile(
         *(peak_flops, memory_bandwidth, action_seconds),
     )
     with Progress("profiles made"):
-        return answer(Subject(layers).traced(request), request)
+        return answer(PlannedModel(layers).traced(request), request)
 
 
-def answer(model: Traced, request: Request) -> Profile:
+def answer(model: TracedLayer, request: Request) -> Profile:
     """The requested profile of layers, each by itself."""
     where = request.where
     if isinstance(where, Rates):
-        layers = counted("layers estimated", list(model.alike()))
+        layers = count_items("layers estimated", list(model.alike()))
         times = {functions: _estimated(functions, where) for functions in layers}
         action = where.action
     else:
@@ -140,15 +140,15 @@ def answer(model: Traced, request: Request) -> Profile:
 
 def _estimated(functions: Stage, rates: Rates) -> Times:
     """The times of a layer on paper."""
-    names = [*FIELDS.values()] if functions.has_backward else ["forward"]
+    names = [*TIME_FIELDS.values()] if functions.has_backward else ["forward"]
     found = {name: getattr(functions, name) for name in names}
-    times = dict.fromkeys(FIELDS.values(), 0.0)
+    times = dict.fromkeys(TIME_FIELDS.values(), 0.0)
     times |= {name: seconds(each, rates) for name, each in found.items()}
     return Times(**times, workspace_bytes=max(map(workspace_bytes, found.values())))
 
 
-def _layers(model: Traced, times: Mapping[Stage, Times]) -> Iterator[LayerProfile]:
-    alike = counted("layers traced", list(model.alike().items()))
+def _layers(model: TracedLayer, times: Mapping[Stage, Times]) -> Iterator[LayerProfile]:
+    alike = count_items("layers traced", list(model.alike().items()))
     stored = {functions: _stored(model, numbers[0]) for functions, numbers in alike}
     for i, name in enumerate(model.names):
         functions = model.functions(i)
@@ -168,7 +168,7 @@ def _layers(model: Traced, times: Mapping[Stage, Times]) -> Iterator[LayerProfil
         )
 
 
-def _given(model: Traced, layer: int) -> tuple[int, int]:
+def _given(model: TracedLayer, layer: int) -> tuple[int, int]:
     """The bytes that a layer gives to the next one, and of the gradient of these."""
     following = layer + 1
     if following < len(model.names):
@@ -181,7 +181,7 @@ def _given(model: Traced, layer: int) -> tuple[int, int]:
     return output, cotangents if wanted else 0
 
 
-def _stored(model: Traced, number: int) -> dict[str, int]:
+def _stored(model: TracedLayer, number: int) -> dict[str, int]:
     """What a layer stores by remat mode, as a stage of a pipeline of that mode."""
     if not model.functions(number).has_backward:
         return dict.fromkeys(MODES, 0)
@@ -193,7 +193,7 @@ def _stored(model: Traced, number: int) -> dict[str, int]:
     return {mode: by("none" if mode == "full" else mode)[mode] for mode in MODES}
 
 
-def _skips(model: Traced) -> Iterator[SkipProfile]:
+def _skips(model: TracedLayer) -> Iterator[SkipProfile]:
     for layer in range(len(model.names)):
         for (source, name), own in model.skipping(layer).items():
             sizes = total_bytes(own), total_bytes(model.wanted(own))

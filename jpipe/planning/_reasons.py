@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 
 from ..schedules import Action, Schedule
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
-from ..schedules._formats import duration, size
+from ..schedules._formats import format_bytes, format_seconds
 from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, stage_costs, transfers
 from ._plan import Forecast, Plan
-from ._space import Space
+from ._space import SearchSpace
 
 # Steps that differ by less are as long.
 _EQUAL = 0.0005
 
 
 def chosen(
-    candidates: Sequence[Candidate], space: Space, missing: Sequence[str] = ()
+    candidates: Sequence[Candidate], space: SearchSpace, missing: Sequence[str] = ()
 ) -> Plan:
     """The best of the candidates, with the reasons.
 
@@ -52,7 +52,7 @@ def chosen(
 
 
 def _reasons(
-    best: Candidate, candidates: Sequence[Candidate], space: Space, sent: int
+    best: Candidate, candidates: Sequence[Candidate], space: SearchSpace, sent: int
 ) -> Iterable[str]:
     """Why this one, in sentences."""
     timeline, hardware = best.timeline, space.hardware
@@ -60,30 +60,31 @@ def _reasons(
     stages = [str(s) for s, at in enumerate(timeline.placement) if at == rank]
     yield (
         f"bottleneck: rank {rank} (stage {' and '.join(stages)}) computes "
-        f"{duration(timeline.busy[rank])} of {duration(best.seconds)}"
+        f"{format_seconds(timeline.busy[rank])} of {format_seconds(best.seconds)}"
     )
     if best.host > timeline.makespan:
         yield (
             f"host: one thread has all programs and transfers run, which takes "
-            f"{duration(best.host)}, more than the devices need: "
-            f"{duration(timeline.makespan)}"
+            f"{format_seconds(best.host)}, more than the devices need: "
+            f"{format_seconds(timeline.makespan)}"
         )
     most, limit = best.most_bytes, hardware.memory_limit
     fullest = [memory.total for memory in best.memory].index(most)
-    room = "" if limit is None else f", {size(limit - most)} below the limit"
-    yield f"memory: rank {fullest} needs most, {size(most)}{room}"
+    room = "" if limit is None else f", {format_bytes(limit - most)} below the limit"
+    yield f"memory: rank {fullest} needs most, {format_bytes(most)}{room}"
     free = ""
     if not hardware.bandwidth:
         free = "they were taken to cost no time"
         if hardware.latency:
-            free = f"{duration(hardware.latency)} for each, whatever its size"
+            free = f"{format_seconds(hardware.latency)} for each, whatever its size"
     speed = hardware.measured or free
-    yield f"transfers: {size(sent)} a step between devices{speed and '; ' + speed}"
+    ending = f"; {speed}" if speed else ""
+    yield f"transfers: {format_bytes(sent)} a step between devices{ending}"
     if best.data > 1:
         last = max(timeline.end.values()) - min(timeline.start.values())
         yield (
             f"exchange: the {best.data} devices of a stage add up its gradients once "
-            f"in a step, {duration(timeline.makespan - last)} of it"
+            f"in a step, {format_seconds(timeline.makespan - last)} of it"
         )
     fit = [c for c in candidates[1:] if c.fits(hardware)]
     if others := [c for c in fit if not _same(c, best)]:
@@ -112,10 +113,11 @@ def _difference(other: Candidate, best: Candidate) -> str:
     """The seconds or bytes of a runner-up; why it was not chosen, if they are fewer."""
     more = other.seconds / best.seconds - 1 if best.seconds else 0.0
     if abs(more) < _EQUAL:
-        return f"as long, and {size(other.most_bytes)} in the device that needs most"
+        most = format_bytes(other.most_bytes)
+        return f"as long, and {most} in the device that needs most"
     if more > 0:
-        return f"{duration(other.seconds)}, {more:.1%} more"
-    less = f"{duration(other.seconds)}, {-more:.1%} less"
+        return f"{format_seconds(other.seconds)}, {more:.1%} more"
+    less = f"{format_seconds(other.seconds)}, {-more:.1%} less"
     if other.seconds * other.handicap > best.seconds * best.handicap:
         return (
             f"{less} as predicted; but devices that share cores take longer for halves "
@@ -144,7 +146,7 @@ def _executed(schedule: Schedule) -> list[list[Action]]:
     return rows
 
 
-def _nothing_fits(nearest: Candidate, space: Space) -> str:
+def _nothing_fits(nearest: Candidate, space: SearchSpace) -> str:
     limit = space.hardware.memory_limit
     assert limit is not None
     lines = [
@@ -157,8 +159,8 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
         f"plan fits. The nearest is {nearest}:\n  * "
         + "\n  * ".join(lines)
         + f"\nThat one needs {nearest.num_devices} devices of "
-        f"{size(nearest.most_bytes)}; else take more devices (num_devices=), smaller "
-        f"micro-batches (num_microbatches=) or a smaller model"
+        f"{format_bytes(nearest.most_bytes)}; else take more devices (num_devices=), "
+        f"smaller micro-batches (num_microbatches=) or a smaller model"
     )
 
 

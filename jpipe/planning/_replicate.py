@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..schedules._formats import columns, many
+from ..schedules._formats import format_count, format_table
 from ._layer_profile import count_faults
 from ._profile import Profile, check_profile, speed_faults
 from ._sums import Matrix, sums
@@ -47,7 +47,7 @@ class Replicated:
         used, seconds = sum(self.replicas), self.seconds
         faster = self.single_device_seconds / seconds if seconds else 1.0
         lines = [
-            f"{seconds:.6g} s a micro-batch on {many(used, 'device')}, "
+            f"{seconds:.6g} s a micro-batch on {format_count(used, 'device')}, "
             f"{faster:.3f} times as fast as one"
         ]
         if max(self.replicas) > 1 and seconds:
@@ -58,7 +58,7 @@ class Replicated:
         rows = [["stage", "layers", "devices"]]
         pairs = zip(self.balance, self.replicas, strict=True)
         rows += [[str(i), *map(str, own)] for i, own in enumerate(pairs)]
-        return "\n".join([*lines, columns(rows, left=())])
+        return "\n".join([*lines, format_table(rows, left=())])
 
 
 def replicate(

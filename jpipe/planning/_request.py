@@ -89,12 +89,12 @@ class Request:
           ValueError: if it cannot be cut.
         """
         names = "sample", "targets"
-        given = tuple(map(_microbatch.specs, (self.sample, self.targets), names))
+        given = tuple(map(_microbatch.array_specs, (self.sample, self.targets), names))
         axes = _call.axes_of(self.axes[:2], given, names)
         number = self.num_microbatches
         size = _call.batch_size(given, axes, number, names)
         flat = [axis for own in axes for axis in own]
-        return Batch(given, flat, _microbatch.sizes(size, number))
+        return Batch(given, flat, _microbatch.microbatch_sizes(size, number))
 
     @cached_property
     def where(self) -> Device | Rates:

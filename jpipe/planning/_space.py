@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedules import Schedule
-from ._mesh_shapes import Shape
+from ._mesh_shapes import MeshShape
 from ._profile import Profile
 
 
@@ -28,7 +28,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What a plan may choose from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Space:
     remats: tuple[str, ...]
     fits_schedules: bool
     balance: tuple[int, ...] | None
-    shapes: tuple[Shape, ...]
+    shapes: tuple[MeshShape, ...]
 
     @property
     def num_layers(self) -> int:

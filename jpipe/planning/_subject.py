@@ -9,25 +9,25 @@ import jax
 
 from .._arguments._trainable import Trainable
 from .._instructions._progress import Progress
-from .._instructions._transfer import OnPaper
+from .._instructions._transfer import AbstractDevice
 from .._layers._adapter import adapt_layers, is_model
-from .._layers._layer_group import fuse
-from .._layers._skip import label
+from .._layers._layer_group import group_layers
+from .._layers._skip import skip_name
 from .._layers._text import abbreviate
 from .._model._model import Model
 from .._partition import _balanced_cuts
 from .._partition._config import PipelineConfig
-from .._partition._cut_points import Cuts
+from .._partition._cut_points import CutPoints
 from .._partition._partition import Partition
 from .._pipelined import _model_functions
 from .._pipelined._pipelined_function import PipelinedFunction
-from .._pipelined._specialization import Built
-from .._stage._stage_names import modules
+from .._pipelined._specialization import Specialization
+from .._stage._stage_names import name_stages
 from ..schedules import Schedule, gpipe
-from ._describe import describe, of_function
+from ._describe import describe, describe_function
 from ._plan import Plan
 from ._request import Request, any_loss
-from ._traced import Traced
+from ._traced import TracedLayer
 
 PyTree = Any
 _NO_TARGETS = (
@@ -37,7 +37,7 @@ _NO_TARGETS = (
 _PIECES = 16
 
 
-class Subject:
+class PlannedModel:
     """A list of layers, or one model as pieces between which few bytes cross.
 
     The pieces are those of the first micro-batch that it is traced on.
@@ -51,11 +51,11 @@ class Subject:
         self._layers = adapt_layers([given] if self._is_model else given)
         self._names = [layer.name for layer in self._layers]
         # Where the pieces of one model end.
-        self._pieces: Cuts | None = None
+        self._pieces: CutPoints | None = None
         # What was planned last; one model is the same in all plans.
         self._model: Model | None = None
 
-    def traced(self, request: Request) -> Traced:
+    def traced(self, request: Request) -> TracedLayer:
         """Each layer or piece as a stage, on the first micro-batch.
 
         Raises:
@@ -66,7 +66,7 @@ class Subject:
             progress.show(0, 1)
             return self._traced(request)
 
-    def _traced(self, request: Request) -> Traced:
+    def _traced(self, request: Request) -> TracedLayer:
         one_microbatch = request.resized(request.batch().sizes[0])
         if self._is_model and self._pieces is None:
             self._pieces = self._divide(one_microbatch)
@@ -80,10 +80,10 @@ class Subject:
             schedule=gpipe(count, 1),
         )
         if self._is_model:
-            pieces = enumerate(modules(divided.stages, divided.layout.keys))
+            pieces = enumerate(name_stages(divided.stages, divided.layout.keys))
             self._names = [abbreviate(names) or f"piece {i}" for i, names in pieces]
         skips = model.name_skips(divided.stages) if model.is_list else {}
-        return Traced(tuple(self._names), divided, variables, skips)
+        return TracedLayer(tuple(self._names), divided, variables, skips)
 
     def planned(
         self,
@@ -98,7 +98,7 @@ class Subject:
         model, divided, _ = self._divided(
             request, balance=balance, remat=remat, schedule=schedule, data=data
         )
-        known = of_function(divided)
+        known = describe_function(divided)
         ends = itertools.accumulate(balance)
         names = [
             self._names[end - size : end]
@@ -106,17 +106,19 @@ class Subject:
         ]
         if not model.is_list:
             return describe(known._replace(names=names, modules=known.names))
-        skips = [(label(r.key), r.source, r.target) for r in model.routes]
+        skips = [(skip_name(r.key), r.source, r.target) for r in model.routes]
         return describe(known._replace(names=names, skips=skips))
 
-    def _divide(self, one_microbatch: Request) -> Cuts:
+    def _divide(self, one_microbatch: Request) -> CutPoints:
         """Divides a model into its pieces."""
-        self._pieces = Cuts.none(_PIECES)
+        self._pieces = CutPoints.none(_PIECES)
         _, whole, variables = self._divided(
             one_microbatch, balance=[1], remat="none", schedule=gpipe(1, 1)
         )
         program, count = whole.stages.first, len(jax.tree.leaves(variables))
-        return Cuts.of(program, _balanced_cuts.pieces(program, _PIECES), count, _PIECES)
+        return CutPoints.of(
+            program, _balanced_cuts.find_pieces(program, _PIECES), count, _PIECES
+        )
 
     def _divided(
         self,
@@ -126,16 +128,16 @@ class Subject:
         remat: str | Sequence[str],
         schedule: Schedule,
         data: int = 1,
-    ) -> tuple[Model, Built, PyTree]:
+    ) -> tuple[Model, Specialization, PyTree]:
         """Returns the model, its function in stages, and specs of its variables."""
         config = PipelineConfig(
             num_microbatches=schedule.num_microbatches,
-            ranks=[OnPaper(rank, data) for rank in range(schedule.num_ranks)],
+            ranks=[AbstractDevice(rank, data) for rank in range(schedule.num_ranks)],
             schedule=schedule,
             remat=remat,
             cuts=self._cuts(balance) if self._is_model else None,
         )
-        groups = None if self._is_model else fuse(self._layers, balance)
+        groups = None if self._is_model else group_layers(self._layers, balance)
         partition = Partition(config, groups)
         model = self._model
         if model is None or model.is_list:  # whose marks follow from the balance
@@ -143,11 +145,11 @@ class Subject:
             self._model = model
         args: tuple[PyTree, ...] = request.sample, request.rngs
         # Nobody is given what is written, and nobody waits for it.
-        spec = _model_functions.forward(model, train=request.train)
+        spec = _model_functions.forward_spec(model, train=request.train)
         spec = replace(spec, discards=lambda *_: None)
         if request.objective is not None:
             args = request.sample, request.targets, request.rngs
-            spec = _model_functions.loss(
+            spec = _model_functions.loss_spec(
                 model, request.objective, [], train=request.train
             )
         trainable = Trainable(request.trainable, by_layer=model.is_list)
@@ -166,7 +168,7 @@ class Subject:
             raise
         return model, built, variables
 
-    def _cuts(self, balance: Sequence[int]) -> Cuts:
+    def _cuts(self, balance: Sequence[int]) -> CutPoints:
         """Where a model is divided into stages of so many pieces."""
         assert self._pieces is not None
         ends = itertools.accumulate(balance[:-1])

@@ -3,8 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..schedules._costs import FIELDS
-from ..schedules._formats import columns, duration, many, size
+from ..schedules._costs import TIME_FIELDS
+from ..schedules._formats import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_table,
+)
 
 _SHORT = {"input_grad": "I", "weight_grad": "W"}
 _HOW = {
@@ -21,19 +26,19 @@ def table(profile: Any) -> str:
     # Of each column: how a number is written, and those of the layers.
     numbers = {
         **{
-            _SHORT.get(n, n): (duration, [getattr(x, n) for x in layers])
-            for n in FIELDS.values()
+            _SHORT.get(n, n): (format_seconds, [getattr(x, n) for x in layers])
+            for n in TIME_FIELDS.values()
         },
         "parameters": ("{:,}".format, [layer.num_params for layer in layers]),
-        "output": (size, [layer.output_bytes for layer in layers]),
+        "output": (format_bytes, [layer.output_bytes for layer in layers]),
         **{
             f"residuals by {mode}": (
-                size,
+                format_bytes,
                 [layer.residual_bytes.get(mode) for layer in layers],
             )
             for mode in modes
         },
-        "workspace": (size, [layer.workspace_bytes for layer in layers]),
+        "workspace": (format_bytes, [layer.workspace_bytes for layer in layers]),
     }
     rows = [["", *map(str, range(len(layers))), ""]]
     rows.append(["layer", *(layer.name for layer in layers), "sum"])
@@ -42,14 +47,16 @@ def table(profile: Any) -> str:
         cells = ["" if value is None else write(value) for value in values]
         rows.append([name, *cells, write(sum(values)) if adds_up else ""])
     lines = list(map(list, zip(*rows, strict=True)))
-    return "\n".join([_origin(profile), *_links(profile), columns(lines, left={1})])
+    return "\n".join(
+        [_origin(profile), *_links(profile), format_table(lines, left={1})]
+    )
 
 
 def _origin(profile: Any) -> str:
     """What the profile was made on."""
     fingerprint = profile.fingerprint
     how = _HOW.get(fingerprint.get("how"), "").format(**fingerprint)
-    examples = f"a micro-batch of {many(profile.microbatch_size, 'example')}"
+    examples = f"a micro-batch of {format_count(profile.microbatch_size, 'example')}"
     shapes = f" ({fingerprint['input']})" if "input" in fingerprint else ""
     versions = [
         f", {name} {fingerprint[name]}"
@@ -67,5 +74,5 @@ def _links(profile: Any) -> Iterator[str]:
     for skip in profile.skips:
         yield (
             f"skip connection {skip.name}: layer {skip.source} to {skip.target}, "
-            f"{size(skip.bytes)}"
+            f"{format_bytes(skip.bytes)}"
         )

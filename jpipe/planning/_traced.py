@@ -9,7 +9,7 @@ import jax
 
 from .._arguments import _variables
 from .._arguments._batch import Batch
-from .._pipelined._specialization import Built
+from .._pipelined._specialization import Specialization
 from .._stage._stage import Stage
 from .._stage._stages import Stages
 
@@ -17,7 +17,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedLayer:
     """Layers, or pieces of a model, each a stage; nothing is compiled.
 
     Attributes:
@@ -28,7 +28,7 @@ class Traced:
     """
 
     names: tuple[str, ...]
-    divided: Built
+    divided: Specialization
     specs_of_variables: PyTree
     skips: Mapping[Any, str]
 

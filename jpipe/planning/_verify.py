@@ -2,19 +2,21 @@
 
 import dataclasses
 
-from .._instructions._progress import counted
-from .._instructions._transfer import OnPaper
+from .._instructions._progress import count_items
+from .._instructions._transfer import AbstractDevice
 from ._forecast import Candidate
 from ._plan_search import search
 from ._request import Request
-from ._space import Space
-from ._subject import Subject
+from ._space import SearchSpace
+from ._subject import PlannedModel
 
 # So many of the best candidates are lowered, until one fits.
 _BEST = 4
 
 
-def choose(space: Space, request: Request, subject: Subject) -> list[Candidate]:
+def choose(
+    space: SearchSpace, request: Request, subject: PlannedModel
+) -> list[Candidate]:
     """Candidates, the first with the bytes that its list of instructions holds.
 
     Args:
@@ -31,7 +33,7 @@ def choose(space: Space, request: Request, subject: Subject) -> list[Candidate]:
     left = list(reversed(alike.values()))
     least = sorted(left[_BEST:], key=lambda each: each.most_bytes)[:1]
     lowered: list[Candidate] = []
-    for guess in counted("candidates lowered", left[:_BEST] + least):
+    for guess in count_items("candidates lowered", left[:_BEST] + least):
         left = [each for each in left if each is not guess]
         lowered.append(_lowered(guess, request, subject))
         if lowered[-1].fits(space.hardware):
@@ -40,7 +42,9 @@ def choose(space: Space, request: Request, subject: Subject) -> list[Candidate]:
     return [*lowered, *left]
 
 
-def _lowered(candidate: Candidate, request: Request, subject: Subject) -> Candidate:
+def _lowered(
+    candidate: Candidate, request: Request, subject: PlannedModel
+) -> Candidate:
     """A candidate with the bytes that its list of instructions holds."""
     schedule, data = candidate.schedule, candidate.data
     adjusted = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
@@ -49,7 +53,7 @@ def _lowered(candidate: Candidate, request: Request, subject: Subject) -> Candid
     peaks = dict(plan.peak_bytes)
     memory = tuple(
         dataclasses.replace(
-            own, activations=peaks[str(OnPaper(rank, data))] - own.lasting
+            own, activations=peaks[str(AbstractDevice(rank, data))] - own.lasting
         )
         for rank, own in enumerate(candidate.memory)
     )

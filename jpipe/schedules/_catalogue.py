@@ -50,7 +50,7 @@ def named(name: str) -> ScheduleBuilder:
       >>> named("zb_v")(4, 8).num_stages
       8
     """
-    key = key_of(name)
+    key = find_catalogue_key(name)
     if key is None:
         raise ValueError(
             f"unknown schedule {name!r}: choose {', '.join(map(repr, BY_NAME))}, a "
@@ -59,7 +59,7 @@ def named(name: str) -> ScheduleBuilder:
     return BY_NAME[key]
 
 
-def key_of(schedule: Any) -> str | None:
+def find_catalogue_key(schedule: Any) -> str | None:
     """The key of a builder in `BY_NAME`; ``None`` if it is not there.
 
     Args:

@@ -37,7 +37,7 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
     return _build(schedule, num_stages, num_microbatches).validate()
 
 
-def called(argument: Any) -> str:
+def format_argument(argument: Any) -> str:
     """Formats an argument of the user; a function by its name, without its address."""
     return getattr(argument, "__name__", None) or reprlib.repr(argument)
 
@@ -56,19 +56,20 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
             continue
         if not isinstance(schedule, Schedule):
             raise TypeError(
-                f"schedule={called(builder)} returned a {type(schedule).__name__}; a "
-                f"builder is (num_ranks, num_microbatches) -> Schedule"
+                f"schedule={format_argument(builder)} returned a "
+                f"{type(schedule).__name__}; a builder is (num_ranks, "
+                f"num_microbatches) -> Schedule"
             )
         if schedule.num_stages == num_stages:
             return _check_fit(schedule, num_stages, num_microbatches)
     raise ScheduleError(
-        f"schedule={called(builder)} has no order for {num_stages} stages and "
+        f"schedule={format_argument(builder)} has no order for {num_stages} stages and "
         f"{num_microbatches} micro-batches"
         + "".join(f"\n  * {line}" for line in refusals)
     )
 
 
-def turns(
+def choose_replicated(
     replicas: Any, schedule: Any, num_stages: int, num_microbatches: int
 ) -> Schedule:
     """Returns the schedule of stages at which several ranks take turns.

@@ -19,7 +19,7 @@ _OF_ALL = ("latency", "bandwidth")
 _OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 # op -> the field with its time.
-FIELDS: dict[str, str] = dict(zip(OPS, _TIMES, strict=True))
+TIME_FIELDS: dict[str, str] = dict(zip(OPS, _TIMES, strict=True))
 # Fields that are divided among the chunks of a rank.
 _CHUNKED = (
     *_TIMES,
@@ -107,7 +107,7 @@ class Costs:
     def of(self, action: Action) -> float:
         """The time of one action."""
         op, stage, microbatch = action
-        time = getattr(self, FIELDS[op])
+        time = getattr(self, TIME_FIELDS[op])
         if time is not None:
             return look_up(time, stage, microbatch)
         backward = look_up(self.backward, stage, microbatch)

@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 
 
-def columns(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
+def format_table(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
     """Formats rows as a table with aligned columns.
 
     A column whose cells are all empty below its head, in the first row, is left out.
@@ -24,7 +24,7 @@ def columns(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Formats seconds with three digits: ``1.5 ms``."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 
-def many(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Formats a count with its noun: ``1 rank``, ``2 micro-batches``."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
@@ -43,7 +43,7 @@ def format_percent(fraction: float) -> str:
     return f"{fraction:.1%}".replace("%", " %")
 
 
-def size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Formats bytes in powers of 1024: ``1.5 MiB``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -40,7 +40,7 @@ _MAX_FAULTS = 20
 
 
 @contextlib.contextmanager
-def reading(
+def parse_json(
     refusal: str, text: Any, error_type: type[ValueError] = ValueError
 ) -> Iterator[Any]:
     """Yields the value of a JSON text; reports errors of the ``with`` body as its own.
@@ -60,7 +60,7 @@ def reading(
         raise error_type(f"{refusal}: {_in_words(error)}{advice}") from None
 
 
-def value_of(hint: Any, json_value: Any) -> Any:
+def decode(hint: Any, json_value: Any) -> Any:
     """Decodes a value that was written as JSON.
 
     Args:

@@ -12,8 +12,8 @@ from . import _validate
 from ._action import FORWARD, Action
 from ._action_tables import ActionTables, SimulatedOrder
 from ._costs import Costs
-from ._formats import format_percent, many
-from ._json import reading, value_of
+from ._formats import format_count, format_percent
+from ._json import decode, parse_json
 from ._placement import find_ranks, list_ranks
 from ._simulate import (
     TOO_LONG,
@@ -141,8 +141,8 @@ class Schedule:
           True
         """
         refusal = "no schedule as Schedule.to_json writes it"
-        with reading(refusal, text, ScheduleError) as fields:
-            schedule: Schedule = value_of(cls, fields)
+        with parse_json(refusal, text, ScheduleError) as fields:
+            schedule: Schedule = decode(cls, fields)
         return schedule.validate()
 
     def validate(self) -> "Schedule":
@@ -240,9 +240,9 @@ class Schedule:
         """
         timeline = self.simulate(costs)
         facts = [
-            many(self.num_ranks, "rank"),
-            many(self.num_stages, "stage"),
-            many(self.num_microbatches, "micro-batch"),
+            format_count(self.num_ranks, "rank"),
+            format_count(self.num_stages, "stage"),
+            format_count(self.num_microbatches, "micro-batch"),
         ]
         if has_bubble:
             facts.append(f"bubble {format_percent(timeline.bubble_fraction)}")

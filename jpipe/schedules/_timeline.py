@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 from ._action_tables import ActionTables
 from ._bound import compute_lower_bound
-from ._costs import FIELDS, Costs
-from ._formats import duration, format_percent, size
+from ._costs import TIME_FIELDS, Costs
+from ._formats import format_bytes, format_percent, format_seconds
 
 # The most columns into which the text picture divides the shortest action.
 _MAX_COLUMNS = 8
@@ -209,7 +209,7 @@ class Timeline:
         medians: dict[str, list[float]] = {}
         for op, stage_times in times.items():
             if any(stage_times):
-                medians[FIELDS[op]] = [
+                medians[TIME_FIELDS[op]] = [
                     statistics.median(durations) if durations else 0.0
                     for durations in stage_times
                 ]
@@ -263,6 +263,6 @@ def format_time_and_peaks(timeline: Timeline) -> tuple[str, str]:
     """The makespan and the peaks of all ranks as text, with units if they have any."""
     peaks = timeline.peak_bytes
     if timeline.in_seconds:
-        time = duration(timeline.makespan)
-        return time, ", ".join(size(int(peak)) for peak in peaks)
+        time = format_seconds(timeline.makespan)
+        return time, ", ".join(format_bytes(int(peak)) for peak in peaks)
     return f"{timeline.makespan:.4g}", ", ".join(f"{peak:.4g}" for peak in peaks)

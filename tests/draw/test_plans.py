@@ -10,7 +10,7 @@ import json
 import pytest
 
 import jpipe
-from jpipe.schedules._formats import duration
+from jpipe.schedules._formats import format_seconds
 
 from ..planning.models import SAMPLE, dense, planned
 from .pictures import SVG, actions, boxes, parsed, texts
@@ -48,7 +48,7 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     lowest = max(box["y"] for _, box in boxes(root, "busy: "))
     assert min(box["y"] for box in boxed.values()) > lowest
     shown = [text["text"] for text in texts(root)]
-    seconds = duration(plan.forecast.seconds)
+    seconds = format_seconds(plan.forecast.seconds)
     assert f"zb_h1, 4 micro-batches, {seconds} a step predicted" in shown
     # Of memory the bars say all.
     assert not any(text.startswith("peak ") for text in shown)

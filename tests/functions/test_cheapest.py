@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jpipe._jaxprs import _jaxpr
-from jpipe._jaxprs._min_cut import cheapest, is_cheap, nbytes
+from jpipe._jaxprs._min_cut import find_residuals, is_cheap, nbytes
 
 # What a step computes of one or two values; those in DEAR are dear.
 ONE = [jnp.sin, lambda x: x.astype(jnp.bfloat16), lambda x: x > 0, jnp.sum]
@@ -65,10 +65,10 @@ def test_no_other_choice_has_fewer_bytes(steps, number, held):
     made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
     assume(len(made) <= 11)
     wanted = [var for i, var in enumerate(made) if number >> i % 7 & 1]
-    found = cheapest(closed, wanted, [True, False, False], [False, False, held])
+    found = find_residuals(closed, wanted, [True, False, False], [False, False, held])
     # Which inputs are kept is not said: those that are read.
-    rest = _jaxpr.rest(closed, wanted, found)
-    live = _jaxpr.live_inputs(rest)
+    rest = _jaxpr.recomputation(closed, wanted, found)
+    live = _jaxpr.used_inputs(rest)
     kept = [var for var, yes in zip(jaxpr.invars, live, strict=False) if yes]
 
     def size(variables):
@@ -97,7 +97,7 @@ def test_a_long_chain_is_divided_where_it_is_narrow():
     closed = _jaxpr.trace(run, *[SPEC] * (1 + depth))[0]
     inputs = [True] * (1 + depth)
     wanted = closed.jaxpr.outvars
-    residuals = cheapest(closed, wanted, [False for _ in inputs], inputs)
+    residuals = find_residuals(closed, wanted, [False for _ in inputs], inputs)
     dear = {eqn.outvars[0] for eqn in closed.jaxpr.eqns if not is_cheap(eqn)}
     links = [var for var in residuals if var not in dear]
     assert 2 <= len(links) <= depth / 5

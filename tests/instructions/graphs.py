@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jpipe._instructions._graph import Graph
 from jpipe._instructions._program import Program
-from jpipe._jaxprs._computation import Function
+from jpipe._jaxprs._computation import Computation
 
 SPEC = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 
 def function(run, *specs, name="function"):
     """A function of such leaves."""
-    return Function.like(name, run, *specs)
+    return Computation.like(name, run, *specs)
 
 
 def arguments(count, place=0, donated=False):

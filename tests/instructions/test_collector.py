@@ -1,21 +1,22 @@
 """The collector of cycles rests while a list is written, and no longer.
 
-`paused` is imported because after a call of a pipeline nothing shows that it was used.
+`pause_collector` is imported because after a call of a pipeline nothing shows that it
+was used.
 """
 
 import gc
 
 import pytest
 
-from jpipe._instructions._garbage_collector import paused
+from jpipe._instructions._garbage_collector import pause_collector
 
 
-@paused()
+@pause_collector()
 def enabled():
     return gc.isenabled()
 
 
-@paused()
+@pause_collector()
 def fails():
     raise KeyError
 

@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe._instructions._compiler import on_host
-from jpipe._jaxprs._computation import Argument, Function, Result, compose
+from jpipe._jaxprs._computation import (
+    ArgumentSource,
+    Computation,
+    ResultSource,
+    compose,
+)
 
 from .graphs import ADD, BOTH, SPEC, function
 
 
 def composed(first, second, sources):
-    return Function.of("both", compose(first.closed, second.closed, sources))
+    return Computation.of("both", compose(first.closed, second.closed, sources))
 
 
 def test_reads_what_its_results_need():
@@ -33,7 +38,11 @@ def test_tells_results_that_are_no_new_arrays():
 
     made = function(run, SPEC, SPEC)
     # The second argument; the result before; the second argument again.
-    assert made.aliases == {0: Argument(1), 2: Result(1), 4: Argument(1)}
+    assert made.aliases == {
+        0: ArgumentSource(1),
+        2: ResultSource(1),
+        4: ArgumentSource(1),
+    }
 
 
 def test_knows_what_is_on_the_host_and_what_has_effects():
@@ -51,7 +60,7 @@ def test_knows_what_is_on_the_host_and_what_has_effects():
 
 def test_composed_jaxprs_give_the_results_of_both():
     # (x) -> (sin x, cos x), and (cos x) + x of the results and arguments of the first.
-    both = composed(BOTH, ADD, [Result(1), Argument(0)])
+    both = composed(BOTH, ADD, [ResultSource(1), ArgumentSource(0)])
     x = jnp.arange(3.0)
     sine, cosine, added = both.run(x)
     np.testing.assert_array_equal(sine, jnp.sin(x))
@@ -62,7 +71,7 @@ def test_composed_jaxprs_give_the_results_of_both():
 
 
 def test_what_the_second_reads_besides_comes_after_the_arguments_of_the_first():
-    both = composed(BOTH, ADD, [None, Result(0)])
+    both = composed(BOTH, ADD, [None, ResultSource(0)])
     x, y = jnp.arange(3.0), jnp.ones(3)
     np.testing.assert_array_equal(both.run(x, y)[2], y + jnp.sin(x))
 
@@ -70,16 +79,16 @@ def test_what_the_second_reads_besides_comes_after_the_arguments_of_the_first():
 def test_what_the_second_hands_on_is_found_through_the_first():
     first = function(lambda x, y: [x, x + y, y], SPEC, SPEC)
     second = function(lambda a, b, c: [a, b, c, b + c, c + 1], *[SPEC] * 3)
-    assert first.aliases == {0: Argument(0), 2: Argument(1)}
-    assert second.aliases == {i: Argument(i) for i in range(3)}
+    assert first.aliases == {0: ArgumentSource(0), 2: ArgumentSource(1)}
+    assert second.aliases == {i: ArgumentSource(i) for i in range(3)}
     # Given are what the first makes, what it hands on, and an argument of its own.
-    both = composed(first, second, [Result(1), Result(0), None])
-    handed_on = {3: Result(1), 4: Argument(0), 5: Argument(2)}
+    both = composed(first, second, [ResultSource(1), ResultSource(0), None])
+    handed_on = {3: ResultSource(1), 4: ArgumentSource(0), 5: ArgumentSource(2)}
     assert both.aliases == first.aliases | handed_on
     twice = function(lambda a: [2 * a, 2 * a + 1], SPEC)
     again = function(lambda a: (lambda b: [b, b])(3 * a), SPEC)
-    assert again.aliases == {1: Result(0)}
-    assert composed(twice, again, [Result(0)]).aliases == {3: Result(2)}
+    assert again.aliases == {1: ResultSource(0)}
+    assert composed(twice, again, [ResultSource(0)]).aliases == {3: ResultSource(2)}
 
 
 def test_constants_and_effects_of_both_are_those_of_the_whole():
@@ -90,6 +99,6 @@ def test_constants_and_effects_of_both_are_those_of_the_whole():
         return [x + jnp.asarray(table)]
 
     first = function(lambda x: [x * jnp.asarray(table)], SPEC)
-    both = composed(first, function(printing, SPEC), [Result(0)])
+    both = composed(first, function(printing, SPEC), [ResultSource(0)])
     assert both.has_effects
     np.testing.assert_array_equal(both.run(jnp.ones(3))[1], 2 * table)

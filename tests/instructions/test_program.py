@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
-from jpipe._instructions._memory import live, peaks
+from jpipe._instructions._memory import live_bytes, peak_bytes
 from jpipe.schedules import Action
 
 from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf
@@ -162,7 +162,7 @@ class TestTheList:
 
     def test_bytes_are_those_of_what_is_written_and_freed(self):
         made = self.made()
-        (given, *after) = live(made)
+        (given, *after) = live_bytes(made)
         assert given == [12, 0]
         # The argument stays its owner's. Of both results one is sent, doubled, sent
         # back, and added to the other.
@@ -177,7 +177,7 @@ class TestTheList:
         gc.collect()
         tracemalloc.start()
         try:
-            assert peaks(made) == [24, 0]
+            assert peak_bytes(made) == [24, 0]
             assert tracemalloc.get_traced_memory()[1] < 20_000
         finally:
             tracemalloc.stop()

@@ -33,8 +33,8 @@ def terminal(monkeypatch):
 
 
 def test_a_line_goes_on_while_nothing_is_counted_and_is_cleared(terminal):
-    for _ in _progress.counted("outer things done", range(2)):
-        for _ in _progress.counted("inner things done", range(1)):
+    for _ in _progress.count_items("outer things done", range(2)):
+        for _ in _progress.count_items("inner things done", range(1)):
             time.sleep(0.1)
     lines = terminal.getvalue().split("\r\x1b[K")
     assert lines[0] == lines[-1] == ""
