@@ -76,7 +76,7 @@ REACHED_BY = {
 # file -> pairs of what stands there and of a fault to put in its place
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_loss_function_check": [
-        ("half_key() if is_single_key(leaf)", "leaf if is_single_key(leaf)"),
+        ("median_key() if is_single_key(leaf)", "leaf if is_single_key(leaf)"),
     ],
     "_arguments/_microbatch": [
         ("(i < remainder)", "(i >= num_microbatches - remainder)"),
@@ -112,7 +112,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_jaxprs/_structural_key": [
         ("_value(one.val) if is_literal", "0 if is_literal"),
-        ("tuple(map(Same, closed.consts)), tuple(eqns)", "tuple(eqns)"),
+        ("tuple(map(IdentityKey, closed.consts)), tuple(eqns)", "tuple(eqns)"),
         ("(name, _value(x)) for", "(name,) for"),
     ],
     "_layers/_batch_norm": [
@@ -181,7 +181,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("differences = abs(", "differences = 0 * abs("),
     ],
     "_pipelined/_pipelined_function": [
-        ("merging(batch.num_parts > 1)", "merging(True)"),
+        ("merge_statistics(batch.num_parts > 1)", "merge_statistics(True)"),
     ],
     "_pipelined/_tracing": [
         ("whole = sum(batch.sizes) * batch.num_shards", "whole = sum(batch.sizes)"),
@@ -241,7 +241,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_trace/_state_updates": [
         ("weight = share / (seen + share)", "weight = share"),
         ("new[var] / share, seen, share", "new[var], seen, share"),
-        ("commit(old[at], new[at], momentum)", "commit(old[at], new[at], 0.0)"),
+        ("old[at], new[at], momentum", "old[at], new[at], 0.0"),
         ("            else x\n", "            else old\n"),
         ("return list(new)", "return list(sums)"),
         ("sum_spec(new if is_inexact(old) and", "sum_spec(new if False and"),
