@@ -1,4 +1,4 @@
-"""What an instruction computes, before it is compiled."""
+"""Computations: what instructions compute, before it is compiled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ Leaves = Sequence[Any]
 
 @dataclass(frozen=True)
 class ArgumentSource:
-    """An argument of a function, by its index."""
+    """An argument of a computation, by its index."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class ResultSource:
-    """A result of a function, by its index."""
+    """A result of a computation, by its index."""
 
     index: int
 
@@ -35,15 +35,14 @@ class Computation:
     """A function of flat leaves; its calls in one place share a compiled program.
 
     Attributes:
-      name: how profiles call it.
-      run: ``run(*leaves) -> leaves``, which JAX can trace.
+      name: the name in profiles.
+      run: ``run(*used_args) -> results``, which JAX can trace.
       results: the specs of its results.
       aliases: result index -> the argument, or the earlier result, that it is. No array
         is made for it: two names of one array could both be donated.
-      has_effects: whether it is to run though nobody reads its results.
-      reads: which of the arguments that it is offered it reads, and ``run`` is given;
-        ``None``: all.
-      closed: the jaxpr over what it reads, if it was made of one.
+      has_effects: True if it is to run though nobody reads its results.
+      reads: the indices of the arguments that ``run`` takes; ``None``: all.
+      closed: the jaxpr of ``run``, if it was made of one.
     """
 
     name: str
@@ -56,12 +55,13 @@ class Computation:
 
     @classmethod
     def of(cls, name: str, closed: core.ClosedJaxpr) -> "Computation":
-        """A jaxpr as a function."""
+        """The computation of a jaxpr, which takes the inputs that its results need."""
         closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
-        live = _jaxpr.used_inputs(closed)
-        reads = [i for i, yes in enumerate(live) if yes]
-        invars = [closed.jaxpr.invars[i] for i in reads]
+        is_used = _jaxpr.used_inputs(closed)
+        used_args = [i for i, used in enumerate(is_used) if used]
+        invars = [closed.jaxpr.invars[i] for i in used_args]
         closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=invars), closed.consts)
+
         # variable -> the argument or the first result that it is
         sources: dict[core.Var, Source] = {
             var: ArgumentSource(i) for i, var in enumerate(invars)
@@ -74,63 +74,67 @@ class Computation:
                 aliases[i] = sources[var]
             else:
                 sources[var] = ResultSource(i)
+
         return cls(
             name,
             run=core.jaxpr_as_fun(closed),
             results=closed.out_avals,
             aliases=aliases,
             has_effects=bool(closed.effects),
-            reads=reads,
+            reads=used_args,
             closed=closed,
         )
 
     @cached_property
     def has_constraints(self) -> bool:
-        """Whether it holds constraints of a user's program: see `_constraints`."""
+        """True if it holds constraints of a user: see `_sharding_constraints`."""
         return self.closed is not None and _sharding_constraints.are_in(self.closed)
 
     @classmethod
     def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Computation":
-        """A function of leaves such as these; the specs of its results are found."""
-        return cls.of(name, _jaxpr.trace(lambda *leaves: list(run(*leaves)), *specs)[0])
+        """The computation of a function, traced on such leaves."""
+        closed, _ = _jaxpr.trace(lambda *leaves: list(run(*leaves)), *specs)
+        return cls.of(name, closed)
 
 
 def compose(
     first: core.ClosedJaxpr, second: core.ClosedJaxpr, sources: Sequence[Source | None]
 ) -> core.ClosedJaxpr:
-    """Two jaxprs as one: what passes between them alone needs no memory.
+    """Two jaxprs as one, without memory for values that pass between them alone.
 
     Args:
-      first: runs first.
-      second: runs after it.
+      first: the jaxpr that runs first.
+      second: the jaxpr that runs after it.
       sources: one per input of the second: the argument or the result of the first that
-        it is; ``None`` for an input of both together.
+        it is; ``None`` for an input of its own.
 
     Returns:
       ``(*inputs of the first, *other inputs of the second) -> (*results of the first,
       *results of the second)``.
     """
-    inputs = second.jaxpr.invars
+    # input of the second -> the variable or literal of the first that it is
     atoms: dict[core.Var, Any] = {}
-    for var, source in zip(inputs, sources, strict=True):
+    for var, source in zip(second.jaxpr.invars, sources, strict=True):
         if isinstance(source, ArgumentSource):
             atoms[var] = first.jaxpr.invars[source.index]
         elif isinstance(source, ResultSource):
             atoms[var] = first.jaxpr.outvars[source.index]
 
-    def replaced(atom: Any) -> Any:
+    def substitute(atom: Any) -> Any:
         return atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)
 
     eqns = [*first.jaxpr.eqns]
     for eqn in second.jaxpr.eqns:
         if atoms.keys() & _jaxpr.variables(eqn.invars):
-            eqn = eqn.replace(invars=[*map(replaced, eqn.invars)])
+            eqn = eqn.replace(invars=[*map(substitute, eqn.invars)])
         eqns.append(eqn)
+
+    other_invars = [var for var in second.jaxpr.invars if var not in atoms]
     jaxpr = first.jaxpr.replace(
         constvars=[*first.jaxpr.constvars, *second.jaxpr.constvars],
-        invars=[*first.jaxpr.invars, *(var for var in inputs if var not in atoms)],
-        outvars=[*first.jaxpr.outvars, *map(replaced, second.jaxpr.outvars)],
+        invars=[*first.jaxpr.invars, *other_invars],
+        outvars=[*first.jaxpr.outvars, *map(substitute, second.jaxpr.outvars)],
         eqns=eqns,
-        effects={effect for eqn in eqns for effect in eqn.effects},
+        effects=_jaxpr.effects_of(eqns),
     )
     return core.ClosedJaxpr(jaxpr, [*first.consts, *second.consts])

@@ -1,4 +1,12 @@
-"""What follows from what in a jaxpr, through its calls, branches and loops."""
+"""Dataflow in a jaxpr, through its calls, branches and loops.
+
+    reached(jaxpr, inputs)   results that follow from some of the inputs
+    origins(jaxpr)           inputs, and named values, that results are unchanged
+
+Both go through the equations once, with a fact about each variable. The facts about
+the results of a call or a branch are those of the jaxpr inside. A loop feeds its
+results to its next iteration: `reached` repeats its body until no fact changes.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,86 +15,127 @@ from jax.extend import core
 
 from . import _jaxpr
 
+# The index of an input, or a name; ``None`` for a value that is neither.
+Origin = int | str | None
+
 
 def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results follow from some of the given inputs, through calls and loops."""
-    known = {v for v, yes in zip(closed.jaxpr.invars, inputs, strict=True) if yes}
-
-    def follows(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in known
-
-    for eqn in closed.jaxpr.eqns:
-        given = list(map(follows, eqn.invars))
-        inner = [] if eqn.primitive.name == "while" else _jaxpr.bodies(eqn)
-        found, before = [any(given)] * len(eqn.outvars), None
-        while inner and given != before:
-            before, found = list(given), [False] * len(eqn.outvars)
-            for body in inner:
-                first = len(given) - len(body.jaxpr.invars)
-                results = reached(body, given[first:])
-                chosen = any(given[:first])
-                found = [a or b or chosen for a, b in zip(found, results, strict=True)]
-            turns = _jaxpr.carry_slice(eqn)
-            given[turns] = [a or b for a, b in zip(given[turns], found, strict=False)]
-        known.update(v for v, yes in zip(eqn.outvars, found, strict=True) if yes)
-    return list(map(follows, closed.jaxpr.outvars))
-
-
-def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[int | str | None]:
-    """What each result is, unchanged, through calls, branches and loops.
+    """One bool per result; True if it follows from any of the chosen inputs.
 
     Args:
       closed: the jaxpr.
-      prefix: how the names begin that are looked for.
+      inputs: one bool per input; True if it is chosen.
+    """
+    invars = zip(closed.jaxpr.invars, inputs, strict=True)
+    dependents = {var for var, is_chosen in invars if is_chosen}
+
+    def is_dependent(atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in dependents
+
+    for eqn in closed.jaxpr.eqns:
+        results = _eqn_reached(eqn, [*map(is_dependent, eqn.invars)])
+        for var, is_reached in zip(eqn.outvars, results, strict=True):
+            if is_reached:
+                dependents.add(var)
+    return [*map(is_dependent, closed.jaxpr.outvars)]
+
+
+def _eqn_reached(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
+    """One bool per result of an equation; True if it follows from chosen operands."""
+    bodies = [] if eqn.primitive.name == "while" else _jaxpr.bodies(eqn)
+    if not bodies:
+        return [any(operands)] * len(eqn.outvars)
+
+    carry = _jaxpr.carry_slice(eqn)
+    while True:
+        results = [False] * len(eqn.outvars)
+        for body in bodies:
+            num_leading = len(operands) - len(body.jaxpr.invars)
+            # All results follow from the index of a branch.
+            is_index_chosen = any(operands[:num_leading])
+            body_results = reached(body, operands[num_leading:])
+            for index, is_reached in enumerate(body_results):
+                results[index] |= is_reached or is_index_chosen
+
+        next_operands = [*operands]
+        next_operands[carry] = [
+            before or after
+            for before, after in zip(operands[carry], results, strict=False)
+        ]
+        if next_operands == operands:
+            return results
+        operands = next_operands
+
+
+def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[Origin]:
+    """The origin of each result, unchanged, through calls, branches and loops.
+
+    Args:
+      closed: the jaxpr.
+      prefix: the begin of the names that count.
 
     Returns:
-      The number of the input that it is; or the name that it bears, as
+      The index of the input that the result is; or the name that it bears, as
       `jax.ad_checkpoint.checkpoint_name` gives one; else ``None``.
     """
-    known: dict[Any, int | str | None] = {
-        var: number for number, var in enumerate(closed.jaxpr.invars)
+    origin_of: dict[Any, Origin] = {
+        var: index for index, var in enumerate(closed.jaxpr.invars)
     }
 
-    def of(atom: Any) -> int | str | None:
-        return None if isinstance(atom, core.Literal) else known.get(atom)
+    def origin(atom: Any) -> Origin:
+        return None if isinstance(atom, core.Literal) else origin_of.get(atom)
 
     for eqn in closed.jaxpr.eqns:
         if name := _name(eqn, prefix):
-            known[eqn.outvars[0]] = name
-        inner = _jaxpr.bodies(eqn)
-        cases = zip(*(_operands(body, eqn, prefix) for body in inner), strict=True)
-        for place, (var, found) in enumerate(zip(eqn.outvars, cases, strict=False)):
-            names = [at for at in found if isinstance(at, str)]
-            if names:  # of branches that leave it out it is what it was
-                known[var] = names[0]
-            elif len(set(found)) == 1 and _stays(eqn, place, at := found[0]):
-                known[var] = of(eqn.invars[at])
-    return list(map(of, closed.jaxpr.outvars))
+            origin_of[eqn.outvars[0]] = name
+        cases = [_operand_origins(body, eqn, prefix) for body in _jaxpr.bodies(eqn)]
+        if not cases:
+            continue
+        for index, var in enumerate(eqn.outvars):
+            origin_in_cases = [case[index] for case in cases]
+            names_in_cases = [x for x in origin_in_cases if isinstance(x, str)]
+            if names_in_cases:  # a branch without the name leaves the value as it was
+                origin_of[var] = names_in_cases[0]
+                continue
+            operand = origin_in_cases[0]
+            if len(set(origin_in_cases)) == 1 and _is_operand(eqn, index, operand):
+                origin_of[var] = origin(eqn.invars[operand])
+    return [*map(origin, closed.jaxpr.outvars)]
 
 
-def _operands(
+def _operand_origins(
     body: core.ClosedJaxpr, eqn: core.JaxprEqn, prefix: str
-) -> list[int | str | None]:
-    """The origins of the results of a body, inputs as operands of its equation."""
-    first = len(eqn.invars) - len(body.jaxpr.invars)
-    found = origins(body, prefix)
-    return [at + first if isinstance(at, int) else at for at in found]
+) -> list[Origin]:
+    """The origins of the results of a body, with indices of operands for inputs."""
+    num_leading = len(eqn.invars) - len(body.jaxpr.invars)
+    return [
+        origin + num_leading if isinstance(origin, int) else origin
+        for origin in origins(body, prefix)
+    ]
 
 
-def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
-    """Whether a result that each turn of a loop takes from an operand is that one."""
-    if operand is None or eqn.primitive.name not in ("scan", "while"):
-        return operand is not None
-    turns = _jaxpr.carry_slice(eqn)
-    if turns.start + place < turns.stop:
-        return operand == turns.start + place
-    return operand >= turns.stop
+def _is_operand(eqn: core.JaxprEqn, result: int, operand: Any) -> bool:
+    """True if a result is an operand, which a loop hands on in each iteration.
+
+    Args:
+      eqn: the equation.
+      result: the index of the result.
+      operand: the index of the operand that one iteration returns, if it returns one.
+    """
+    if operand is None:
+        return False
+    if eqn.primitive.name not in ("scan", "while"):
+        return True
+    carry = _jaxpr.carry_slice(eqn)
+    if carry.start + result < carry.stop:
+        return operand == carry.start + result
+    return operand >= carry.stop
 
 
 def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
-    """Of all that is computed."""
-    made = (var.aval for eqn in _jaxpr.equations(closed) for var in eqn.outvars)
-    avals = list[Any]([*closed.in_avals, *made])
+    """The dtypes of all inputs and of all that equations compute."""
+    outvars = _jaxpr.outvars_of(_jaxpr.equations(closed))
+    avals = list[Any]([*closed.in_avals, *(var.aval for var in outvars)])
     yield from (aval.dtype for aval in avals if hasattr(aval, "dtype"))
 
 

@@ -1,4 +1,4 @@
-"""Where equations stand in the program of a user."""
+"""The places of equations in the program of a user, for messages."""
 
 import os
 import posixpath
@@ -12,7 +12,7 @@ from jax.extend import core, source_info_util
 from . import _jaxpr
 
 # primitive -> the function that users type
-_CALLS = {
+_USER_FUNCTIONS = {
     "while": "while_loop",
     "remat2": "checkpoint",
     "custom_vjp_call": "custom_vjp",
@@ -20,45 +20,50 @@ _CALLS = {
 }
 _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
-    *(f"{sysconfig.get_path(x)}{os.sep}" for x in ("purelib", "platlib", "stdlib")),
+    *(f"{sysconfig.get_path(key)}{os.sep}" for key in ("purelib", "platlib", "stdlib")),
 )
 
 
-def called(eqn: core.JaxprEqn) -> str:
-    """The function that a user typed: a `fori_loop` of fixed length is a scan."""
+def user_function(eqn: core.JaxprEqn) -> str:
+    """The name of the function that a user typed.
+
+    A scan that counts, goes along no array and returns none was a `fori_loop`.
+    """
     name = eqn.primitive.name
     if name == "scan":
         carry = _jaxpr.carry_slice(eqn)
-        is_along_arrays = len(eqn.invars) > carry.stop
-        is_collecting = len(eqn.outvars) > carry.stop - carry.start
-        first: Any = eqn.invars[carry][0].aval if eqn.invars[carry] else None
-        is_counting = first is not None and str(first.dtype) in ("int32", "int64")
-        is_scalar = first is not None and not first.shape
-        if is_counting and is_scalar and not is_along_arrays and not is_collecting:
-            return "fori_loop"
-    return _CALLS.get(name, name)
+        has_xs = len(eqn.invars) > carry.stop
+        has_ys = len(eqn.outvars) > carry.stop - carry.start
+        carried = eqn.invars[carry]
+        if carried and not has_xs and not has_ys:
+            counter: Any = carried[0].aval
+            if str(counter.dtype) in ("int32", "int64") and not counter.shape:
+                return "fori_loop"
+    return _USER_FUNCTIONS.get(name, name)
 
 
 def modules(eqn: core.JaxprEqn, outside: str = "") -> Iterator[str]:
-    """The paths of the modules that make an equation, such as ``Model/Block_0``.
+    """The paths of the modules that call an equation, such as ``Model/Block_0``.
 
     Args:
-      eqn: the equation. Where it names none below the first, what is inside may.
-      outside: the path of what it is inside of.
+      eqn: the equation. If its path has one name at most, those of the equations
+        inside of it are taken.
+      outside: the path of the equation that it is inside of.
     """
-    inner = str(eqn.source_info.name_stack)
+    name_stack = str(eqn.source_info.name_stack)
     # JAX writes the text of an einsum there.
-    names = [name for name in f"{outside}/{inner}".split("/") if name]
+    names = [name for name in f"{outside}/{name_stack}".split("/") if name]
     path = "/".join(name for name in names if "->" not in name)
-    inside = [e for closed in _jaxpr.inner_jaxprs(eqn) for e in closed.jaxpr.eqns]
-    if "/" in path or not inside:
+
+    inner_eqns = _jaxpr.inner_eqns(eqn)
+    if "/" in path or not inner_eqns:
         yield path
         return
-    for one in inside:
-        yield from modules(one, path)
+    for inner_eqn in inner_eqns:
+        yield from modules(inner_eqn, path)
 
 
-def line(eqn: core.JaxprEqn) -> str:
+def source_line(eqn: core.JaxprEqn) -> str:
     """The file, line and function of an equation, outside of libraries if possible."""
     traceback: Any = eqn.source_info.traceback
     for frame in getattr(traceback, "frames", ()):
@@ -71,5 +76,5 @@ def told(eqn: core.JaxprEqn) -> str:
     """The function, module and line of an equation, for errors and warnings."""
     paths = [path for path in modules(eqn) if path]
     path = posixpath.commonpath(paths) if paths else ""
-    where = f" of {path}" if path else ""
-    return f"{called(eqn)}{where}, at {line(eqn)},"
+    of_module = f" of {path}" if path else ""
+    return f"{user_function(eqn)}{of_module}, at {source_line(eqn)},"

@@ -1,6 +1,8 @@
-"""What one does with a jaxpr: trace, rewrite, ask what follows from what.
+"""Jaxprs: functions that trace, rewrite, evaluate and analyse them.
 
-Analyses are over variables: see `descendants`, `ancestors` and `dce_jaxpr`.
+A *closed* jaxpr is a jaxpr with the values of its constants. Functions that rewrite one
+evaluate it under a new trace, in which rules replace some of its equations. Analyses
+are over variables: see `descendants`, `ancestors` and `dce_jaxpr`.
 
 `jax.extend.core` is JAX's public door to jaxprs.
 """
@@ -16,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,12 @@ import numpy as np
 from jax.extend import core
 
 PyTree = Any
+# ``(flat arguments, flat results) -> new flat results``.
 Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-# The results of an equation, made of its operands in another way.
+# ``operands -> results``, in place of an equation.
 Rule = Callable[[Sequence[Any]], Sequence[Any]]
+# The indices of the results of a `jax.lax.cond`, in groups.
+Groups = Sequence[Sequence[int]]
 
 # The names that JAX gives, or has given, to the primitives of `jax.jit` and of
 # `jax.checkpoint`.
@@ -43,38 +48,34 @@ def trace(
     """Traces a function on abstract arguments, with inner calls of `jax.jit` inlined.
 
     Args:
-      function: of any pytrees.
+      function: ``(*pytrees) -> pytree``.
       *specs: its arguments, with `jax.ShapeDtypeStruct` leaves.
-      ending: of flat arguments and results: what becomes of the results.
+      ending: replaces the flat results: ``(arguments, results) -> new results``.
 
     Returns:
       The jaxpr over flat leaves, and the specs of the function's result.
     """
 
-    def anew(*args: PyTree) -> PyTree:
-        # JAX knows functions by identity, and what they read may be another now.
+    def new_function(*args: PyTree) -> PyTree:
+        # JAX caches traces by the function, which may read other values now.
         return function(*args)
 
-    closed, result = jax.make_jaxpr(anew, return_shape=True)(*specs)
-    return _retrace(closed, _CALLS, ending=ending), result
-
-
-# Positions of the results of a `jax.lax.cond`, in groups.
-Groups = Sequence[Sequence[int]]
+    closed, result = jax.make_jaxpr(new_function, return_shape=True)(*specs)
+    return _inline_and_open(closed, _CALLS, ending=ending), result
 
 
 def open_branches(
-    closed: core.ClosedJaxpr, chosen: Mapping[int, Groups]
+    closed: core.ClosedJaxpr, groups_of: Mapping[int, Groups]
 ) -> core.ClosedJaxpr:
-    """The same computation with some branches cut apart, or in the open.
+    """The same computation with some conds split, or replaced by selections.
 
     Args:
       closed: the jaxpr.
-      chosen: by the ids of its equations that are a `jax.lax.cond`: their results in
-        groups, each of which gets a cond of its own; or no groups: then all branches
-        are computed, and the results selected, leaf by leaf.
+      groups_of: id of an equation that is a `jax.lax.cond` -> its results in groups,
+        each of which gets a cond of its own; or no groups: then all branches are
+        computed, and the results selected, leaf by leaf.
     """
-    return _retrace(closed, _CALLS, chosen)
+    return _inline_and_open(closed, _CALLS, groups_of)
 
 
 def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -83,49 +84,63 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     For programs that hold nothing but a backward: next to its forward, XLA would find
     what is computed again and keep it instead.
     """
-    return _retrace(closed, (*_CALLS, *CHECKPOINTS))
+    return _inline_and_open(closed, (*_CALLS, *CHECKPOINTS))
 
 
-def inline(closed: core.ClosedJaxpr, chosen: Collection[int]) -> core.ClosedJaxpr:
+def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same values by operations in the open, without rules for derivatives."""
+    return _inline_and_open(closed, (*_CALLS, *CHECKPOINTS, *RULES))
+
+
+def inline(closed: core.ClosedJaxpr, eqn_ids: Collection[int]) -> core.ClosedJaxpr:
     """The same computation with some calls, by the ids of their equations, inlined.
 
-    So is what is inside of them that `jax.jit` calls, as by `trace`.
+    Calls of `jax.jit` inside of them are inlined too, as by `trace`.
     """
-    return _retrace(closed, {*_CALLS, *chosen})
+    return _inline_and_open(closed, {*_CALLS, *eqn_ids})
 
 
-def _retrace(
+def _inline_and_open(
     closed: core.ClosedJaxpr,
     calls: Container[str | int],
-    opened: Mapping[int, Groups] = MappingProxyType({}),
+    groups_of: Mapping[int, Groups] = MappingProxyType({}),
     ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
+    """The jaxpr with calls inlined and branches opened.
+
+    Args:
+      closed: the jaxpr.
+      calls: the names of primitives, or the ids of equations, to inline.
+      groups_of: see `open_branches`.
+      ending: see `trace`.
+    """
+
     def is_call(eqn: core.JaxprEqn) -> bool:
         return eqn.primitive.name in calls or id(eqn) in calls
 
-    if not (opened or ending or any(map(is_call, closed.jaxpr.eqns))):
+    if not (groups_of or ending or any(map(is_call, closed.jaxpr.eqns))):
         return closed
 
     def rule(eqn: core.JaxprEqn) -> Rule | None:
         if is_call(eqn):
             (inner,) = inner_jaxprs(eqn)
             return lambda operands: evaluate(inner, operands, rule)
-        if id(eqn) in opened:
-            return lambda operands: _choose(eqn, operands, opened[id(eqn)])
+        if id(eqn) in groups_of:
+            return lambda operands: _evaluate_cond(eqn, operands, groups_of[id(eqn)])
         return None
 
-    def inlined(*args: Any) -> Sequence[Any]:
+    def run(*args: Any) -> Sequence[Any]:
         results = evaluate(closed, args, rule)
         return ending(args, results) if ending else results
 
-    return retrace(closed, inlined)
+    return retrace(closed, run)
 
 
 def retrace(
-    closed: core.ClosedJaxpr, run: Callable[..., Sequence[Any]], *more: Any
+    closed: core.ClosedJaxpr, run: Callable[..., Sequence[Any]], *more_specs: Any
 ) -> core.ClosedJaxpr:
     """Traces a function of the inputs of a jaxpr, and of more arrays or specs."""
-    return jax.make_jaxpr(run)(*specs(closed.jaxpr.invars), *more)
+    return jax.make_jaxpr(run)(*specs(closed.jaxpr.invars), *more_specs)
 
 
 def rewrite(
@@ -145,8 +160,8 @@ def evaluate(
     Args:
       closed: the jaxpr.
       args: its inputs.
-      rule: what takes the place of an equation, as a function of its operands; ``None``
-        for those that stay.
+      rule: the function of operands that replaces an equation; ``None`` for an
+        equation that stays.
     """
     values: dict[core.Var, Any] = dict(
         zip(closed.jaxpr.constvars, closed.consts, strict=True)
@@ -159,9 +174,9 @@ def evaluate(
     for run, group in itertools.groupby(closed.jaxpr.eqns, rule):
         eqns = list(group)
         if run is None:
-            # Together: one by one takes half as long again.
-            made = [var for eqn in eqns for var in eqn.outvars]
-            values.update(zip(made, _bind(closed.jaxpr, eqns, values), strict=True))
+            # All at once: one by one takes half as long again.
+            results = _bind(closed.jaxpr, eqns, values)
+            values.update(zip(outvars_of(eqns), results, strict=True))
             continue
         for eqn in eqns:
             results = run([read(atom) for atom in eqn.invars])
@@ -172,8 +187,8 @@ def evaluate(
 def as_traced(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
     """The function of a jaxpr, for a trace: constants are traced, as under `jax.jit`.
 
-    To what they are else, arrays of NumPy, a `jax.custom_vjp` may not do what it does
-    to arrays.
+    A constant may be an array of NumPy, which the functions of a `jax.custom_vjp` need
+    not accept.
     """
 
     def run(*args: Any) -> list[Any]:
@@ -186,19 +201,29 @@ def as_traced(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
     return run
 
 
-def _choose(eqn: core.JaxprEqn, operands: Sequence[Any], groups: Groups) -> list[Any]:
+def _evaluate_cond(
+    eqn: core.JaxprEqn, operands: Sequence[Any], groups: Groups
+) -> list[Any]:
     """Evaluates a `jax.lax.cond`: see `open_branches`."""
-    which, *rest = operands
-    branches = eqn.params["branches"]
-    if not groups:
-        cases = [core.jaxpr_as_fun(branch)(*rest) for branch in branches]
-        return [jax.lax.select_n(which, *case) for case in zip(*cases, strict=True)]
+    branch_index, *branch_operands = operands
     results: list[Any] = [None] * len(eqn.outvars)
+    if not groups:
+        cases = [
+            core.jaxpr_as_fun(branch)(*branch_operands)
+            for branch in eqn.params["branches"]
+        ]
+        for i, alternatives in enumerate(zip(*cases, strict=True)):
+            results[i] = jax.lax.select_n(branch_index, *alternatives)
+        return results
+
     for group in groups:
-        parts, needed = branches_of(eqn, group)
-        runs = [core.jaxpr_as_fun(part) for part in parts]
-        made = jax.lax.switch(which, runs, *[rest[i] for i in needed])
-        for i, result in zip(group, made, strict=True):
+        branches, used_operands = branches_of(eqn, group)
+        group_results = jax.lax.switch(
+            branch_index,
+            [core.jaxpr_as_fun(branch) for branch in branches],
+            *[branch_operands[i] for i in used_operands],
+        )
+        for i, result in zip(group, group_results, strict=True):
             results[i] = result
     return results
 
@@ -209,43 +234,42 @@ def branches_of(
     """The branches of a `jax.lax.cond` that give some of its results.
 
     Returns:
-      The branches, and the positions of the operands that one of them needs.
+      The branches, and the indices of the operands that any of them needs.
     """
-    whole = [
-        dce_jaxpr(branch, [branch.jaxpr.outvars[i] for i in group])
-        for branch in eqn.params["branches"]
-    ]
-    live = zip(*map(used_inputs, whole), strict=True)
-    needed = [i for i, any_of in enumerate(live) if any(any_of)]
-    parts = []
-    for branch in whole:
-        invars = [branch.jaxpr.invars[i] for i in needed]
+    full_branches = list[core.ClosedJaxpr]()
+    used_operands = set[int]()
+    for branch in eqn.params["branches"]:
+        outvars = [branch.jaxpr.outvars[i] for i in group]
+        full_branches.append(dce_jaxpr(branch, outvars))
+        is_used = used_inputs(full_branches[-1])
+        used_operands |= {i for i, used in enumerate(is_used) if used}
+
+    branches = list[core.ClosedJaxpr]()
+    for branch in full_branches:
+        invars = [branch.jaxpr.invars[i] for i in sorted(used_operands)]
         jaxpr = branch.jaxpr.replace(invars=invars)
-        parts.append(core.ClosedJaxpr(jaxpr, branch.consts))
-    return parts, needed
+        branches.append(core.ClosedJaxpr(jaxpr, branch.consts))
+    return branches, sorted(used_operands)
 
 
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates one equation."""
     pairs = zip(eqn.invars, operands, strict=True)
-    given = {atom: x for atom, x in pairs if not isinstance(atom, core.Literal)}
-    return _bind(jaxpr, [eqn], given)
+    values = {atom: x for atom, x in pairs if not isinstance(atom, core.Literal)}
+    return _bind(jaxpr, [eqn], values)
 
 
 def _bind(
     jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn], values: Mapping[core.Var, Any]
 ) -> list[Any]:
     """Evaluates equations, as a jaxpr of their own: the public way to do so."""
-    read = [atom for eqn in eqns for atom in eqn.invars]
-    given = [var for var in variables(read) if var in values]
-    made = [var for eqn in eqns for var in eqn.outvars]
-    part = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(values.get, given))
-
-
-def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same values by operations in the open, without rules for derivatives."""
-    return _retrace(closed, (*_CALLS, *CHECKPOINTS, *RULES))
+    reads = set[core.Var]()
+    for eqn in eqns:
+        reads |= variables(eqn.invars)
+    invars = [var for var in reads if var in values]
+    outvars = outvars_of(eqns)
+    part = jaxpr.replace(constvars=[], invars=invars, outvars=outvars, eqns=eqns)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(values.get, invars))
 
 
 def descendants(
@@ -258,7 +282,7 @@ def descendants(
     Args:
       jaxpr: the jaxpr.
       sources: variables of it.
-      passes_on: whether a result of an equation follows from its operands; default:
+      passes_on: tells if a result of an equation follows from its operands; default:
         always.
     """
     reached = set(sources)
@@ -278,7 +302,7 @@ def computable_from(
     Args:
       jaxpr: the jaxpr.
       sources: variables of it.
-      may_run: whether an equation may be used for this.
+      may_run: tells if an equation may be used for this.
     """
     computed = set(sources)
     for eqn in jaxpr.eqns:
@@ -290,21 +314,23 @@ def computable_from(
 def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:
     """All variables that follow from some of the inputs, or from an effect."""
     jaxpr = closed.jaxpr
-    sources = [var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen]
-    with_effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
-    sources += [var for eqn in with_effects for var in eqn.outvars]
+    invars = zip(jaxpr.invars, inputs, strict=True)
+    sources = [var for var, is_chosen in invars if is_chosen]
+    sources += outvars_of(eqn for eqn in jaxpr.eqns if eqn.effects)
     return descendants(jaxpr, sources)
 
 
 def ancestors(jaxpr: core.Jaxpr, atoms: Iterable[Any]) -> set[core.Var]:
     """The variables among some atoms, and all that they follow from."""
-    _, needed = _needed(jaxpr, list(atoms), has_effects=False)
-    return needed
+    return _find_needed(jaxpr, list(atoms), keeps_effects=False).read
 
 
 def producers(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
     """The index of the equation that makes each variable."""
-    return {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    producer: dict[core.Var, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        producer |= dict.fromkeys(eqn.outvars, index)
+    return producer
 
 
 def dce_jaxpr(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
@@ -312,55 +338,91 @@ def dce_jaxpr(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJa
 
     Equations with effects, such as a debug print, stay.
     """
-    eqns, _ = _needed(closed.jaxpr, outvars)
+    eqns = _find_needed(closed.jaxpr, outvars).eqns
     jaxpr = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def used_inputs(closed: core.ClosedJaxpr) -> list[bool]:
-    """Which inputs the results need."""
-    _, needed = _needed(closed.jaxpr, closed.jaxpr.outvars)
-    return [var in needed for var in closed.jaxpr.invars]
+    """One bool per input; True if the results, or effects, need it."""
+    read = _find_needed(closed.jaxpr, closed.jaxpr.outvars).read
+    return [var in read for var in closed.jaxpr.invars]
 
 
 def recomputation(
-    closed: core.ClosedJaxpr, outvars: Sequence[Any], known: Sequence[core.Var]
+    closed: core.ClosedJaxpr, outvars: Sequence[Any], stored: Sequence[core.Var]
 ) -> core.ClosedJaxpr:
-    """What is left to compute of some variables where others are known.
+    """The part of a jaxpr that computes some variables from its inputs and others.
 
     Args:
       closed: the jaxpr.
-      outvars: variables of it.
-      known: those which are given, after its inputs.
+      outvars: the variables to compute.
+      stored: the variables whose values become inputs, after those of the jaxpr.
 
     Returns:
-      ``(*inputs, *known) -> outvars``, without what they do not need, effects such as a
-      debug print too.
+      ``(*inputs, *stored) -> outvars``, without equations that these do not need, and
+      so without effects such as a debug print.
     """
-    eqns, _ = _needed(closed.jaxpr, outvars, known, has_effects=False)
-    invars = [*closed.jaxpr.invars, *known]
-    jaxpr = closed.jaxpr.replace(invars=invars, eqns=eqns, outvars=list(outvars))
+    needed = _find_needed(closed.jaxpr, outvars, stored, keeps_effects=False)
+    jaxpr = closed.jaxpr.replace(
+        invars=[*closed.jaxpr.invars, *stored],
+        eqns=needed.eqns,
+        outvars=list(outvars),
+    )
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
-def _needed(
+class _Needed(NamedTuple):
+    """The part of a jaxpr that some of its variables need.
+
+    Attributes:
+      eqns: the equations, in order.
+      read: the variables that these read, and those that are asked for.
+    """
+
+    eqns: list[core.JaxprEqn]
+    read: set[core.Var]
+
+
+def _find_needed(
     jaxpr: core.Jaxpr,
     outvars: Sequence[Any],
-    known: Sequence[core.Var] = (),
-    has_effects: bool = True,
-) -> tuple[list[core.JaxprEqn], set[core.Var]]:
-    """What some variables need where others are known.
+    stored: Sequence[core.Var] = (),
+    *,
+    keeps_effects: bool = True,
+) -> _Needed:
+    """Finds what some variables need if others are stored.
 
-    Returns:
-      The equations, those with effects too if there are such, in order; and all
-      variables that are read.
+    Args:
+      jaxpr: the jaxpr.
+      outvars: the variables to compute.
+      stored: the variables that need no equation, and are in no result.
+      keeps_effects: True if equations with effects are needed too.
     """
-    live, eqns = variables(outvars).difference(known), []
+    read = variables(outvars).difference(stored)
+    eqns = list[core.JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
-        if (has_effects and eqn.effects) or not live.isdisjoint(eqn.outvars):
-            live |= variables(eqn.invars).difference(known)
+        has_effects = keeps_effects and bool(eqn.effects)
+        if has_effects or not read.isdisjoint(eqn.outvars):
+            read |= variables(eqn.invars).difference(stored)
             eqns.append(eqn)
-    return eqns[::-1], live
+    return _Needed(eqns[::-1], read)
+
+
+def outvars_of(eqns: Iterable[core.JaxprEqn]) -> list[core.Var]:
+    """The results of some equations, in order."""
+    outvars = list[core.Var]()
+    for eqn in eqns:
+        outvars += eqn.outvars
+    return outvars
+
+
+def effects_of(eqns: Iterable[core.JaxprEqn]) -> set[Any]:
+    """The effects of some equations."""
+    effects = set[Any]()
+    for eqn in eqns:
+        effects |= eqn.effects
+    return effects
 
 
 def equations(closed: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
@@ -372,7 +434,7 @@ def equations(closed: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def contains(closed: core.ClosedJaxpr, name: str) -> bool:
-    """Whether a primitive of that name is in a jaxpr, or in one inside of it."""
+    """True if a primitive of that name is in a jaxpr, or in one inside of it."""
     return any(eqn.primitive.name == name for eqn in equations(closed))
 
 
@@ -385,11 +447,19 @@ def inner_jaxprs(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     ]
 
 
-def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
-    """The jaxprs of a call, of branches or of a loop whose results are those of it.
+def inner_eqns(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """The equations of the jaxprs of a call, of branches or of a loop."""
+    eqns = list[core.JaxprEqn]()
+    for closed in inner_jaxprs(eqn):
+        eqns += closed.jaxpr.eqns
+    return eqns
 
-    Each takes the last operands: the first choose the branch, or are for the end
-    of a loop.
+
+def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The jaxprs inside of a call, a cond or a loop that compute its results.
+
+    Each takes the last operands: the first ones choose the branch, or tell when a loop
+    ends.
     """
     name = eqn.primitive.name
     if name.startswith("reduce"):
@@ -405,44 +475,71 @@ def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
 
 
 def carry_slice(eqn: core.JaxprEqn) -> slice:
-    """Which operands of a loop become its first results; of another equation none."""
+    """The slice of operands that a loop carries; for other equations it is empty.
+
+    They become the first results.
+    """
     if eqn.primitive.name == "while":
         return slice(len(eqn.invars) - len(eqn.outvars), len(eqn.invars))
     if eqn.primitive.name != "scan":
         return slice(0)
-    # Newer JAX has other names for how many there are. What a scan goes along has an
-    # axis more outside of it, what it carries has not.
+    # Newer JAX has other names for these numbers. An array that a scan goes along has
+    # one axis more outside of it; what it carries has as many.
     body: Any = eqn.params["jaxpr"]
-    given: list[Any] = [atom.aval for atom in eqn.invars]
-    made: list[Any] = [var.aval for var in eqn.outvars]
-    xs = sum(x.ndim > y.ndim for x, y in zip(given, body.in_avals, strict=True))
-    carry = sum(x.ndim == y.ndim for x, y in zip(made, body.out_avals, strict=True))
-    end = len(eqn.invars) - xs
-    return slice(end - carry, end)
+    operands: list[Any] = [atom.aval for atom in eqn.invars]
+    results: list[Any] = [var.aval for var in eqn.outvars]
+    operand_pairs = zip(operands, body.in_avals, strict=True)
+    result_pairs = zip(results, body.out_avals, strict=True)
+    num_xs = sum(outside.ndim > inside.ndim for outside, inside in operand_pairs)
+    num_carry = sum(outside.ndim == inside.ndim for outside, inside in result_pairs)
+    end = len(eqn.invars) - num_xs
+    return slice(end - num_carry, end)
 
 
 def vjp(
     run: Callable[..., Sequence[Any]], args: Sequence[Any]
 ) -> tuple[list[Any], Callable[..., Any]]:
-    """`jax.vjp` by the arguments that have a derivative, of the results that have."""
-    free = [i for i, x in enumerate(args) if is_inexact(x)]
+    """`jax.vjp` of inexact results by inexact arguments; others have no derivative."""
+    is_differentiated = [is_inexact(x) for x in args]
 
-    def of_the_free(some: list[Any]) -> list[Any]:
-        given = dict(enumerate(args)) | dict(zip(free, some, strict=True))
-        return [y for y in run(*given.values()) if is_inexact(y)]
+    def run_inexact(differentiated: list[Any]) -> list[Any]:
+        all_args = merge(differentiated, args, is_differentiated)
+        return [result for result in run(*all_args) if is_inexact(result)]
 
-    return jax.vjp(of_the_free, [args[i] for i in free])
+    return jax.vjp(run_inexact, list(itertools.compress(args, is_differentiated)))
+
+
+def merge(
+    new: Iterable[Any], old: Sequence[Any], is_replaced: Sequence[bool]
+) -> list[Any]:
+    """Replaces some leaves.
+
+    Args:
+      new: the new leaves, in order.
+      old: the leaves.
+      is_replaced: one bool per leaf of `old`; True if the next of `new` replaces it.
+    """
+    remaining = iter(new)
+    return [
+        next(remaining) if replaced else leaf
+        for leaf, replaced in zip(old, is_replaced, strict=True)
+    ]
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array or its spec is of floating-point or complex numbers."""
+    """True if an array, or its spec, is of floating-point or complex numbers."""
     return jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact)
 
 
 def spec(value: Any) -> jax.ShapeDtypeStruct:
-    """What a value is like, as far as tracing needs; an array of NumPy is not weak."""
-    weak = getattr(value, "weak_type", False)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
+    """The shape and dtype of a value, and if it is weakly typed: NumPy's are not."""
+    return jax.ShapeDtypeStruct(
+        value.shape, value.dtype, weak_type=_is_weakly_typed(value)
+    )
+
+
+def _is_weakly_typed(value: Any) -> bool:
+    return hasattr(value, "weak_type") and value.weak_type
 
 
 def specs(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -459,17 +556,17 @@ def zeros(like: PyTree) -> PyTree:
     """An array of zeros for each spec, weakly typed where the spec is."""
 
     def zero(leaf: Any) -> jax.Array:
-        strong = jnp.zeros(leaf.shape, leaf.dtype)
-        if not getattr(leaf, "weak_type", False):
-            return strong
+        strong_zeros = jnp.zeros(leaf.shape, leaf.dtype)
+        if not _is_weakly_typed(leaf):
+            return strong_zeros
         # `jax.numpy` makes weak zeros only like a weak array; a trace has one.
         closed = jax.make_jaxpr(jnp.zeros_like)(spec(leaf))
-        (weak,) = core.jaxpr_as_fun(closed)(strong)
-        return weak
+        (weak_zeros,) = core.jaxpr_as_fun(closed)(strong_zeros)
+        return weak_zeros
 
     return jax.tree.map(zero, like)
 
 
 def variables(atoms: Iterable[Any]) -> set[core.Var]:
-    """Those of the atoms that are not literals."""
+    """The atoms that are not literals."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}

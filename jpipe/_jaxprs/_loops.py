@@ -1,8 +1,11 @@
 """Loops whose iterations store the fewest bytes for their backward.
 
-What a `jax.lax.scan` hands from its forward to its backward is decided where JAX
-differentiates it, iteration by iteration. So its body is given to `jax.checkpoint`,
-with a name on each value that may be a residual.
+    scan(body)  ->  scan(jax.checkpoint(named_body, save_only_these_names(residuals)))
+
+JAX differentiates a `jax.lax.scan` by differentiating its body, and stores the
+residuals of each iteration. So the body is differentiated here first, with a name on
+the results of each equation; `_min_cut` chooses the residuals among them, and a
+checkpoint policy stores these alone.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -15,7 +18,8 @@ from jax.extend import core
 
 from . import _jaxpr, _min_cut
 
-_RESIDUAL = "jpipe residual"
+# A name that begins so ends with the index of an equation of the body.
+_PREFIX = "jpipe residual"
 Body = Callable[..., Sequence[Any]]
 
 
@@ -28,101 +32,105 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
         if eqn.primitive.name != "scan":
             return None
-        return lambda operands: _scan(eqn, operands)
+        return lambda operands: _evaluate_scan(eqn, operands)
 
     if not _jaxpr.contains(closed, "scan"):
         return closed
     return _jaxpr.rewrite(closed, rule)
 
 
-def _scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """A loop along arrays, with a body that stores what is chosen."""
+def _evaluate_scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a scan, with a body that stores chosen residuals."""
     params: Any = eqn.params
-    carried = _jaxpr.carry_slice(eqn)
-    body = _keeping(params["jaxpr"], carried)
-    count = carried.stop - carried.start
-    consts, xs = list(operands[: carried.start]), list(operands[carried.stop :])
+    carry_slice = _jaxpr.carry_slice(eqn)
+    num_carry = carry_slice.stop - carry_slice.start
+    consts = list(operands[: carry_slice.start])
+    init = list(operands[carry_slice])
+    xs = list(operands[carry_slice.stop :])
+    body = _with_fewest_residuals(params["jaxpr"], carry_slice)
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
         results = body(*consts, *carry, *x)
-        return results[:count], results[count:]
+        return results[:num_carry], results[num_carry:]
 
     carry, ys = jax.lax.scan(
         step,
-        list(operands[carried]),
+        init,
         xs,
-        params["length"],
-        params["reverse"],
-        params["unroll"],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
     )
     return [*carry, *ys]
 
 
-def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
+def _with_fewest_residuals(body: core.ClosedJaxpr, carry_slice: slice) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
-    As it is, if it calls `jax.checkpoint` itself, has effects, which would come twice,
-    cannot be differentiated, where JAX raises, or computes with complex numbers, which
-    no policy of JAX can save. If its backward reads what has no name in its forward,
-    such as residuals of a loop inside, it stores products.
+    It stays as it is, if it calls `jax.checkpoint` itself, has effects, which would
+    come twice, cannot be differentiated, where JAX raises, or computes with complex
+    numbers, which no policy of JAX can save. If its backward reads a value without a
+    name in its forward, such as residuals of a loop inside, it stores products.
     """
     eqns = body.jaxpr.eqns
-    plain = core.jaxpr_as_fun(body)
+    plain_body = core.jaxpr_as_fun(body)
     has_checkpoint = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
     if has_checkpoint or body.effects:
-        return plain
-    named = _named(body, range(len(eqns)))
+        return plain_body
     try:
-        differentiated = _differentiated(named, body.in_avals)
+        forward = _trace_forward(_with_names(body, range(len(eqns))), body.in_avals)
     except Exception:
-        return plain
-    if any(map(_is_complex, differentiated.jaxpr.eqns)):
-        return plain
-    numbers = {
-        var: int(eqn.params["name"].removeprefix(_RESIDUAL))
-        for eqn in differentiated.jaxpr.eqns
-        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_RESIDUAL)
-        for var in eqn.outvars
-    }
-    count = len(body.in_avals)
-    # What it goes along, and what is the same each time, it has as a whole.
-    stored = [i not in range(count)[carried] for i in range(count)]
+        return plain_body
+    if any(map(_is_complex, forward.jaxpr.eqns)):
+        return plain_body
+
+    # named result in `forward` -> the index of its equation in the body
+    eqn_index: dict[core.Var, int] = {}
+    for eqn in forward.jaxpr.eqns:
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_PREFIX):
+            (var,) = eqn.outvars
+            eqn_index[var] = int(eqn.params["name"].removeprefix(_PREFIX))
+
+    num_inputs = len(body.in_avals)
+    carry_indices = range(num_inputs)[carry_slice]
     try:
         residuals = _min_cut.find_residuals(
-            differentiated,
-            differentiated.jaxpr.outvars,
-            [False] * count,
-            stored,
-            numbers,
+            forward,
+            forward.jaxpr.outvars,
+            is_constant=[False] * num_inputs,
+            # The loop stores constants and the arrays that it goes along as a whole.
+            is_stored=[i not in carry_indices for i in range(num_inputs)],
+            storable=eqn_index,
         )
     except _min_cut.NoCutError:
         policy = jax.checkpoint_policies.dots_saveable
-        return jax.checkpoint(plain, policy=policy, prevent_cse=False)
-    chosen = {numbers[var] for var in residuals}
+        return jax.checkpoint(plain_body, policy=policy, prevent_cse=False)
+    residual_eqns = {eqn_index[var] for var in residuals}
     policy = jax.checkpoint_policies.save_only_these_names(
-        *(f"{_RESIDUAL}{number}" for number in chosen)
+        *(f"{_PREFIX}{index}" for index in residual_eqns)
     )
-    return jax.checkpoint(_named(body, chosen), policy=policy, prevent_cse=False)
+    named_body = _with_names(body, residual_eqns)
+    return jax.checkpoint(named_body, policy=policy, prevent_cse=False)
 
 
-def _named(body: core.ClosedJaxpr, numbers: Container[int]) -> Body:
+def _with_names(body: core.ClosedJaxpr, eqn_indices: Container[int]) -> Body:
     """The body, with names on the results of some of its equations."""
-    number = {id(eqn): i for i, eqn in enumerate(body.jaxpr.eqns)}
+    index_of = {id(eqn): index for index, eqn in enumerate(body.jaxpr.eqns)}
 
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-        i = number[id(eqn)]
-        if i not in numbers:
+        index = index_of[id(eqn)]
+        if index not in eqn_indices:
             return None
         return lambda operands: [
-            checkpoint_name(made, f"{_RESIDUAL}{i}")
-            for made in _jaxpr.bind(body.jaxpr, eqn, operands)
+            checkpoint_name(result, f"{_PREFIX}{index}")
+            for result in _jaxpr.bind(body.jaxpr, eqn, operands)
         ]
 
     return lambda *args: _jaxpr.evaluate(body, args, rule)
 
 
-def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
-    """What the forward of a body gives to its backward."""
+def _trace_forward(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
+    """``(*inputs) -> all that the backward of the body reads``."""
 
     def forward(*args: Any) -> list[Any]:
         _, pullback = _jaxpr.vjp(body, args)

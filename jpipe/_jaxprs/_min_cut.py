@@ -7,8 +7,8 @@ that may be computed again, to what the second half reads.
 
 XLA computes a cheap value inside each loop that reads it, from what passed. Along a
 chain, such as ``x += scale * tanh(...)`` in each of ``n`` layers, that would be work of
-``n ** 2 / 2``: each layer's ``x`` a sum of its own, over all ``tanh`` before it. So a
-few values within such a chain pass too: see `_links`.
+``n ** 2 / 2``: each layer would add up all ``tanh`` before it. So a few values within
+such a chain pass too, its *links*: see `_links`.
 
 References:
   Dinitz, *Algorithm for solution of a problem of maximum flow in networks with power
@@ -24,43 +24,44 @@ from jax.extend import core
 from scipy.sparse import csgraph, csr_array
 
 from . import _jaxpr
-from ._primitives import CALLS, CHEAP, DRAWS, MIDDLING, PRODUCTS
+from ._primitives import CALLS, CHEAP, DRAWS, PRODUCTS, SORTS
 
-# Of this much all capacities together: SciPy counts in 32 bits.
+# The sum of all capacities: SciPy counts in 32 bits.
 _TOTAL = 2**29
-# Of so many sums in a row one is stored. Few are read by each loop then; where a layer
+# One of so many sums in a row is stored. Few are read by each loop then; where a layer
 # stores one array and is eight wide, 8 % more is stored, and its backward takes 1.6
 # times the operations of one that computes nothing again.
 _CHAIN = 12
 
 
-def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
-    """Whether computing an equation again takes less than reading what it made.
+def is_cheap(eqn: core.JaxprEqn, *, sorts_are_cheap: bool = False) -> bool:
+    """True if computing an equation again takes less time than reading its results.
 
     Args:
       eqn: the equation.
-      others: whether sorts and the like are too.
+      sorts_are_cheap: True if sorts and cumulative sums count as cheap.
     """
     name = eqn.primitive.name
     if name in CALLS:
-        inside = (
-            inner for closed in _jaxpr.inner_jaxprs(eqn) for inner in closed.jaxpr.eqns
+        return all(
+            is_cheap(inner_eqn, sorts_are_cheap=sorts_are_cheap)
+            for inner_eqn in _jaxpr.inner_eqns(eqn)
         )
-        return all(is_cheap(inner, others) for inner in inside)
-    cheap = name in CHEAP or (others and name in MIDDLING)
+    cheap = name in CHEAP or (sorts_are_cheap and name in SORTS)
     return cheap and not eqn.effects
 
 
 class NoCutError(Exception):
-    """Something that is wanted follows from nothing that may be stored."""
+    """A needed variable follows from nothing that may be stored."""
 
 
 def find_residuals(
     closed: core.ClosedJaxpr,
-    wanted: Sequence[Any],
-    constant: Sequence[bool],
-    stored: Sequence[bool],
-    named: Container[core.Var] | None = None,
+    needed: Sequence[Any],
+    *,
+    is_constant: Sequence[bool],
+    is_stored: Sequence[bool],
+    storable: Container[core.Var] | None = None,
 ) -> list[core.Var]:
     """The values to store so that others follow from them by cheap equations.
 
@@ -70,114 +71,124 @@ def find_residuals(
 
     Args:
       closed: the jaxpr that computes all.
-      wanted: variables of it that are needed again.
-      constant: which of its inputs are such that what follows from them alone may be
-        computed again, whatever computes it.
-      stored: which of its other inputs are stored anyway.
-      named: the results that may be stored; default: all.
+      needed: the variables of it that are needed again.
+      is_constant: one bool per input; True if all that follows from such inputs alone
+        may be computed again, at any cost.
+      is_stored: one bool per input; True if it is stored anyway.
+      storable: the results of equations that may be stored; default: all.
 
     Returns:
-      The results of equations among those of the fewest bytes, which inputs may be too;
-      of as few, those that leave the least to compute. And the links of long chains.
+      The results of equations in the set of the fewest bytes, which may have inputs
+      too; of several sets the one that leaves the least to compute. And the links of
+      long chains.
 
     Raises:
-      NoWayError: if there is none.
+      NoCutError: if there is no such set.
     """
     jaxpr = closed.jaxpr
-    costly = _jaxpr.depending_on(closed, [not yes for yes in constant])
-    at_hand = {var for var, yes in zip(jaxpr.invars, stored, strict=True) if yes}
-    sizes = {v: 0 if v in at_hand else nbytes(v) for v in _made(jaxpr) if v in costly}
-    if named is not None:
-        may = {*jaxpr.invars, *(var for var in sizes if var in named)}
-        sizes = {var: size if var in may else None for var, size in sizes.items()}
+    varying = _jaxpr.depending_on(closed, [not constant for constant in is_constant])
+    invars = zip(jaxpr.invars, is_stored, strict=True)
+    at_hand = {var for var, stored in invars if stored}
+
+    # variable that no constants alone give -> its bytes; ``None``: may not be stored
+    sizes: dict[core.Var, int | None] = {}
+    for var in [*jaxpr.invars, *_jaxpr.outvars_of(jaxpr.eqns)]:
+        if var in varying:
+            sizes[var] = 0 if var in at_hand else nbytes(var)
+    if storable is not None:
+        results = sizes.keys() - {*jaxpr.invars}
+        sizes |= {var: None for var in results if var not in storable}
 
     def size(variables: Iterable[core.Var]) -> int:
         return sum(sizes[var] or 0 for var in variables)
 
-    found = _cut(jaxpr, sizes, wanted)
-    if size(found) > size(products(jaxpr, wanted, PRODUCTS | DRAWS) & costly):
-        found = _cut(jaxpr, sizes, wanted, others=True)
-    found = _with_links(jaxpr, sizes, wanted, found)
+    stored_vars = _cut(jaxpr, sizes, needed)
+    dear = products(jaxpr, needed, PRODUCTS | DRAWS) & varying
+    if size(stored_vars) > size(dear):
+        stored_vars = _cut(jaxpr, sizes, needed, sorts_are_cheap=True)
+    stored_vars = _with_links(jaxpr, sizes, needed, stored_vars)
     inputs = {*jaxpr.invars}
-    return [var for var in found if var not in inputs]
+    return [var for var in stored_vars if var not in inputs]
 
 
 def products(
-    jaxpr: core.Jaxpr, wanted: Sequence[Any], names: Container[str] = PRODUCTS
+    jaxpr: core.Jaxpr, needed: Sequence[Any], names: Container[str] = PRODUCTS
 ) -> set[core.Var]:
     """Results of products, and inputs, from which all follows without a product.
 
     Args:
-      jaxpr: what computes all.
-      wanted: what is needed.
+      jaxpr: the jaxpr that computes all.
+      needed: the variables that are needed.
       names: the primitives that count as products.
     """
-    needed, found = _jaxpr.variables(wanted), set()
+    read = _jaxpr.variables(needed)
+    product_results = set[core.Var]()
     for eqn in reversed(jaxpr.eqns):
-        made = needed.intersection(eqn.outvars)
-        if made and eqn.primitive.name in names:
-            found |= made
-        elif made:
-            needed |= _jaxpr.variables(eqn.invars)
-    return found | needed.intersection(jaxpr.invars)
+        read_results = read.intersection(eqn.outvars)
+        if read_results and eqn.primitive.name in names:
+            product_results |= read_results
+        elif read_results:
+            read |= _jaxpr.variables(eqn.invars)
+    return product_results | read.intersection(jaxpr.invars)
 
 
 def _cut(
     jaxpr: core.Jaxpr,
     sizes: Mapping[core.Var, int | None],
-    wanted: Sequence[Any],
-    others: bool = False,
+    needed: Sequence[Any],
+    *,
+    sorts_are_cheap: bool = False,
 ) -> list[core.Var]:
-    """The minimum cut between what is dear and what is wanted.
+    """The minimum cut between the results of dear equations and what is needed.
 
     Args:
-      jaxpr: what computes all.
-      sizes: the bytes of each variable, ``None`` if it must not be stored; those that
-        are not in it are at hand.
-      wanted: what is needed again.
-      others: see `is_cheap`.
+      jaxpr: the jaxpr that computes all.
+      sizes: the bytes of each variable, ``None`` if it must not be stored; variables
+        that are not in it need not be.
+      needed: the variables that are needed again.
+      sorts_are_cheap: see `is_cheap`.
     """
     starts = {var for var in jaxpr.invars if var in sizes}
     reads: list[tuple[core.Var, core.Var]] = []
     for eqn in jaxpr.eqns:
         results = [var for var in eqn.outvars if var in sizes]
-        if not is_cheap(eqn, others):
+        if not is_cheap(eqn, sorts_are_cheap=sorts_are_cheap):
             starts.update(results)
             continue
         for var in _jaxpr.variables(eqn.invars) & sizes.keys():
             reads += [(var, result) for result in results]
-    ends = _jaxpr.variables(wanted) & sizes.keys()
+    ends = _jaxpr.variables(needed) & sizes.keys()
     return _minimum_cut(sizes=sizes, reads=reads, starts=starts, ends=ends)
 
 
 def _with_links(
     jaxpr: core.Jaxpr,
     sizes: Mapping[core.Var, int | None],
-    wanted: Sequence[Any],
+    needed: Sequence[Any],
     stored: Sequence[core.Var],
 ) -> Sequence[core.Var]:
     """Stored variables, and the links of long chains that are computed from them."""
-    recomputed = _computed_again(jaxpr, wanted, {*stored})
+    recomputed = _recomputed_eqns(jaxpr, needed, {*stored})
     links = _links(sizes, recomputed, {*stored})
     if not links:
         return stored
     with_links = {*stored, *links}
-    read = _jaxpr.variables(wanted)
-    for eqn in _computed_again(jaxpr, wanted, with_links):
+    read = _jaxpr.variables(needed)
+    for eqn in _recomputed_eqns(jaxpr, needed, with_links):
         read |= _jaxpr.variables(eqn.invars)
     return [var for var in sizes if var in with_links and var in read]
 
 
-def _computed_again(
-    jaxpr: core.Jaxpr, wanted: Sequence[Any], stored: Container[core.Var]
+def _recomputed_eqns(
+    jaxpr: core.Jaxpr, needed: Sequence[Any], stored: Container[core.Var]
 ) -> list[core.JaxprEqn]:
-    """The equations that compute what is wanted from what is stored, in order."""
-    needed = _jaxpr.variables(wanted)
+    """The equations that compute needed variables from stored ones, in order."""
+    read = _jaxpr.variables(needed)
     eqns: list[core.JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        if any(var in needed and var not in stored for var in eqn.outvars):
+        if any(var in read and var not in stored for var in eqn.outvars):
             eqns.append(eqn)
-            needed |= _jaxpr.variables(eqn.invars)
+            read |= _jaxpr.variables(eqn.invars)
     return eqns[::-1]
 
 
@@ -188,16 +199,17 @@ def _links(
 ) -> list[core.Var]:
     """The values of the fewest bytes that divide long chains.
 
-    The depth of a value is the most equations of several operands that follow each
-    other between what is stored and the value. Windows of `_CHAIN` depths divide the
-    values. In each window but the first and the last, the links are a minimum cut
-    between where its chains begin and what the windows behind it read.
+    The depth of a value is the length of the longest chain of equations with several
+    operands between stored variables and the value. Windows of `_CHAIN` depths divide
+    the values. In each window but the first and the last, the links are a minimum cut
+    between the begins of its chains and the values that later windows read.
 
     Args:
       sizes: as in `_cut`.
       recomputed: the equations that are computed again.
-      stored: what they start from.
+      stored: the variables that they start from.
     """
+    # variable -> its depth; stored variables have depth 0 and are not in it
     depths: dict[core.Var, int] = {}
     starts: set[core.Var] = set()
     ends: set[core.Var] = set()
@@ -216,7 +228,7 @@ def _links(
                 ends.add(var)
             else:
                 reads += [(var, result) for result in results]
-    # What is in the first window is computed from what is stored, without a link.
+    # Values in the first window are computed from stored ones, without a link.
     linked = {var: sizes[var] for var, depth in depths.items() if depth >= _CHAIN}
     try:
         return _minimum_cut(
@@ -225,7 +237,7 @@ def _links(
             starts=starts,
             ends=ends & linked.keys(),
         )
-    except NoCutError:  # where not everything may be stored
+    except NoCutError:  # since not all variables may be stored
         return []
 
 
@@ -235,43 +247,44 @@ def _minimum_cut(
     starts: Iterable[core.Var],
     ends: Iterable[core.Var],
 ) -> list[core.Var]:
-    """The variables of the fewest bytes on all ways; of as few, those nearest the ends.
+    """The fewest bytes of variables that lie on each path from a start to an end.
+
+    Of several such sets the one nearest the ends.
 
     Args:
-      sizes: the bytes of each variable, ``None`` if it must not be among them.
-      reads: a variable, and what is computed of it.
-      starts: where the ways begin.
-      ends: where they end.
+      sizes: the bytes of each variable, ``None`` if it must not be in the cut.
+      reads: pairs of a variable and a result that is computed from it.
+      starts: the variables where paths begin.
+      ends: the variables where they end.
 
     Raises:
-      NoWayError: if there are none.
+      NoCutError: if there is no such set.
     """
     if not ends:
         return []
-    number = {var: i for i, var in enumerate(sizes)}
-    count = len(number)
-    source, first, sink = range(2 * count, 2 * count + 3)
-    # Each variable is an edge of its size, from `i` to `count + i`.
+    # Each variable is an edge of its size, from node `i` to node `num_vars + i`.
+    node = {var: i for i, var in enumerate(sizes)}
+    num_vars = len(node)
+    source, before_source, sink = range(2 * num_vars, 2 * num_vars + 3)
     capacities = enumerate(_capacities(list(sizes.values())))
-    edges = [(i, count + i, capacity) for i, capacity in capacities]
-    edges += [(count + number[var], number[result], _TOTAL) for var, result in reads]
-    # All flow goes through one edge, so that it has a place in 32 bits; it is full
-    # before one of those is that may not be cut.
-    edges += [(first, source, _TOTAL // 2)]
-    edges += [(source, number[var], _TOTAL) for var in starts]
-    edges += [(count + number[var], sink, _TOTAL) for var in ends]
-    behind = _behind(edges, first, sink)
-    if behind[source]:
+    edges = [(i, num_vars + i, capacity) for i, capacity in capacities]
+    edges += [(num_vars + node[var], node[result], _TOTAL) for var, result in reads]
+    # All flow goes through one edge, so that it fits into 32 bits. That edge is full
+    # before an edge that may not be cut is.
+    edges += [(before_source, source, _TOTAL // 2)]
+    edges += [(source, node[var], _TOTAL) for var in starts]
+    edges += [(num_vars + node[var], sink, _TOTAL) for var in ends]
+
+    is_behind = _nodes_behind_cut(edges, before_source, sink)
+    if is_behind[source]:
         raise NoCutError
-    return [var for var, i in number.items() if not behind[i] and behind[count + i]]
-
-
-def _made(jaxpr: core.Jaxpr) -> list[core.Var]:
-    return [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+    return [
+        var for var, i in node.items() if not is_behind[i] and is_behind[num_vars + i]
+    ]
 
 
 def nbytes(var: Any) -> int:
-    """The bytes of a variable, of nothing one."""
+    """The bytes of a variable; one if it has no elements."""
     return max(_jaxpr.nbytes(var.aval), 1)
 
 
@@ -281,23 +294,37 @@ def total_bytes(variables: Iterable[Any]) -> int:
 
 
 def _capacities(sizes: Sequence[int | None]) -> list[int]:
-    """Sizes in a unit in which their sum has a place; beyond it what may not be."""
-    known = [size for size in sizes if size]
-    # A unit that all are multiples of, if it is large enough.
-    unit = max(math.gcd(*known), math.ceil(3 * sum(known) / _TOTAL), 1)
+    """Sizes in a unit in which their sum is below `_TOTAL`; `_TOTAL` for ``None``."""
+    positive_sizes = [size for size in sizes if size]
+    # The unit divides all sizes, if such a unit is large enough.
+    unit = max(
+        math.gcd(*positive_sizes), math.ceil(3 * sum(positive_sizes) / _TOTAL), 1
+    )
     return [_TOTAL if size is None else math.ceil(size / unit) for size in sizes]
 
 
-def _behind(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> Any:
-    """Which nodes are behind the minimum cut that is nearest to the sink."""
-    rows, columns, capacities = np.array(edges, np.int32).T
-    size = max(source, sink) + 1
-    graph = csr_array((capacities, (rows, columns)), (size, size), dtype=np.int32)
+def _nodes_behind_cut(
+    edges: Sequence[tuple[int, int, int]], source: int, sink: int
+) -> Any:
+    """One bool per node; True behind the minimum cut that is nearest to the sink.
+
+    Args:
+      edges: ``(from node, to node, capacity)``.
+      source: the node where all flow begins.
+      sink: the node where it ends.
+    """
+    tails, heads, capacities = np.array(edges, np.int32).T
+    num_nodes = max(source, sink) + 1
+    shape = (num_nodes, num_nodes)
+    graph = csr_array((capacities, (tails, heads)), shape, dtype=np.int32)
     flow = csgraph.maximum_flow(graph, source, sink).flow
+
     # From the sink against the edges on which more could flow.
-    left = (graph - flow).T.tocsr()
-    left.eliminate_zeros()
-    reached = csgraph.breadth_first_order(left, sink, return_predecessors=False)
-    behind = np.zeros(size, bool)
-    behind[reached] = True
-    return behind
+    residual_graph = (graph - flow).T.tocsr()
+    residual_graph.eliminate_zeros()
+    reached = csgraph.breadth_first_order(
+        residual_graph, sink, return_predecessors=False
+    )
+    is_behind = np.zeros(num_nodes, bool)
+    is_behind[reached] = True
+    return is_behind

@@ -1,7 +1,8 @@
-"""Which operation makes a value that is no number, for `jax_debug_nans`.
+"""Finds the operation that makes a NaN or an infinity, for `jax_debug_nans`.
 
 `jax.jit` runs the Python function again that it has compiled, operation by operation.
-A program of ours is a jaxpr, in which JAX looks for nothing.
+A program of ours is a jaxpr, in which JAX looks for nothing: here its equations are
+evaluated one by one.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ _config: Any = jax.config
 
 
 def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
-    """An error that names the first operation that makes a value that is looked for.
+    """An error that names the first operation with an invalid result.
 
     Args:
       function: ``(*leaves) -> leaves``, which JAX can trace.
-      leaves: what it was given.
+      leaves: its arguments.
 
     Returns:
-      What to raise; ``None`` if there is none, run one by one.
+      The error to raise; ``None`` if no operation, run by itself, has such a result.
     """
     specs = map(_jaxpr.spec, leaves)
     closed = _jaxpr.inline_calls(
@@ -35,11 +36,13 @@ def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule:
         def run(operands: Sequence[Any]) -> Sequence[Any]:
             results = _jaxpr.bind(closed.jaxpr, eqn, operands)
-            if kinds := list(filter(None, map(_kind, results))):
-                raise FloatingPointError(
-                    f"invalid value ({kinds[0]}) encountered in {eqn.primitive.name}, "
-                    f"at {source_info_util.summarize(eqn.source_info)}"
-                )
+            for result in results:
+                if invalid := _invalid_value(result):
+                    raise FloatingPointError(
+                        f"invalid value ({invalid}) encountered in "
+                        f"{eqn.primitive.name}, "
+                        f"at {source_info_util.summarize(eqn.source_info)}"
+                    )
             return results
 
         return run
@@ -51,10 +54,12 @@ def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
     return None
 
 
-def _kind(value: Any) -> str:
-    """What is looked for in an array and is in it; may be empty."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
+def _invalid_value(array: Any) -> str:
+    """The value in an array that the user's settings forbid; empty if none is."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
         return ""
-    if _config.jax_debug_nans and bool(jnp.isnan(value).any()):
+    if _config.jax_debug_nans and bool(jnp.isnan(array).any()):
         return "nan"
-    return "inf" if _config.jax_debug_infs and bool(jnp.isinf(value).any()) else ""
+    if _config.jax_debug_infs and bool(jnp.isinf(array).any()):
+        return "inf"
+    return ""

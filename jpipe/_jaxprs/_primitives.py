@@ -1,6 +1,6 @@
 """Primitives of JAX by what they cost."""
 
-_ONE_BY_ONE = """
+_ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz
     complex conj cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge
     gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max
@@ -18,25 +18,25 @@ _REDUCTIONS = """
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
 """
-_MIDDLING = "cumlogsumexp cummax cummin cumprod cumsum sort top_k"
+_SORTS = "cumlogsumexp cummax cummin cumprod cumsum sort top_k"
 _DRAWS = """
     random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator
     rng_uniform threefry2x32
 """
 _CALLS = "cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit"
 
-# What makes each element of those at the same place.
-ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
-# What computes nothing.
+# Each element of the result follows from the elements at the same place.
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+# Nothing is computed.
 MOVES = frozenset(_MOVES.split())
-# What computes one result of many elements.
+# One result follows from many elements.
 REDUCTIONS = frozenset(_REDUCTIONS.split())
-# What is computed again in less time than it takes to read what was stored.
-CHEAP = MOVES | REDUCTIONS | ONE_BY_ONE
-# What costs as much as what is inside.
+# Computed again in less time than it takes to read what was stored.
+CHEAP = MOVES | REDUCTIONS | ELEMENTWISE
+# They cost as much as what is inside.
 CALLS = frozenset(_CALLS.split())
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
-# What makes random bits: a hundred operations for each, and for XLA to compile.
+# Random bits: a hundred operations for each, and for XLA to compile.
 DRAWS = frozenset(_DRAWS.split())
-# Dear, unless what is stored for it is more than products are.
-MIDDLING = frozenset(_MIDDLING.split())
+# Dear, unless what is stored for them is more than products are.
+SORTS = frozenset(_SORTS.split())

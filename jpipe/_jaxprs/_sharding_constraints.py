@@ -1,10 +1,13 @@
 """Calls of `jax.lax.with_sharding_constraint` in what users wrote.
 
-A constraint says how an array lies on the devices of a mesh; its value is that of the
-array. A stage runs on devices of its own. So where a program is traced, a constraint is
-left out, or only its spec is kept, as a name on the array, such as
-``constraint ["data", null]``. Where a program of a stage is compiled, the name becomes
-a constraint on the devices of that stage. In between nothing knows of other meshes.
+A constraint says how an array lies on the devices of a mesh; it is an identity. The
+user's mesh is not that of a stage, which has some of the devices. So
+
+    trace:    constraint(x, NamedSharding(user_mesh, spec)) -> name(x, spec), or x
+    compile:  name(x, spec) -> constraint(x, NamedSharding(stage_mesh, spec))
+
+where the name is a text such as ``constraint ["data", null]``, which
+`jax.ad_checkpoint.checkpoint_name` puts on an array. In between there are no meshes.
 """
 
 import json
@@ -21,9 +24,9 @@ from . import _jaxpr
 
 _PRIMITIVE = "sharding_constraint"
 _NAME = "constraint "
-# A part of a spec that says nothing, where ``null`` says that nothing is cut.
+# The text of `P.UNCONSTRAINED`: an axis that XLA may cut, while ``null`` is not cut.
 _UNCONSTRAINED = "?"
-# ``(array, spec) -> array``, where the spec is ``None`` if it is not known.
+# ``(array, spec) -> array``, with ``None`` for the spec of a sharding without one.
 Constrain = Callable[[Any, P | None], Any]
 
 
@@ -35,26 +38,27 @@ def shardings(closed: core.ClosedJaxpr) -> Iterator[Any]:
 
 
 def is_constraint(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a constraint."""
+    """True if an equation is a constraint."""
     return eqn.primitive.name == _PRIMITIVE
 
 
 def name_specs(
-    closed: core.ClosedJaxpr, keeps: Callable[[P], bool]
+    closed: core.ClosedJaxpr, is_kept: Callable[[P], bool]
 ) -> core.ClosedJaxpr:
     """The same computation, with names in place of constraints.
 
     Args:
       closed: the jaxpr.
-      keeps: whether a spec is kept; else the constraint is left out.
+      is_kept: tells if a spec is kept; else the constraint is left out.
     """
 
     def name(array: Any, spec: P | None) -> Any:
-        if spec is None or not keeps(spec):
+        if spec is None or not is_kept(spec):
             return array
         return checkpoint_name(array, _NAME + json.dumps([*map(_as_text, spec)]))
 
-    return _replaced(closed, name) if next(shardings(closed), None) else closed
+    has_any = next(shardings(closed), None) is not None
+    return _replace_constraints(closed, name) if has_any else closed
 
 
 def leave_out(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -74,8 +78,8 @@ def without(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def are_in(closed: core.ClosedJaxpr) -> bool:
-    """Whether there are constraints or names of these in a jaxpr."""
-    return any(map(_is_either, _jaxpr.equations(closed)))
+    """True if there are constraints, or names of these, in a jaxpr."""
+    return any(map(_is_constraint_or_name, _jaxpr.equations(closed)))
 
 
 def evaluate(
@@ -84,67 +88,71 @@ def evaluate(
     """Evaluates a jaxpr with other constraints, in loops and branches too.
 
     Args:
-      closed: the jaxpr. Derivatives are a part of it: those that a function has of its
-        own may bring constraints that no trace had before.
+      closed: the jaxpr, after differentiation: the derivative that a user defines may
+        bring constraints which the trace of the function did not have.
       args: its inputs.
-      constrain: what takes the place of a constraint, or of a name.
+      constrain: replaces a constraint, or a name.
     """
 
-    def inner(value: Any) -> Any:
-        """A jaxpr in the parameters of an equation, or another parameter."""
-        if _is_of_types(value):
+    def replace_param(value: Any) -> Any:
+        """Replaces constraints in a parameter of an equation, if it is a jaxpr."""
+        if _is_operand_sharding(value):
             return None
         if isinstance(value, core.Jaxpr):
-            return _replaced(core.ClosedJaxpr(value, []), constrain).jaxpr
-        is_closed = isinstance(value, core.ClosedJaxpr)
-        return _replaced(value, constrain) if is_closed else value
+            return _replace_constraints(core.ClosedJaxpr(value, []), constrain).jaxpr
+        if isinstance(value, core.ClosedJaxpr):
+            return _replace_constraints(value, constrain)
+        return value
 
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-        if _is_either(eqn):
-            spec = _spec(eqn)
+        if _is_constraint_or_name(eqn):
+            spec = _spec_of(eqn)
             return lambda operands: [constrain(operands[0], spec)]
         values = jax.tree.leaves([*eqn.params.values()])
-        has_mesh = any(map(_is_of_mesh, _jaxpr.inner_jaxprs(eqn)))
-        if not has_mesh and not any(map(_is_of_types, values)):
+        has_mesh = any(map(_has_mesh, _jaxpr.inner_jaxprs(eqn)))
+        if not has_mesh and not any(map(_is_operand_sharding, values)):
             return None
-        params = {name: jax.tree.map(inner, x) for name, x in eqn.params.items()}
-        changed = eqn.replace(params=params)
-        return lambda operands: _jaxpr.bind(closed.jaxpr, changed, operands)
+        params = {
+            name: jax.tree.map(replace_param, value)
+            for name, value in eqn.params.items()
+        }
+        new_eqn = eqn.replace(params=params)
+        return lambda operands: _jaxpr.bind(closed.jaxpr, new_eqn, operands)
 
     return _jaxpr.evaluate(closed, args, rule)
 
 
-def _replaced(closed: core.ClosedJaxpr, constrain: Constrain) -> core.ClosedJaxpr:
+def _replace_constraints(
+    closed: core.ClosedJaxpr, constrain: Constrain
+) -> core.ClosedJaxpr:
     return _jaxpr.retrace(closed, lambda *args: evaluate(closed, args, constrain))
 
 
-def _is_either(eqn: core.JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    return name == _PRIMITIVE or (
-        name == "name" and eqn.params["name"].startswith(_NAME)
-    )
+def _is_constraint_or_name(eqn: core.JaxprEqn) -> bool:
+    is_name = eqn.primitive.name == "name" and eqn.params["name"].startswith(_NAME)
+    return is_constraint(eqn) or is_name
 
 
-def _is_of_mesh(closed: core.ClosedJaxpr) -> bool:
-    """Whether a jaxpr has constraints, or is given what follows from one.
+def _has_mesh(closed: core.ClosedJaxpr) -> bool:
+    """True if a jaxpr has constraints, or inputs that follow from one.
 
-    JAX writes the mesh into the types of that.
+    JAX writes the mesh into the types of these.
     """
     avals = list[Any]([*closed.in_avals, *closed.out_avals])
     meshes = (aval.sharding.mesh for aval in avals if hasattr(aval, "sharding"))
     return are_in(closed) or not all(mesh.empty for mesh in meshes)
 
 
-def _is_of_types(value: Any) -> bool:
-    """Whether JAX wrote a sharding into an equation since its operands had it.
+def _is_operand_sharding(value: Any) -> bool:
+    """True for a sharding that JAX wrote into an equation since its operands had it.
 
-    `jax.numpy.zeros_like` of what was constrained broadcasts to such a sharding. It
-    says nothing where meshes are not explicit, and names no devices.
+    `jax.numpy.zeros_like` of a constrained array broadcasts to such a sharding. It has
+    no meaning where meshes are not explicit, and names no devices.
     """
     return isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)
 
 
-def _spec(eqn: core.JaxprEqn) -> P | None:
+def _spec_of(eqn: core.JaxprEqn) -> P | None:
     """The spec of a constraint, as a user would type it, or of a name."""
     if eqn.primitive.name == "name":
         parts = json.loads(eqn.params["name"].removeprefix(_NAME))
@@ -152,10 +160,11 @@ def _spec(eqn: core.JaxprEqn) -> P | None:
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:
         return None
-    free = eqn.params["unconstrained_dims"]
     array: Any = eqn.outvars[0].aval
     parts = [*spec, *[None] * (array.ndim - len(spec))]
-    return P(*(P.UNCONSTRAINED if i in free else part for i, part in enumerate(parts)))
+    for axis in eqn.params["unconstrained_dims"]:
+        parts[axis] = P.UNCONSTRAINED
+    return P(*parts)
 
 
 def _as_text(part: Any) -> Any:

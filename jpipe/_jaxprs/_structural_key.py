@@ -1,4 +1,10 @@
-"""What is equal for jaxprs that compute the same, with the same derivative."""
+"""Keys that are equal for jaxprs which compute the same, with the same derivative.
+
+    structural_key(jaxpr) == (constants, equations, (inputs, outputs))
+
+Variables stand in it as numbers, in the order in which the jaxpr defines them, so that
+two traces of one function have one key. Stages with one key are compiled once.
+"""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -10,7 +16,7 @@ from jax.extend import core
 from . import _jaxpr
 
 # The names that jpipe gives to values tell them apart, not what they are.
-_OWN = "jpipe "
+_JPIPE_PREFIX = "jpipe "
 
 
 class IdentityKey:
@@ -29,71 +35,73 @@ class IdentityKey:
 def structural_key(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
     """The equations of a jaxpr, without the names of its variables.
 
-    Where a function has a derivative of its own, this is a part of the form.
+    Where a function has a derivative of its own, this is a part of the key.
     """
     jaxpr = closed.jaxpr
-    made = [*jaxpr.constvars, *jaxpr.invars]
-    made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
-    number = {var: i for i, var in enumerate(made)}
+    defined_vars = [*jaxpr.constvars, *jaxpr.invars, *_jaxpr.outvars_of(jaxpr.eqns)]
+    var_index = {var: index for index, var in enumerate(defined_vars)}
 
-    def atom(one: Any) -> Hashable:
-        is_literal = isinstance(one, core.Literal)
-        return _value(one.val) if is_literal else number[one], str(one.aval)
+    def atom_key(atom: Any) -> Hashable:
+        is_literal = isinstance(atom, core.Literal)
+        value = _value_key(atom.val) if is_literal else var_index[atom]
+        return value, str(atom.aval)
 
-    eqns = [
+    eqn_keys = [
         (
             eqn.primitive.name,
-            _params(jaxpr, eqn),
-            str(eqn.ctx),  # such as how random bits are made
-            *map(atom, eqn.invars),
-            *map(atom, eqn.outvars),
+            _params_key(jaxpr, eqn),
+            str(eqn.ctx),  # such as the implementation of random bits
+            *map(atom_key, eqn.invars),
+            *map(atom_key, eqn.outvars),
         )
         for eqn in jaxpr.eqns
     ]
-    ends = *map(atom, jaxpr.invars), *map(atom, jaxpr.outvars)
-    return tuple(map(IdentityKey, closed.consts)), tuple(eqns), ends
+    const_keys = tuple(map(IdentityKey, closed.consts))
+    ends = (*map(atom_key, jaxpr.invars), *map(atom_key, jaxpr.outvars))
+    return const_keys, tuple(eqn_keys), ends
 
 
-def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
-    """The parameters of an equation; in place of rules what they make."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "name" and params["name"].startswith(_OWN):
+def _params_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
+    """The parameters of an equation; the derivative in place of a rule for it."""
+    name = eqn.primitive.name
+    params = eqn.params
+    if name == "name" and params["name"].startswith(_JPIPE_PREFIX):
         return ()
     if name not in _jaxpr.RULES:
-        return _value(params)
-    if params.get("symbolic_zeros"):  # what the rule does hangs on what is perturbed
+        return _value_key(params)
+    if params.get("symbolic_zeros"):  # the rule may ask which inputs are perturbed
         return IdentityKey(eqn)
     inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
-    return _value(inner), _derivative(jaxpr, eqn)
+    return _value_key(inner), _derivative_key(jaxpr, eqn)
 
 
-def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
+def _derivative_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     """The value and the derivative of an equation, by operations alone."""
 
-    def derived(operands: list[Any], cotangents: list[Any]) -> Any:
-        made, pullback = _jaxpr.vjp(lambda *x: _jaxpr.bind(jaxpr, eqn, x), operands)
-        return made, pullback(cotangents)
+    def value_and_vjp(operands: list[Any], cotangents: list[Any]) -> Any:
+        results, pullback = _jaxpr.vjp(lambda *x: _jaxpr.bind(jaxpr, eqn, x), operands)
+        return results, pullback(cotangents)
 
     operands = [_jaxpr.spec(atom.aval) for atom in eqn.invars]
-    results = [var.aval for var in eqn.outvars]
-    cotangents = [_jaxpr.spec(x) for x in results if _jaxpr.is_inexact(x)]
+    result_avals = [var.aval for var in eqn.outvars]
+    cotangents = [_jaxpr.spec(x) for x in result_avals if _jaxpr.is_inexact(x)]
     try:
-        made = jax.make_jaxpr(derived)(operands, cotangents)
+        closed = jax.make_jaxpr(value_and_vjp)(operands, cotangents)
     except Exception:  # which is raised again where somebody differentiates it
         return IdentityKey(eqn)
-    return structural_key(_jaxpr.inline_calls(made))
+    return structural_key(_jaxpr.inline_calls(closed))
 
 
-def _value(value: Any) -> Hashable:
-    """A parameter, or a number that stands in a jaxpr."""
+def _value_key(value: Any) -> Hashable:
+    """A parameter of an equation, or a number that stands in a jaxpr."""
     if isinstance(value, core.ClosedJaxpr):
         return structural_key(value)
     if isinstance(value, core.Jaxpr):
         return structural_key(core.ClosedJaxpr(value, [None] * len(value.constvars)))
     if isinstance(value, tuple | list):
-        return type(value), *map(_value, value)
+        return type(value), *map(_value_key, value)
     if isinstance(value, Mapping):
-        return tuple((name, _value(x)) for name, x in sorted(value.items()))
+        return tuple((name, _value_key(x)) for name, x in sorted(value.items()))
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, int | float | complex):

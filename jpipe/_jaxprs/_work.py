@@ -1,11 +1,11 @@
-"""How much of a device's time equations take, estimated without a device."""
+"""The work of equations: an estimate of the time that they take, without a device."""
 
 from jax.extend import core
 
 from . import _flops, _jaxpr, _min_cut
 
 # So many operations take as long as to move a byte.
-_PER_BYTE = 10
+_OPERATIONS_PER_BYTE = 10
 
 
 def of_equation(eqn: core.JaxprEqn) -> int:
@@ -14,13 +14,13 @@ def of_equation(eqn: core.JaxprEqn) -> int:
     Those of a loop, of a branch and of a call are those of what is inside: see
     `_flops`.
     """
-    bodies = [of(closed) for closed in _jaxpr.bodies(eqn)]
-    if not bodies:
-        written = sum(map(_min_cut.nbytes, eqn.outvars))
-        return _flops.of_equation(eqn) + _PER_BYTE * written
+    body_work = [of(closed) for closed in _jaxpr.bodies(eqn)]
+    if not body_work:
+        written_bytes = sum(map(_min_cut.nbytes, eqn.outvars))
+        return _flops.of_equation(eqn) + _OPERATIONS_PER_BYTE * written_bytes
     if eqn.primitive.name == "scan":
-        return eqn.params["length"] * sum(bodies)
-    return max(bodies)
+        return eqn.params["length"] * sum(body_work)
+    return max(body_work)
 
 
 def of(closed: core.ClosedJaxpr) -> int:

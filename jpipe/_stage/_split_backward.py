@@ -1,11 +1,14 @@
 """A backward cut in two: the gradient of the input first, that of the weights later.
 
-The stage before waits for the first and nobody for the second, so a schedule can put
-the second where a rank would idle. Both are slices of one jaxpr. The first computes
-what the gradient of the input needs; the second the rest, from the inputs that it
-reads again and from residuals of the first: all that both need, or the fewest bytes
-from which it follows cheaply. What follows from the weights alone is computed in both,
-and is none of them.
+    backward:  (weights, data) -> (input_grads, weight_grads)
+    first:     (weights, data) -> (input_grads, residuals)
+    second:    (weights, data, residuals) -> weight_grads
+
+The stage before waits for the first half and nobody for the second, so a schedule can
+put the second where a rank would idle. Both are slices of one jaxpr: each has the
+equations that its results need. The residuals are all values that both halves need, or
+the fewest bytes from which they follow cheaply. Values that follow from weights alone
+are computed in both halves and are no residuals.
 
 A call that the slice would have to enter, such as a `jax.lax.scan`, stays whole: in
 the first half if the gradient of the input needs any of its results.
@@ -41,35 +44,49 @@ def split_backward(
     """Cuts a program in two.
 
     Args:
-      closed: its jaxpr.
+      closed: the jaxpr of the program.
       is_weight: one bool per input; True for weights.
-      is_first: one bool per result; True for those of the first half.
-      fewest: whether residuals are the fewest bytes.
+      is_first: one bool per result; True for results of the first half.
+      fewest: True if residuals are the fewest bytes.
 
     Returns:
       The halves.
     """
     opened = _jaxpr.open_checkpoints(closed)
     jaxpr = opened.jaxpr
-    pairs = list(zip(jaxpr.outvars, is_first, strict=True))
-    wanted_first = [var for var, first in pairs if first]
-    wanted_second = [var for var, first in pairs if not first]
+    outvars = list(zip(jaxpr.outvars, is_first, strict=True))
+    first_outvars = [var for var, first in outvars if first]
+    second_outvars = [var for var, first in outvars if not first]
 
-    first = _jaxpr.dce_jaxpr(opened, wanted_first)
-    from_data = _jaxpr.depending_on(opened, [not weight for weight in is_weight])
-    made = [v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data]
-    residuals = _read(_jaxpr.recomputation(opened, wanted_second, made), made)
+    first = _jaxpr.dce_jaxpr(opened, first_outvars)
+    data = _jaxpr.depending_on(opened, [not weight for weight in is_weight])
+    computed = [v for v in _jaxpr.outvars_of(first.jaxpr.eqns) if v in data]
+    second = _jaxpr.recomputation(opened, second_outvars, computed)
+    residuals = _used_last_inputs(second, computed)
     if fewest:
-        whole = _jaxpr.recomputation(opened, wanted_second, residuals)
-        wanted = _read(whole, [*jaxpr.invars, *residuals])
-        stored = [False] * len(is_weight)
-        residuals = _min_cut.find_residuals(first, wanted, is_weight, stored)
-    outvars = [*wanted_first, *residuals]
-    first = core.ClosedJaxpr(first.jaxpr.replace(outvars=outvars), opened.consts)
-    return BackwardHalves(first, _jaxpr.recomputation(opened, wanted_second, residuals))
+        second = _jaxpr.recomputation(opened, second_outvars, residuals)
+        residuals = _min_cut.find_residuals(
+            first,
+            _used_last_inputs(second, [*jaxpr.invars, *residuals]),
+            is_constant=is_weight,
+            is_stored=[False] * len(is_weight),
+        )
+
+    first = core.ClosedJaxpr(
+        first.jaxpr.replace(outvars=[*first_outvars, *residuals]), opened.consts
+    )
+    second = _jaxpr.recomputation(opened, second_outvars, residuals)
+    return BackwardHalves(first, second)
 
 
-def _read(closed: core.ClosedJaxpr, variables: list[core.Var]) -> list[core.Var]:
-    """Those of the last inputs of a jaxpr that it reads, by their names outside."""
-    live = _jaxpr.used_inputs(closed)[-len(variables) :] if variables else []
-    return [var for var, yes in zip(variables, live, strict=True) if yes]
+def _used_last_inputs(
+    closed: core.ClosedJaxpr, variables: list[core.Var]
+) -> list[core.Var]:
+    """The variables among the last inputs of a jaxpr that it reads.
+
+    Args:
+      closed: the jaxpr.
+      variables: its last inputs, as the variables that they are outside.
+    """
+    is_used = _jaxpr.used_inputs(closed)[-len(variables) :] if variables else []
+    return [var for var, used in zip(variables, is_used, strict=True) if used]

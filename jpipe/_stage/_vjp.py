@@ -1,18 +1,21 @@
 """A function cut in two programs: a forward and the backward that completes it.
 
+    forward:   inputs                        -> outputs, aux, residuals
+    backward:  inputs, residuals, cotangents -> gradients
+
 `jax.vjp` inside `jax.jit` returns what its pullback holds as outputs: fresh copies of
 whatever the backward reads, the weights above all, once per micro-batch in flight. Here
 that is read off the jaxpr of the forward:
 
-* what *is* an input (a weight, the stage's input, a target) is passed to the backward
-  again;
-* what follows from the weights alone (a cast to bfloat16, a broadcast scale) is
+* a value that *is* an input (a weight, the stage's input, a target) is passed to the
+  backward again;
+* a value that follows from the weights alone (a cast to bfloat16, a broadcast scale) is
   computed again from them;
-* all the rest is stored, or the fewest bytes from which it follows cheaply: these are
+* all others are stored, or the fewest bytes from which they follow cheaply: these are
   the *residuals*, which the forward returns for the backward.
 
-Forward and backward are different programs, so XLA cannot undo what is computed again
-by finding common subexpressions.
+Forward and backward are different programs, so XLA cannot undo the recomputation by
+finding common subexpressions.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +43,7 @@ class ForwardBackward(NamedTuple):
         reads``.
       residuals: the variables of both that the forward returns for the backward.
       backward: ``(differentiated, fixed, residuals, cotangents) -> gradients`` of the
-        differentiated leaves; of a loss with what it is divided by in place of
-        cotangents.
+        differentiated leaves. That of a loss takes its divisors in place of cotangents.
     """
 
     forward: core.ClosedJaxpr
@@ -64,46 +66,48 @@ def cut_vjp(
     """Cuts a function in a forward and a backward.
 
     Args:
-      function: what to differentiate.
+      function: the function to differentiate.
       differentiated: specs of the leaves that have a gradient.
-      fixed: specs of the others.
-      is_weight: one bool per leaf of both; True if it stays where it is.
-      is_at_hand: likewise; True for a leaf of one micro-batch that both halves have
-        anyway: targets, keys.
+      fixed: specs of the leaves that have none.
+      is_weight: one bool per leaf of both; True for a weight.
+      is_at_hand: one bool per leaf of both; True for a leaf of one micro-batch that
+        both halves have anyway: targets, keys.
       remat: wraps the function, as `jax.checkpoint` does, to decide what the backward
         reads.
-      fewest: whether of that only the fewest bytes are residuals.
-      divisors: of a loss, the only output, specs of what it is divided by, if it is;
-        ``None``: the cotangents of the outputs are given.
+      fewest: True if the residuals are the fewest bytes from which that follows.
+      divisors: specs of the divisor of a loss, the only output; empty if it has none.
+        ``None``: the backward takes the cotangents of the outputs.
 
     Returns:
       The two halves.
     """
-    tree: list[Any] = []
+    pullback_trees: list[Any] = []
 
-    def forward(differentiated: Leaves, fixed: Leaves) -> Any:
+    def run_forward(differentiated: Leaves, fixed: Leaves) -> Any:
         outputs, pullback, aux = jax.vjp(
             lambda leaves: remat(function)(leaves, fixed), differentiated, has_aux=True
         )
-        stored, structure = jax.tree.flatten(pullback)
-        tree.append(structure)
-        return outputs, aux, stored
+        pullback_leaves, pullback_tree = jax.tree.flatten(pullback)
+        pullback_trees.append(pullback_tree)
+        return outputs, aux, pullback_leaves
 
-    closed, (outputs, aux, _) = _jaxpr.trace(forward, differentiated, fixed)
-    structure = tree[-1]
-    count = len(outputs) + len(aux)
-    variables = closed.jaxpr.outvars[count:]
+    closed, (outputs, aux, _) = _jaxpr.trace(run_forward, differentiated, fixed)
+    pullback_tree = pullback_trees[-1]
+    num_outputs = len(outputs) + len(aux)
+    pullback_vars = closed.jaxpr.outvars[num_outputs:]
     if fewest:
-        residuals = _min_cut.find_residuals(closed, variables, is_weight, is_at_hand)
+        residuals = _min_cut.find_residuals(
+            closed, pullback_vars, is_constant=is_weight, is_stored=is_at_hand
+        )
     else:
-        residuals = _all_residuals(closed, variables, is_weight)
-    again = _jaxpr.as_traced(_jaxpr.recomputation(closed, variables, residuals))
+        residuals = _all_residuals(closed, pullback_vars, is_weight)
+    recompute = _jaxpr.as_traced(_jaxpr.recomputation(closed, pullback_vars, residuals))
 
-    def backward(
+    def run_backward(
         differentiated: Leaves, fixed: Leaves, residuals: Leaves, *cotangents: Any
     ) -> Any:
-        stored = again(*differentiated, *fixed, *residuals)
-        pullback = jax.tree.unflatten(structure, stored)
+        pullback_leaves = recompute(*differentiated, *fixed, *residuals)
+        pullback = jax.tree.unflatten(pullback_tree, pullback_leaves)
         if divisors is None:
             return pullback(list(cotangents))
         # The only output is the loss: its cotangent is 1, or 1 / (sum of weights).
@@ -113,30 +117,37 @@ def cut_vjp(
         (divisor,) = cotangents
         return pullback([(1 / divisor).astype(loss.dtype)])
 
-    traced, _ = _jaxpr.trace(
-        backward,
+    backward, _ = _jaxpr.trace(
+        run_backward,
         differentiated,
         fixed,
         _jaxpr.specs(residuals),
         *(outputs if divisors is None else divisors),
     )
-    outvars = [*closed.jaxpr.outvars[:count], *residuals]
-    program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
-    reads = core.ClosedJaxpr(closed.jaxpr.replace(outvars=variables), closed.consts)
-    return ForwardBackward(program, reads, residuals, traced)
+    outvars = [*closed.jaxpr.outvars[:num_outputs], *residuals]
+    return ForwardBackward(
+        forward=_with_outvars(closed, outvars),
+        reads=_with_outvars(closed, pullback_vars),
+        residuals=residuals,
+        backward=backward,
+    )
+
+
+def _with_outvars(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
+    return core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
 
 
 def _all_residuals(
-    closed: core.ClosedJaxpr, variables: Sequence[Any], is_weight: Sequence[bool]
+    closed: core.ClosedJaxpr, pullback_vars: Sequence[Any], is_weight: Sequence[bool]
 ) -> list[core.Var]:
-    """What the backward reads, but for inputs and what follows from weights alone.
+    """The variables that the backward reads and that follow from data by equations.
 
     Args:
       closed: the jaxpr of the forward.
-      variables: those that the backward reads.
+      pullback_vars: the variables that the backward reads.
       is_weight: one bool per input.
     """
     data = _jaxpr.depending_on(closed, [not weight for weight in is_weight])
-    stored = data.difference(closed.jaxpr.invars)
-    read = [var for var in variables if not isinstance(var, core.Literal)]
-    return [var for var in dict.fromkeys(read) if var in stored]
+    computed = data.difference(closed.jaxpr.invars)
+    read = [var for var in pullback_vars if not isinstance(var, core.Literal)]
+    return [var for var in dict.fromkeys(read) if var in computed]

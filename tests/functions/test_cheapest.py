@@ -65,7 +65,12 @@ def test_no_other_choice_has_fewer_bytes(steps, number, held):
     made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
     assume(len(made) <= 11)
     wanted = [var for i, var in enumerate(made) if number >> i % 7 & 1]
-    found = find_residuals(closed, wanted, [True, False, False], [False, False, held])
+    found = find_residuals(
+        closed,
+        wanted,
+        is_constant=[True, False, False],
+        is_stored=[False, False, held],
+    )
     # Which inputs are kept is not said: those that are read.
     rest = _jaxpr.recomputation(closed, wanted, found)
     live = _jaxpr.used_inputs(rest)
@@ -97,7 +102,9 @@ def test_a_long_chain_is_divided_where_it_is_narrow():
     closed = _jaxpr.trace(run, *[SPEC] * (1 + depth))[0]
     inputs = [True] * (1 + depth)
     wanted = closed.jaxpr.outvars
-    residuals = find_residuals(closed, wanted, [False for _ in inputs], inputs)
+    residuals = find_residuals(
+        closed, wanted, is_constant=[False for _ in inputs], is_stored=inputs
+    )
     dear = {eqn.outvars[0] for eqn in closed.jaxpr.eqns if not is_cheap(eqn)}
     links = [var for var in residuals if var not in dear]
     assert 2 <= len(links) <= depth / 5

@@ -107,13 +107,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ('params["reverse"],', "False,"),
     ],
     "_jaxprs/_min_cut": [
-        ("0 if v in at_hand else nbytes(v)", "nbytes(v)"),
-        ("if size(found) > size(", "if size(found) < size("),
+        ("0 if var in at_hand else nbytes(var)", "nbytes(var)"),
+        ("if size(stored_vars) > size(", "if size(stored_vars) < size("),
     ],
     "_jaxprs/_structural_key": [
-        ("_value(one.val) if is_literal", "0 if is_literal"),
-        ("tuple(map(IdentityKey, closed.consts)), tuple(eqns)", "tuple(eqns)"),
-        ("(name, _value(x)) for", "(name,) for"),
+        ("_value_key(atom.val) if is_literal", "0 if is_literal"),
+        ("return const_keys, tuple(eqn_keys)", "return tuple(eqn_keys)"),
+        ("(name, _value_key(x)) for", "(name,) for"),
     ],
     "_layers/_batch_norm": [
         (" + squared * (share_so_far * share / total)", ""),
@@ -211,8 +211,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_stage/_vjp": [
         (
-            "variables, is_weight, is_at_hand)",
-            "variables, is_weight, [not x for x in is_weight])",
+            "is_constant=is_weight, is_stored=is_at_hand",
+            "is_constant=is_weight, is_stored=[not x for x in is_weight]",
         ),
     ],
     "_trace/_accumulation": [
