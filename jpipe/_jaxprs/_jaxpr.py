@@ -503,26 +503,26 @@ def vjp(
     is_differentiated = [is_inexact(x) for x in args]
 
     def run_inexact(differentiated: list[Any]) -> list[Any]:
-        all_args = merge(differentiated, args, is_differentiated)
+        all_args = replace_leaves(args, differentiated, is_differentiated)
         return [result for result in run(*all_args) if is_inexact(result)]
 
     return jax.vjp(run_inexact, list(itertools.compress(args, is_differentiated)))
 
 
-def merge(
-    new: Iterable[Any], old: Sequence[Any], is_replaced: Sequence[bool]
+def replace_leaves(
+    leaves: Sequence[Any], new_leaves: Iterable[Any], is_replaced: Sequence[bool]
 ) -> list[Any]:
-    """Replaces some leaves.
+    """Replaces some leaves, in order.
 
     Args:
-      new: the new leaves, in order.
-      old: the leaves.
-      is_replaced: one bool per leaf of `old`; True if the next of `new` replaces it.
+      leaves: all leaves.
+      new_leaves: the leaves that replace some of them.
+      is_replaced: one bool per leaf; True if it is replaced.
     """
-    remaining = iter(new)
+    remaining = iter(new_leaves)
     return [
         next(remaining) if replaced else leaf
-        for leaf, replaced in zip(old, is_replaced, strict=True)
+        for leaf, replaced in zip(leaves, is_replaced, strict=True)
     ]
 
 

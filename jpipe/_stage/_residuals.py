@@ -1,4 +1,4 @@
-"""The residuals of a stage under the remat modes, and what it computes again."""
+"""The memory and the recomputation of a stage under the remat modes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,54 +10,66 @@ from .._jaxprs._min_cut import total_bytes
 
 
 class Residuals(NamedTuple):
-    """Known of one stage on one micro-batch.
+    """The memory and the recomputation of one stage on one micro-batch.
 
     Attributes:
-      nbytes: what is stored between forward and backward, by the names of remat modes:
-        residuals, and the input where a backward reads it.
+      nbytes: remat mode -> the bytes stored between forward and backward: residuals,
+        and inputs that the backward reads.
       recomputed_flops: the floating-point operations that the backward takes for
-        computing the rest again; ``None`` if it is not known.
+        recomputation; ``None`` under modes other than ``"none"`` and ``"min_cut"``.
     """
 
     nbytes: dict[str, int]
     recomputed_flops: int | None
 
 
-def residuals(
+def measure_residuals(
     reads: core.ClosedJaxpr,
-    stored: list[core.Var],
-    x: Sequence[core.Var],
-    batch: Sequence[core.Var],
+    residuals: list[core.Var],
+    *,
+    activations: Sequence[core.Var],
+    side_inputs: Sequence[core.Var],
     mode: str,
 ) -> Residuals:
-    """What is stored under the mode; and under others, if nothing is computed again.
+    """The residuals under a remat mode, and for `"none"` and `"min_cut"` under others.
 
     Args:
       reads: ``inputs -> all that the backward reads``.
-      stored: those of its variables that the forward hands on.
-      x: those of its inputs that belong to one micro-batch.
-      batch: those that do, and that the backward has anyway.
-      mode: the mode that it was made with.
+      residuals: the variables of it that the forward returns for the backward.
+      activations: the inputs that other stages send, and inputs of the model: a stage
+        keeps them for its backward.
+      side_inputs: the other inputs that a micro-batch brings; the backward has them
+        anyway.
+      mode: the mode that chose the residuals.
     """
     jaxpr = reads.jaxpr
-
-    def with_inputs(some: list[core.Var]) -> int:
-        live = _jaxpr.used_inputs(_jaxpr.recomputation(reads, jaxpr.outvars, some))
-        pairs = zip(jaxpr.invars, live, strict=False)
-        return total_bytes({*some, *(var for var, yes in pairs if yes and var in x)})
-
-    own = with_inputs(stored)
+    stored_bytes = total_bytes(
+        {*residuals, *_read_activations(reads, residuals, activations)}
+    )
     if mode not in ("none", "min_cut"):
-        return Residuals({mode: own}, None)
-    of_microbatch = {*x, *batch}
-    data = _jaxpr.depending_on(reads, [v in of_microbatch for v in jaxpr.invars])
+        return Residuals({mode: stored_bytes}, recomputed_flops=None)
+
+    of_microbatch = {*activations, *side_inputs}
+    data = _jaxpr.depending_on(reads, [var in of_microbatch for var in jaxpr.invars])
     products = _min_cut.products(jaxpr, jaxpr.outvars) & data
-    outvars = _jaxpr.variables(jaxpr.outvars)
-    nbytes = {
-        "full": total_bytes(x),
-        **({mode: own} if mode == "min_cut" else {}),
-        "dots": total_bytes(products.difference(batch)),
-        "none": total_bytes((outvars & data).difference(batch)),
-    }
-    again = _jaxpr.recomputation(reads, jaxpr.outvars, stored)
-    return Residuals(nbytes, _flops.flops(again))
+    backward_reads = _jaxpr.variables(jaxpr.outvars) & data
+    nbytes = {"full": total_bytes(activations)}
+    if mode == "min_cut":
+        nbytes[mode] = stored_bytes
+    nbytes["dots"] = total_bytes(products.difference(side_inputs))
+    nbytes["none"] = total_bytes(backward_reads.difference(side_inputs))
+
+    recomputed = _jaxpr.recomputation(reads, jaxpr.outvars, residuals)
+    return Residuals(nbytes, recomputed_flops=_flops.flops(recomputed))
+
+
+def _read_activations(
+    reads: core.ClosedJaxpr,
+    residuals: list[core.Var],
+    activations: Sequence[core.Var],
+) -> list[core.Var]:
+    """The activations that a backward reads though it has the residuals."""
+    recomputed = _jaxpr.recomputation(reads, reads.jaxpr.outvars, residuals)
+    is_used = _jaxpr.used_inputs(recomputed)
+    inputs = zip(reads.jaxpr.invars, is_used, strict=False)  # before the residuals
+    return [var for var, used in inputs if used and var in activations]

@@ -1,196 +1,296 @@
-"""The stages of a program: slices of its equations, by who reads which variable."""
+"""Slices a traced function into stages, by who reads which variable.
+
+    equations:  e0 e1 | c0 e2 e3 | e4 e5 o0       cuts = [2, 5]
+    stages:     e0 e1 | c0 e2 e3 | c0 e4 e5       c0 is cheap: each reader has a copy
+    prologue:   o0                                from parameters, once per step
+
+The index of an equation tells its stage. A cheap equation is copied into each stage
+that reads it. An equation that runs once per step is in no stage: its results are
+weights, as parameters are. The variables that the equations of a stage read and do not
+compute become its inputs: weights, activations of earlier stages, and batch inputs.
+Equations that no result needs are in no stage.
+"""
 
 from bisect import bisect_right
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import is_inexact
 from .._trace._boundaries import is_mark
-from .._trace._traced_function import TracedFunction
+from .._trace._traced_function import EqnKind, TracedFunction
 from ._stage import Stage
 
 
-def _variables(atoms: Sequence[Any]) -> list[core.Var]:
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def slices(
-    program: TracedFunction,
+def slice_stages(
+    traced: TracedFunction,
     cuts: Sequence[int],
-    trained: set[core.Var],
+    *,
+    differentiated: set[core.Var],
     trained_params: set[core.Var],
 ) -> list[Stage]:
-    """The stages, in order. The last makes the loss.
+    """The stages, in order; the last one computes the loss.
 
     Args:
-      program: what is divided.
-      cuts: where.
-      trained: what has a gradient: see `with_gradient`.
+      traced: the traced function.
+      cuts: the index of the first equation of each stage but the first.
+      differentiated: the variables that have a gradient: see `differentiated_vars`.
       trained_params: the parameters that have one, zero though it may be.
 
     Raises:
       ValueError: if a reference is used in two stages.
     """
-    jaxpr, count = program.closed.jaxpr, len(cuts) + 1
-    eqns = jaxpr.eqns
-    needed = {
-        id(eqn) for eqn in _jaxpr.dce_jaxpr(program.closed, jaxpr.outvars).jaxpr.eqns
-    }
-    stage = [
-        bisect_right(cuts, i) if kind == "stage" and id(eqn) in needed else None
-        for i, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True))
-    ]
-    consts = dict(zip(jaxpr.constvars, program.closed.consts, strict=True))
-    params = set(program.params)
-    outputs = [v for v in _variables(program.outputs) if v not in params]
-    maker = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
-    # The equations of each stage, with those that it computes for itself.
-    of_stage: list[list[int]] = [[] for _ in range(count)]
-    reads: list[dict[core.Var, None]] = [{} for _ in range(count)]
-    for s in range(count):
-        needed = dict.fromkeys(v for v in outputs if maker.get(v, count - 1) == s)
-        for i in reversed(range(len(eqns))):
-            is_copy = program.kinds[i] == "copy"
-            if stage[i] == s or (is_copy and any(v in needed for v in eqns[i].outvars)):
-                of_stage[s].append(i)
-                needed |= dict.fromkeys(_variables(eqns[i].invars))
-        of_stage[s].reverse()
-        made = {var for i in of_stage[s] for var in eqns[i].outvars}
-        reads[s] = {var: None for var in needed if var not in made}
-    _check_references(
-        [{v: None for v in read if v not in consts} for read in reads], maker
+    slicer = _Slicer(
+        traced, cuts, differentiated=differentiated, trained_params=trained_params
     )
-    given = set(program.given)
-    found = []
-    for s in range(count):
-        read_later = {var for t in range(count) if t != s for var in reads[t]}
-        made = [var for i in of_stage[s] for var in eqns[i].outvars]
-        crossing = [v for v in made if maker.get(v) == s and v in read_later]
-        ends = _variables(program.loss) or [v for v in outputs if v in trained]
-        ends = [v for v in dict.fromkeys(ends) if maker.get(v, count - 1) == s]
-        leaves = [*ends, *(v for v in crossing if v in trained and v not in ends)]
-        aux = [v for v in crossing if v not in trained]
-        returned = [v for v in outputs if maker.get(v, count - 1) == s]
-        aux += [v for v in dict.fromkeys(returned) if v not in {*leaves, *aux}]
-        with_grads, no_grads = _split_by([v for v in reads[s] if v in maker], trained)
-        of_batch = [v for v in program.given if v in reads[s]]
-        inputs = [v for v in of_batch if v in program.inputs]
-        batch = of_batch[len(inputs) :]
-        known = {*maker, *given, *consts}
-        trained_weights, fixed_weights = _split_by(
-            [v for v in reads[s] if v not in known],
-            trained_params | trained.difference(program.params),
-        )
-        closed = _closed(
-            program,
-            [
+    return slicer.stages()
+
+
+class _EqnSlice(NamedTuple):
+    """The equations of one stage.
+
+    Attributes:
+      eqns: the equations, copies included, in order.
+      reads: the variables that they read and do not compute; keys of a dict, in order.
+    """
+
+    eqns: list[core.JaxprEqn]
+    reads: dict[core.Var, None]
+
+
+class _Slicer:
+    """The slicing of one traced function: see `slice_stages`."""
+
+    def __init__(
+        self,
+        traced: TracedFunction,
+        cuts: Sequence[int],
+        *,
+        differentiated: set[core.Var],
+        trained_params: set[core.Var],
+    ) -> None:
+        jaxpr = traced.closed.jaxpr
+        self._traced = traced
+        self._differentiated = differentiated
+        self._trained = trained_params | differentiated.difference(traced.params)
+        self._num_stages = len(cuts) + 1
+        self._consts = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
+
+        # The stage of each equation; ``None``: none, or each that reads its results.
+        self._eqn_stages = _assign_equations(traced, cuts)
+        # variable -> the one stage that computes it
+        self._stage_of: dict[core.Var, int] = {}
+        for var, eqn_index in traced.producer.items():
+            stage_index = self._eqn_stages[eqn_index]
+            if stage_index is not None:
+                self._stage_of[var] = stage_index
+
+        params = set(traced.params)
+        results = [var for var in _variables(traced.outputs) if var not in params]
+        self._results = list(dict.fromkeys(results))
+
+    def stages(self) -> list[Stage]:
+        """The stages, in order."""
+        slices = [self._slice_equations(index) for index in range(self._num_stages)]
+        self._check_references(slices)
+        return [self._make_stage(slices, index) for index in range(self._num_stages)]
+
+    def _of_stage(
+        self, variables: Iterable[core.Var], stage_index: int
+    ) -> list[core.Var]:
+        """The results in a stage; the last has those that no one stage computes."""
+        last = self._num_stages - 1
+        return [v for v in variables if self._stage_of.get(v, last) == stage_index]
+
+    def _slice_equations(self, stage_index: int) -> _EqnSlice:
+        jaxpr = self._traced.closed.jaxpr
+        needed = dict.fromkeys(self._of_stage(self._results, stage_index))
+        eqns = list[core.JaxprEqn]()
+        for eqn_index in reversed(range(len(jaxpr.eqns))):
+            eqn = jaxpr.eqns[eqn_index]
+            is_in_stage = self._eqn_stages[eqn_index] == stage_index
+            is_copy = self._traced.kinds[eqn_index] == EqnKind.COPY
+            if is_in_stage or (is_copy and any(v in needed for v in eqn.outvars)):
+                eqns.append(eqn)
+                needed |= dict.fromkeys(_variables(eqn.invars))
+        eqns.reverse()
+        computed = set(_jaxpr.outvars_of(eqns))
+        return _EqnSlice(eqns, {var: None for var in needed if var not in computed})
+
+    def _check_references(self, slices: Sequence[_EqnSlice]) -> None:
+        for stage_index, eqn_slice in enumerate(slices):
+            for var in eqn_slice.reads:
+                if var not in self._consts and _is_reference(var):
+                    raise ValueError(
+                        f"a jax.Ref is used in stages {self._stage_of.get(var)} and "
+                        f"{stage_index}; use it in one, between two places that "
+                        f"jpipe.boundary marks"
+                    )
+
+    def _make_stage(self, slices: Sequence[_EqnSlice], stage_index: int) -> Stage:
+        traced = self._traced
+        eqn_slice = slices[stage_index]
+        reads = eqn_slice.reads
+
+        activations = [var for var in reads if var in self._stage_of]
+        batch_inputs = [var for var in traced.given if var in reads]
+        not_weights = {*self._stage_of, *traced.given, *self._consts}
+        weights = [var for var in reads if var not in not_weights]
+        trained_weights, fixed_weights = _split_by(weights, self._trained)
+        with_grad, without_grad = _split_by(activations, self._differentiated)
+        model_inputs, side_inputs = _split_by(batch_inputs, traced.inputs)
+
+        outputs, aux = self._find_outputs(slices, stage_index)
+        closed = self._make_jaxpr(
+            eqn_slice,
+            invars=[
                 *trained_weights,
-                *with_grads,
+                *with_grad,
                 *fixed_weights,
-                *no_grads,
-                *inputs,
-                *batch,
+                *without_grad,
+                *model_inputs,
+                *side_inputs,
             ],
-            [*leaves, *aux],
-            [eqns[i] for i in of_stage[s]],
-            {var: const for var, const in consts.items() if var in reads[s]},
+            outvars=[*outputs, *aux],
         )
-        found.append(
-            Stage(
-                weights=[*trained_weights, *fixed_weights],
-                num_trained=len(trained_weights),
-                arrives=[*with_grads, *no_grads],
-                num_differentiated=len(with_grads),
-                inputs=inputs,
-                batch=batch,
-                leaves=leaves,
-                aux=aux,
-                closed=closed,
-            )
+        return Stage(
+            weights=[*trained_weights, *fixed_weights],
+            num_trained=len(trained_weights),
+            arrives=[*with_grad, *without_grad],
+            num_differentiated=len(with_grad),
+            inputs=model_inputs,
+            side_inputs=side_inputs,
+            leaves=outputs,
+            aux=aux,
+            closed=closed,
         )
-    return found
+
+    def _find_outputs(
+        self, slices: Sequence[_EqnSlice], stage_index: int
+    ) -> tuple[list[core.Var], list[core.Var]]:
+        """The variables that a stage returns: with a cotangent, and without."""
+        read_elsewhere = set[core.Var]()
+        for index, eqn_slice in enumerate(slices):
+            if index != stage_index:
+                read_elsewhere |= eqn_slice.reads.keys()
+        activations = [
+            var
+            for var in _jaxpr.outvars_of(slices[stage_index].eqns)
+            if self._stage_of.get(var) == stage_index and var in read_elsewhere
+        ]
+
+        # The loss; without a loss, all results that have a gradient.
+        ends = _variables(self._traced.loss)
+        if not ends:
+            ends = [var for var in self._results if var in self._differentiated]
+        with_grad, without_grad = _split_by(activations, self._differentiated)
+        outputs = dict.fromkeys([*self._of_stage(ends, stage_index), *with_grad])
+        results = self._of_stage(self._results, stage_index)
+        other_results = [var for var in results if var not in outputs]
+        return [*outputs], [*dict.fromkeys([*without_grad, *other_results])]
+
+    def _make_jaxpr(
+        self, eqn_slice: _EqnSlice, invars: list[core.Var], outvars: list[core.Var]
+    ) -> core.ClosedJaxpr:
+        """The equations as a jaxpr, without boundary marks."""
+        # marked value -> the same value before the mark
+        unmarked: dict[core.Var, Any] = {}
+
+        def unmark(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else unmarked.get(atom, atom)
+
+        eqns = list[core.JaxprEqn]()
+        for eqn in eqn_slice.eqns:
+            if is_mark(eqn):
+                unmarked[eqn.outvars[0]] = unmark(eqn.invars[0])
+            elif unmarked.keys() & _jaxpr.variables(eqn.invars):
+                eqns.append(eqn.replace(invars=[*map(unmark, eqn.invars)]))
+            else:
+                eqns.append(eqn)
+
+        consts = {v: x for v, x in self._consts.items() if v in eqn_slice.reads}
+        jaxpr = self._traced.closed.jaxpr.replace(
+            constvars=[*consts],
+            invars=invars,
+            outvars=[*map(unmark, outvars)],
+            eqns=eqns,
+            effects=_jaxpr.effects_of(eqns),
+        )
+        return core.ClosedJaxpr(jaxpr, [*consts.values()])
+
+
+def _assign_equations(traced: TracedFunction, cuts: Sequence[int]) -> list[int | None]:
+    """The stage of each equation; ``None`` for copies, and equations of no stage."""
+    jaxpr = traced.closed.jaxpr
+    needed_eqns = _jaxpr.dce_jaxpr(traced.closed, jaxpr.outvars).jaxpr.eqns
+    needed = set(map(id, needed_eqns))
+    stages = list[int | None]()
+    for index, eqn in enumerate(jaxpr.eqns):
+        is_in_stage = traced.kinds[index] == EqnKind.STAGE and id(eqn) in needed
+        stages.append(bisect_right(cuts, index) if is_in_stage else None)
+    return stages
+
+
+def _variables(atoms: Iterable[Any]) -> list[core.Var]:
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
 def _split_by(
-    variables: Sequence[core.Var], chosen: Container[core.Var]
+    variables: Iterable[core.Var], chosen: Container[core.Var]
 ) -> tuple[list[core.Var], list[core.Var]]:
-    """Those of the variables that are chosen, and the others."""
-    others = [var for var in variables if var not in chosen]
-    return [var for var in variables if var in chosen], others
+    """The variables that are chosen, and the variables that are not."""
+    members = list[core.Var]()
+    non_members = list[core.Var]()
+    for var in variables:
+        (members if var in chosen else non_members).append(var)
+    return members, non_members
 
 
-def _closed(
-    program: TracedFunction,
-    invars: list[core.Var],
-    outvars: list[core.Var],
-    eqns: Sequence[core.JaxprEqn],
-    consts: dict[core.Var, Any],
-) -> core.ClosedJaxpr:
-    """Some equations as a jaxpr, in which what is marked is what it was."""
-    was: dict[core.Var, Any] = {}
-
-    def before(atom: Any) -> Any:
-        return atom if isinstance(atom, core.Literal) else was.get(atom, atom)
-
-    unmarked = []
-    for eqn in eqns:
-        if is_mark(eqn):
-            was[eqn.outvars[0]] = before(eqn.invars[0])
-        elif was.keys() & _jaxpr.variables(eqn.invars):
-            unmarked.append(eqn.replace(invars=[*map(before, eqn.invars)]))
-        else:
-            unmarked.append(eqn)
-    jaxpr = program.closed.jaxpr.replace(
-        constvars=[*consts],
-        invars=invars,
-        outvars=[*map(before, outvars)],
-        eqns=unmarked,
-        effects={effect for eqn in unmarked for effect in eqn.effects},
-    )
-    return core.ClosedJaxpr(jaxpr, [*consts.values()])
+def _is_reference(var: Any) -> bool:
+    return not hasattr(var.aval, "dtype") or "Ref" in type(var.aval).__name__
 
 
-def _check_references(reads: Sequence[Any], maker: Any) -> None:
-    for s, variables in enumerate(reads):
-        for var in variables:
-            if not hasattr(var.aval, "dtype") or "Ref" in type(var.aval).__name__:
-                raise ValueError(
-                    f"a jax.Ref is used in stages {maker.get(var)} and {s}; use it "
-                    f"in one, between two places that jpipe.boundary marks"
-                )
+def differentiated_vars(
+    traced: TracedFunction, trained: Sequence[bool]
+) -> set[core.Var]:
+    """The variables that follow from trained parameters and reach the loss.
 
+    Without a loss, the variables that reach a result.
 
-def with_gradient(program: TracedFunction, trained: Sequence[bool]) -> set[core.Var]:
-    """What has a tangent, as it follows from what is trained, and reaches the loss.
+    Args:
+      traced: the traced function.
+      trained: one bool per parameter; True if it is trained.
 
-    Without a loss what reaches a result.
+    Raises:
+      TypeError: if the weight of a weighted loss has a gradient.
     """
-    jaxpr = program.closed.jaxpr
-    pairs = zip(program.params, trained, strict=True)
+    jaxpr = traced.closed.jaxpr
+    params = zip(traced.params, trained, strict=True)
     tangent = _jaxpr.descendants(
         jaxpr,
-        [param for param, is_trained in pairs if is_trained],
+        [param for param, is_trained in params if is_trained],
         lambda eqn, v: eqn.primitive.name != "stop_gradient" and is_inexact(v.aval),
     )
-    if not tangent.isdisjoint(_jaxpr.variables(program.weight)):
+    if not tangent.isdisjoint(_jaxpr.variables(traced.weight)):
         raise TypeError(
             "reduction='weighted': the weight follows from parameters, so that it has "
             "a gradient, which a pipeline would leave out: the gradient of a quotient "
             "needs both sums. Compute the weight of targets alone; to take it for a "
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
-    ends = [*program.loss, *program.rest] if program.has_loss else program.aux_vars
+    ends = [*traced.loss, *traced.rest] if traced.has_loss else traced.aux_vars
     return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
-def once(program: TracedFunction, parts: Sequence[Stage]) -> core.ClosedJaxpr:
-    """``params -> values``: what is once in a step, for stages and the loss."""
-    params = set(program.params)
-    wanted = dict.fromkeys(v for part in parts for v in part.weights if v not in params)
-    pruned = _jaxpr.dce_jaxpr(program.closed, [*wanted, *program.rest])
-    eqns = [eqn for eqn in pruned.jaxpr.eqns if not eqn.effects]
-    jaxpr = pruned.jaxpr.replace(invars=program.params, eqns=eqns, effects=set())
-    return core.ClosedJaxpr(jaxpr, program.closed.consts)
+def prologue_jaxpr(traced: TracedFunction, stages: Sequence[Stage]) -> core.ClosedJaxpr:
+    """``params -> values`` that are computed once per step, for stages and the loss."""
+    params = set(traced.params)
+    values = dict[core.Var, None]()
+    for stage in stages:
+        values |= dict.fromkeys(var for var in stage.weights if var not in params)
+    needed = _jaxpr.dce_jaxpr(traced.closed, [*values, *traced.rest])
+    eqns = [eqn for eqn in needed.jaxpr.eqns if not eqn.effects]
+    jaxpr = needed.jaxpr.replace(invars=traced.params, eqns=eqns, effects=set())
+    return core.ClosedJaxpr(jaxpr, traced.closed.consts)

@@ -1,6 +1,6 @@
 """Warns of parameters that stack those of several layers and are read by slices.
 
-A stage that reads a slice of a parameter is given all of it, and makes a gradient as
+A stage that reads a slice of a parameter gets all of it, and computes a gradient as
 large as all of it.
 """
 

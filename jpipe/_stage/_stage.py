@@ -1,4 +1,4 @@
-"""A stage: a slice of the jaxpr, its forward and backwards, made when first needed."""
+"""A stage: a slice of the jaxpr, with its forward and backwards, built when needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ _BACKWARDS = {BACKWARD: "backward", INPUT: "input_grad", WEIGHT: "weight_grad"}
 
 @dataclass(frozen=True, eq=False)
 class ResultSums:
-    """The sums to which a stage adds what its forward returns: losses, statistics.
+    """The sums to which a stage adds results of its forward: losses, statistics.
 
     Attributes:
       add: ``(sums, results, ...) -> sums``.
-      sources: one per input of it: the argument or the result of the forward that it
-        is; ``None`` for what it reads besides.
+      sources: one per input of ``add``: the argument or the result of the forward that
+        it is; ``None`` for an input that comes from elsewhere.
     """
 
     add: core.ClosedJaxpr
@@ -40,10 +40,10 @@ class ResultSums:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage on micro-batches of one size, and what differentiation makes of it.
+    """One stage on micro-batches of one size, and its derivatives.
 
     Its inputs, in order: weights and activations that have a gradient, weights and
-    activations that have none, then what a micro-batch brings.
+    activations that have none, then batch inputs.
 
         forward:      inputs                              -> outputs, aux, residuals
         backward:     inputs, residuals, cotangents       -> weight and input grads
@@ -51,20 +51,21 @@ class Stage:
         weight_grad:  inputs, residuals, cotangents, more -> weight grads
 
     Attributes:
-      weights: what it reads that is the same for all micro-batches: parameters, and
-        what follows from them once in a step. Those with a gradient come first.
-      num_trained: how many these are.
-      arrives: what it reads that other stages make, those with a gradient first.
-      num_differentiated: how many these are.
-      inputs: what it reads of the input of the model.
-      batch: what it reads of what else a micro-batch is given.
-      leaves: what it makes that has a cotangent: what others read, or the loss; without
-        a loss the results.
-      aux: what else it makes that is read, without cotangents.
+      weights: the inputs that are the same for all micro-batches: parameters, and
+        values of the prologue. Weights with a gradient come first.
+      num_trained: the number of weights with a gradient.
+      arrives: the activations of other stages, those with a gradient first.
+      num_differentiated: the number of activations with a gradient.
+      inputs: the leaves of the input of the model that it reads.
+      side_inputs: the other leaves of a micro-batch that it reads: targets, keys.
+      leaves: the outputs that have a cotangent: activations that other stages read, or
+        the loss; without a loss, results.
+      aux: the outputs that have no cotangent and that other stages, or the user, read.
       closed: its jaxpr: ``inputs -> (*leaves, *aux)``.
-      mode: what is stored between forward and backward: see `_remat`.
-      divisors: where it makes the loss, specs of what that is divided by, if it is;
-        else ``None``.
+      mode: the remat mode, which tells what is stored between forward and backward: see
+        `_remat`.
+      divisors: specs of the divisor of the loss, empty if it has none; ``None`` for a
+        stage without a loss.
     """
 
     weights: list[core.Var]
@@ -72,23 +73,23 @@ class Stage:
     arrives: list[core.Var]
     num_differentiated: int
     inputs: list[core.Var]
-    batch: list[core.Var]
+    side_inputs: list[core.Var]
     leaves: list[core.Var]
     aux: list[core.Var]
     closed: core.ClosedJaxpr
     mode: Any = "none"
     divisors: Sequence[Any] | None = None
-    # what is run: an operation, the sums of a forward, or both -> its function
+    # the sums of a forward, the op of a backward, or both -> what these actions run
     _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
 
     @property
     def given(self) -> list[core.Var]:
-        """What it reads of what a micro-batch is given."""
-        return [*self.inputs, *self.batch]
+        """The leaves of a micro-batch that it reads."""
+        return [*self.inputs, *self.side_inputs]
 
     @property
     def has_backward(self) -> bool:
-        """Whether anything of the stage, or of one before it, is trained."""
+        """True if a weight of the stage, or of one before it, is trained."""
         return self.num_trained + self.num_differentiated > 0
 
     @cached_property
@@ -97,23 +98,25 @@ class Stage:
         return [var in weights for var in self.closed.jaxpr.invars]
 
     @cached_property
-    def _cut(self) -> _vjp.ForwardBackward:
+    def _programs(self) -> _vjp.ForwardBackward:
         fewest = _remat.keeps_fewest(self.mode)
         closed = _loops.keep_fewest(self.closed) if fewest else self.closed
-        run, num_outputs = _jaxpr.as_traced(closed), len(self.leaves)
+        run = _jaxpr.as_traced(closed)
+        num_outputs = len(self.leaves)
 
         def function(differentiated: Any, fixed: Any) -> tuple[list[Any], list[Any]]:
             results = run(*differentiated, *fixed)
             return results[:num_outputs], results[num_outputs:]
 
-        invars, batch = self.closed.jaxpr.invars, {*self.batch}
-        count = self.num_trained + self.num_differentiated
+        invars = self.closed.jaxpr.invars
+        side_inputs = {*self.side_inputs}
+        num_with_grad = self.num_trained + self.num_differentiated
         return _vjp.cut_vjp(
             function,
-            specs(invars[:count]),
-            specs(invars[count:]),
+            specs(invars[:num_with_grad]),
+            specs(invars[num_with_grad:]),
             is_weight=self._is_weight,
-            is_at_hand=[var in batch for var in invars],
+            is_at_hand=[var in side_inputs for var in invars],
             remat=_remat.make_wrapper(self.mode),
             fewest=fewest,
             divisors=self.divisors,
@@ -122,25 +125,25 @@ class Stage:
     @cached_property
     def forward(self) -> Computation:
         """``inputs -> (outputs, aux, residuals)``."""
-        return Computation.of("forward", self._cut.forward)
+        return Computation.of("forward", self._programs.forward)
 
     @cached_property
     def backward(self) -> Computation:
         """``(inputs, residuals, cotangents) -> (weight_grads, input_grads)``.
 
-        Of a loss with its divisors in place of cotangents: see `_vjp.cut_vjp`.
+        That of the loss takes its divisors in place of cotangents: see `_vjp.cut_vjp`.
         """
-        return Computation.of("backward", self._cut.backward)
+        return Computation.of("backward", self._programs.backward)
 
     @cached_property
     def _halves(self) -> _split_backward.BackwardHalves:
-        backward = self._cut.backward
-        num_others = len(backward.jaxpr.invars) - len(self._is_weight)
-        num_results = len(backward.jaxpr.outvars)
+        backward = self._programs.backward
+        num_other_inputs = len(backward.jaxpr.invars) - len(self._is_weight)
+        num_grads = len(backward.jaxpr.outvars)
         return _split_backward.split_backward(
             backward,
-            is_weight=[*self._is_weight, *[False] * num_others],
-            is_first=[i >= self.num_trained for i in range(num_results)],
+            is_weight=[*self._is_weight, *[False] * num_other_inputs],
+            is_first=[i >= self.num_trained for i in range(num_grads)],
             fewest=_remat.halves_keep_fewest(self.mode),
         )
 
@@ -151,26 +154,25 @@ class Stage:
 
     @cached_property
     def weight_grad(self) -> Computation:
-        """``(*what input_grad reads, *residuals of it) -> weight_grads``."""
+        """``(*inputs of input_grad, *its residuals) -> weight_grads``."""
         return Computation.of("weight_grad", self._halves.second)
 
     @property
     def num_residuals(self) -> int:
         """The number of residuals of its forward."""
-        return len(self._cut.residuals)
+        return len(self._programs.residuals)
 
-    # ---------------------------------------- what an action runs: one jaxpr, with sums
+    # ----------------------------------- the computations of actions, which add to sums
 
     def forward_adding(self, results: ResultSums | None) -> Computation:
-        """A forward that adds its results to sums, if there are.
+        """A forward that adds its results to sums, if there are any.
 
-        ``(inputs, *other operands of the sums) -> (outputs, aux, residuals,
-        sums)``
+        ``(inputs, *other operands of the sums) -> (outputs, aux, residuals, sums)``
         """
         if results is None:
             return self.forward
         if results not in self._actions:
-            closed = self._forward_adding(results)
+            closed = self._forward_adding_jaxpr(results)
             self._actions[results] = Computation.of("forward_add_results", closed)
         return self._actions[results]
 
@@ -179,10 +181,10 @@ class Stage:
 
         B: ``(inputs, residuals, cotangents, sums) -> (input_grads, sums)``
         I: ``(inputs, residuals, cotangents) -> (input_grads, residuals of I)``
-        W: ``(*what I reads, *residuals of I, sums) -> sums``
+        W: ``(*inputs of I, *residuals of I, sums) -> sums``
         """
         if op not in self._actions:
-            closed = self._backward_adding(op)
+            closed = self._backward_adding_jaxpr(op)
             self._actions[op] = Computation.of(self._backward_name(op), closed)
         return self._actions[op]
 
@@ -193,7 +195,7 @@ class Stage:
         (*results of forward_adding, *results of backward_adding)``
         """
         if (op, results) not in self._actions:
-            closed = self._forward_backward(op, results)
+            closed = self._forward_backward_jaxpr(op, results)
             forward = "forward_add_results" if results else "forward"
             name = f"{forward}_{self._backward_name(op)}"
             self._actions[op, results] = Computation.of(name, closed)
@@ -201,33 +203,41 @@ class Stage:
 
     def _backward_name(self, op: str) -> str:
         name = _BACKWARDS[op]
-        return f"{name}_add_grads" if self._adds(op) else name
+        return f"{name}_add_grads" if self._has_weight_grads(op) else name
 
-    def _adds(self, op: str) -> bool:
-        """Whether a backward makes gradients of weights."""
+    def _has_weight_grads(self, op: str) -> bool:
+        """True if a backward, or a half of it, returns gradients of weights."""
         return op != INPUT and self.num_trained > 0
 
-    def _forward_adding(self, results: ResultSums | None) -> core.ClosedJaxpr:
-        forward = self._cut.forward
+    def _forward_adding_jaxpr(self, results: ResultSums | None) -> core.ClosedJaxpr:
+        forward = self._programs.forward
         return compose(forward, results.add, results.sources) if results else forward
 
-    def _backward_adding(self, op: str) -> core.ClosedJaxpr:
+    def _backward_adding_jaxpr(self, op: str) -> core.ClosedJaxpr:
         if op == INPUT:
             return self._halves.first
-        closed = self._cut.backward if op == BACKWARD else self._halves.second
-        if not self._adds(op):
-            return closed
+        backward = self._programs.backward if op == BACKWARD else self._halves.second
+        if not self._has_weight_grads(op):
+            return backward
         grads: list[Source] = [ResultSource(i) for i in range(self.num_trained)]
-        added = compose(closed, self._add_grads, [*[None] * self.num_trained, *grads])
-        outvars = added.jaxpr.outvars[self.num_trained :]
-        return core.ClosedJaxpr(added.jaxpr.replace(outvars=outvars), added.consts)
+        composed = compose(
+            backward, self._add_grads, [*[None] * self.num_trained, *grads]
+        )
+        # The gradients themselves are no results, only their sums.
+        outvars = composed.jaxpr.outvars[self.num_trained :]
+        return core.ClosedJaxpr(
+            composed.jaxpr.replace(outvars=outvars), composed.consts
+        )
 
-    def _forward_backward(
+    def _forward_backward_jaxpr(
         self, op: str, results: ResultSums | None
     ) -> core.ClosedJaxpr:
-        forward, backward = self._forward_adding(results), self._backward_adding(op)
+        forward = self._forward_adding_jaxpr(results)
+        backward = self._backward_adding_jaxpr(op)
         num_args = len(self.closed.jaxpr.invars)
         num_outputs = len(self.closed.jaxpr.outvars)
+
+        # The backward reads inputs and residuals of the forward, then what is its own.
         sources: list[Source | None] = [ArgumentSource(i) for i in range(num_args)]
         sources += [ResultSource(num_outputs + i) for i in range(self.num_residuals)]
         sources += [None] * (len(backward.jaxpr.invars) - len(sources))
@@ -237,25 +247,30 @@ class Stage:
     def _add_grads(self) -> core.ClosedJaxpr:
         """``(sums, gradients) -> sums``."""
         sums = [sum_spec(var.aval) for var in self.weights[: self.num_trained]]
-        grads = self._cut.backward.out_avals[: self.num_trained]
+        grads = self._programs.backward.out_avals[: self.num_trained]
         closed, _ = _jaxpr.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
         return closed
 
     @property
     def cotangents(self) -> list[Any]:
-        """Specs of what a backward is given: cotangents, or what divides the loss."""
+        """Specs of the last inputs of a backward: cotangents, or the loss divisor."""
         return specs(self.leaves) if self.divisors is None else list(self.divisors)
 
     @cached_property
     def stored(self) -> _residuals.Residuals:
-        """The residuals of a micro-batch, and what is computed again."""
-        # The variables of the forward at the same positions.
-        invars = self._cut.reads.jaxpr.invars
-        inner = dict(zip(self.closed.jaxpr.invars, invars, strict=True))
-        return _residuals.residuals(
-            self._cut.reads,
-            self._cut.residuals,
-            x=[inner[var] for var in [*self.arrives, *self.inputs]],
-            batch=[inner[var] for var in self.batch],
+        """The memory and the recomputation of a micro-batch."""
+        # input of the stage -> the same input of the traced forward
+        traced_input = dict(
+            zip(
+                self.closed.jaxpr.invars,
+                self._programs.reads.jaxpr.invars,
+                strict=True,
+            )
+        )
+        return _residuals.measure_residuals(
+            self._programs.reads,
+            self._programs.residuals,
+            activations=[traced_input[var] for var in [*self.arrives, *self.inputs]],
+            side_inputs=[traced_input[var] for var in self.side_inputs],
             mode=_remat.mode_name(self.mode),
         )

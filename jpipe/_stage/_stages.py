@@ -1,5 +1,11 @@
-"""All stages of a program on micro-batches of all sizes, and what they share."""
+"""All stages of a function on micro-batches of all sizes, and what they share.
 
+Micro-batches of a mini-batch have two sizes at most; the function is traced and sliced
+for each. The *weights* of stages have the same indices in all traces: the parameters
+come first, and after them the values of the prologue.
+"""
+
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,36 +20,40 @@ from .._partition import _remat
 from .._trace._state_updates import StateUpdate
 from .._trace._traced_function import OTHER_READS, TracedFunction
 from ._residuals import Residuals
-from ._slicing import once, slices, with_gradient
+from ._slicing import differentiated_vars, prologue_jaxpr, slice_stages
 from ._stage import Stage
 
-# A parameter by its number, or what follows from parameters once in a step, after them.
-Weight = int
+# The index of a parameter; or of a value of the prologue, counted after these.
+WeightIndex = int
 
 
 class Stages:
-    """The slices of a program.
+    """The stages of a traced function.
 
     Args:
-      programs: by the sizes of micro-batches, the first first.
-      cuts: where each is divided.
-      sizes: of the micro-batches.
-      remat: what each stage stores.
-      trained: whether each parameter has a gradient.
-      owner_stages: of the first parameters, where these are known.
-      state: what the program writes.
+      programs: size of a micro-batch -> the function traced on it; that of the first
+        micro-batch comes first.
+      cuts: size of a micro-batch -> the index of the first equation of each stage but
+        the first.
+      sizes: the size of each micro-batch.
+      remat: the remat setting of each stage.
+      trained: one bool per parameter; True if it has a gradient. Arrays that the
+        function closes over come after these and have none.
+      owner_stages: the owner stages of the first parameters, if these are decided.
+      state: the leaves that the function writes.
 
     Attributes:
-      first: the program of the first micro-batch.
+      first: the function traced on the first micro-batch.
       trained: one bool per weight, parameters first; True if it has a gradient.
-      states: what each stage writes.
-      once: ``params -> values`` that stages read and that are computed once in a step.
-      owner_stages: of each weight the first stage that reads it.
-      divides: whether backwards of a weighted loss divide by the sum of all weights.
+      states: the leaves that each stage writes.
+      once: the jaxpr of the prologue, ``params -> values``.
+      owner_stages: the first stage that reads each weight.
+      divides: True if backwards of a weighted loss divide by the sum of all weights.
     """
 
     def __init__(
         self,
+        *,
         programs: Mapping[int, TracedFunction],
         cuts: Mapping[int, Sequence[int]],
         sizes: Sequence[int],
@@ -52,160 +62,129 @@ class Stages:
         owner_stages: Sequence[int] = (),
         state: StateUpdate | None = None,
     ) -> None:
-        self._programs, self._sizes, self._remat = programs, sizes, remat
+        self._traced = programs
+        self._sizes = sizes
+        self._remat = remat
         self.first = next(iter(programs.values()))
-        fixed = self.first.num_params - len(trained)
-        self.trained = [*trained, *[False] * fixed]
-        self._gradient = {
-            n: with_gradient(one, self.trained) for n, one in programs.items()
+        num_constants = self.first.num_params - len(trained)
+        self.trained = [*trained, *[False] * num_constants]
+
+        # size of a micro-batch -> differentiated variables, stages and prologue
+        self._differentiated: dict[int, set[core.Var]] = {}
+        self._stages: dict[int, list[Stage]] = {}
+        prologues: dict[int, core.ClosedJaxpr] = {}
+        for size, traced in programs.items():
+            differentiated = differentiated_vars(traced, self.trained)
+            self._differentiated[size] = differentiated
+            self._stages[size] = slice_stages(
+                traced,
+                cuts[size],
+                differentiated=differentiated,
+                trained_params=self._trained_params(traced),
+            )
+            prologues[size] = prologue_jaxpr(traced, self._stages[size])
+        self.once = prologues[sizes[0]]
+        # size of a micro-batch -> the weights that each stage reads
+        self._weights: dict[int, list[list[WeightIndex]]] = {
+            size: self._weights_of_stages(size, prologue)
+            for size, prologue in prologues.items()
         }
-        self._slices = {
-            n: slices(one, cuts[n], self._gradient[n], self._trained_params(one))
-            for n, one in programs.items()
-        }
-        all_of_them = {n: once(one, self._slices[n]) for n, one in programs.items()}
-        self.once = all_of_them[sizes[0]]
-        self._number: dict[int, dict[core.Var, Weight]] = {}
-        # By size and stage, what each reads that is the same for all micro-batches.
-        self._weights: dict[int, list[list[Weight]]] = {}
-        for size, program in programs.items():
-            made = all_of_them[size]
-            known = enumerate([*program.params, *made.jaxpr.outvars])
-            self._number[size] = {
-                var: i for i, var in known if not isinstance(var, core.Literal)
-            }
-            number = self._number[size]
-            self._weights[size] = [
-                [number[var] for var in part.weights] for part in self._slices[size]
-            ]
-            same = _reads(made) == _reads(self.once)
-            if not same or self._all_reads(size) != self._all_reads(sizes[0]):
-                raise ValueError(OTHER_READS)
-        of_loss = self._gradient[sizes[0]]
-        self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
-        self.owner_stages = [*owner_stages, *self._owners()[len(owner_stages) :]]
-        self.states = self._states(state or StateUpdate())
-        self._forms: dict[tuple[int, int], Hashable] = {}
-        # By stage, size and mode; and by what equal ones have in common.
-        self._functions: dict[Any, Stage] = {}
-        self._distinct: dict[Any, Stage] = {}
-        self._forwards: dict[Any, Computation] = {}
-        # By the sizes of micro-batches, what gives the weight of a weighted loss.
-        self._weight = {
-            n: self._weight_of(n) for n in programs if self.first.is_weighted
-        }
-        # Whether backwards divide by the sum of all weights, which is known before.
-        self.divides = bool(self._weight) and None not in self._weight.values()
+        self._check_equal_reads(prologues)
+
+        self.trained += [
+            not isinstance(value, core.Literal)
+            and value in self._differentiated[sizes[0]]
+            for value in self.once.jaxpr.outvars
+        ]
+        first_readers = self._first_readers()
+        self.owner_stages = [*owner_stages, *first_readers[len(owner_stages) :]]
+        self.states = self._state_of_stages(state or StateUpdate())
+        # (stage, size of the micro-batch) -> equal for stages that compile to the same
+        self._jaxpr_keys: dict[tuple[int, int], Hashable] = {}
+        # (stage, size, remat mode), and what equal stages have in common -> the stage
+        self._in_mode: dict[tuple[int, int, Any], Stage] = {}
+        self._distinct: dict[Hashable, Stage] = {}
+        # key of the jaxpr of a stage -> its forward, without residuals
+        self._forwards: dict[Hashable, Computation] = {}
+        # size of a micro-batch -> what computes its loss weight from batch inputs
+        self._loss_weights: dict[int, Computation | None] = {}
+        if self.first.is_weighted:
+            self._loss_weights = {n: self._loss_weight_of(n) for n in programs}
+        self.divides = (
+            self.first.is_weighted and None not in self._loss_weights.values()
+        )
 
     @property
     def num_stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self._remat)
 
+    @property
+    def _last(self) -> int:
+        return self.num_stages - 1
+
     def part(self, stage: int, microbatch: int = 0) -> Stage:
-        """What a stage computes on a micro-batch."""
-        return self._slices[self._sizes[microbatch]][stage]
+        """The slice that a stage computes on a micro-batch, in no remat mode yet."""
+        return self._stages[self._sizes[microbatch]][stage]
 
     def program(self, microbatch: int) -> TracedFunction:
-        """The program of a micro-batch."""
-        return self._programs[self._sizes[microbatch]]
+        """The function, traced on a micro-batch."""
+        return self._traced[self._sizes[microbatch]]
 
-    def weights(self, stage: int, microbatch: int = 0) -> list[Weight]:
-        """What a stage reads that is the same for all micro-batches."""
+    def weights(self, stage: int, microbatch: int = 0) -> list[WeightIndex]:
+        """The weights that a stage reads, in the order of `Stage.weights`."""
         return self._weights[self._sizes[microbatch]][stage]
 
-    def weights_on(self, stage: int) -> list[Weight]:
-        """What it reads, and what stays there though nobody reads it."""
+    def weights_on(self, stage: int) -> list[WeightIndex]:
+        """The weights that a stage reads, and those that it owns though nobody does."""
         owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage]
         return [*dict.fromkeys([*self.weights(stage), *owned])]
 
     def params_of(self, stage: int) -> set[int]:
-        """The parameters that it reads, itself or by what is made once in a step."""
-        found, count = set[int](), self.first.num_params
+        """The parameters that a stage reads, itself or by values of the prologue."""
+        num_params = self.first.num_params
+        params = set[int]()
         for weight in self.weights(stage):
-            if weight < count:
-                found.add(weight)
-                continue
-            made = [self.once.jaxpr.outvars[weight - count]]
-            live = _jaxpr.used_inputs(_jaxpr.dce_jaxpr(self.once, made))
-            found |= {param for param, is_read in enumerate(live) if is_read}
-        return found
+            if weight < num_params:
+                params.add(weight)
+            else:
+                params.update(_read_params(self.once, weight - num_params))
+        return params
 
-    def _trained_params(self, program: TracedFunction) -> set[core.Var]:
-        pairs = zip(program.params, self.trained, strict=True)
-        return {param for param, is_trained in pairs if is_trained}
+    def spec_of(self, weight: WeightIndex) -> Any:
+        """The spec of a weight."""
+        weight_vars = [*self.first.params, *self.once.jaxpr.outvars]
+        return _jaxpr.spec(weight_vars[weight].aval)
 
-    def spec_of(self, weight: Weight) -> Any:
-        """What such a value is like."""
-        made = [*self.first.params, *self.once.jaxpr.outvars]
-        return _jaxpr.spec(made[weight].aval)
-
-    def trained_by(self, stage: int) -> list[Weight]:
-        """What it reads that has a gradient."""
+    def trained_by(self, stage: int) -> list[WeightIndex]:
+        """The weights that a stage reads and that have a gradient."""
         return [i for i in self.weights(stage) if self.trained[i]]
 
-    def _all_reads(self, size: int) -> list[Any]:
-        """Of each stage which weights it reads, and which leaves of a micro-batch."""
-        given, parts = self._programs[size].given, self._slices[size]
-        leaves = [[given.index(v) for v in part.given] for part in parts]
-        return [*zip(self._weights[size], leaves, strict=True)]
-
-    def _states(self, state: StateUpdate) -> list[StateUpdate]:
-        """What each stage writes; what none makes belongs to the last."""
-        parts, last = self._slices[self._sizes[0]], self.num_stages - 1
-        made = {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.aux]}
-        written = [self.first.aux_vars[i] for i in state.leaves]
-        writers = [
-            last if isinstance(v, core.Literal) else made.get(v, last) for v in written
-        ]
-        return state.of_stages(writers, self.num_stages)
-
     def kind(self, stage: int, microbatch: int = 0) -> Hashable:
-        """What is equal for stages whose operations are the same."""
+        """A key that is equal for stages whose forwards and backwards are the same."""
         part = self.part(stage, microbatch)
-        form = self._form(stage, self._sizes[microbatch])
-        is_last = stage == self.num_stages - 1
-        return form, is_last, part.num_trained, part.num_differentiated
-
-    def _form(self, stage: int, size: int) -> Hashable:
-        """What is equal for stages that are one program."""
-        if (stage, size) not in self._forms:
-            part = self._slices[size][stage]
-            groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
-            self._forms[stage, size] = (
-                *map(len, groups),
-                *_structural_key.structural_key(part.closed),
-            )
-        return self._forms[stage, size]
+        jaxpr_key = self._jaxpr_key(stage, self._sizes[microbatch])
+        is_last = stage == self._last
+        return jaxpr_key, is_last, part.num_trained, part.num_differentiated
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
-        """Whether what crosses has a cotangent."""
-        return var in self._gradient[self._sizes[microbatch]]
+        """True if an activation has a cotangent."""
+        return var in self._differentiated[self._sizes[microbatch]]
 
     def mode(self, stage: int, microbatch: int) -> Any:
-        """What a stage stores of a micro-batch."""
+        """The remat mode of a stage on a micro-batch."""
         return _remat.mode(self._remat[stage], microbatch, len(self._sizes))
 
     def functions(self, stage: int, microbatch: int, mode: Any) -> Stage:
         """The stage in a remat mode; of equal stages the first."""
         key = stage, self._sizes[microbatch], mode
-        if key not in self._functions:
-            self._functions[key] = self._made(stage, microbatch, mode)
-        return self._functions[key]
-
-    def _made(self, stage: int, microbatch: int, mode: Any) -> Stage:
-        key = self.kind(stage, microbatch), mode
-        if key not in self._distinct:
-            divisors = None
-            if self.first.has_loss and stage == self.num_stages - 1:
-                divisors = specs(self.first.weight if self.divides else [])
-            part = self.part(stage, microbatch)
-            self._distinct[key] = replace(part, mode=mode, divisors=divisors)
-        return self._distinct[key]
+        if key not in self._in_mode:
+            self._in_mode[key] = self._distinct_stage(stage, microbatch, mode)
+        return self._in_mode[key]
 
     def forward(self, stage: int, microbatch: int) -> Computation:
-        """The program of a stage of which no residuals are stored."""
-        key = self._form(stage, self._sizes[microbatch])
+        """The forward of a stage alone, without residuals."""
+        key = self._jaxpr_key(stage, self._sizes[microbatch])
         if key not in self._forwards:
             closed = self.part(stage, microbatch).closed
             self._forwards[key] = Computation.of("forward", closed)
@@ -216,78 +195,164 @@ class Stages:
         return self.functions(stage, 0, self.mode(stage, 0)).stored
 
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
-        """Whether a backward has anything to compute."""
+        """True if a backward has anything to compute.
+
+        Args:
+          stage: the index of the stage.
+          microbatch: the index of the micro-batch.
+          weights_only: True for the half that computes gradients of weights.
+        """
         part = self.part(stage, microbatch)
         return part.num_trained > 0 if weights_only else part.has_backward
 
     def weight(self, microbatch: int) -> Computation | None:
-        """``what the last stage is given -> weight`` of a weighted loss.
+        """``batch_inputs of the last stage -> loss weight`` of a weighted loss.
 
-        ``None`` where it follows from more than that.
+        ``None`` if the weight follows from more than these.
         """
-        return self._weight[self._sizes[microbatch]]
+        return self._loss_weights[self._sizes[microbatch]]
 
-    def _weight_of(self, size: int) -> Computation | None:
-        program, given = self._programs[size], self._slices[size][-1].given
-        closed = _jaxpr.dce_jaxpr(program.closed, program.weight)
-        live = zip(closed.jaxpr.invars, _jaxpr.used_inputs(closed), strict=True)
-        if not {var for var, is_read in live if is_read} <= set(given):
-            return None
-        jaxpr = closed.jaxpr.replace(invars=given)
-        return Computation.of("weight", core.ClosedJaxpr(jaxpr, closed.consts))
+    # ----------------------------------------------------------- what the traces share
 
-    def _owners(self) -> list[int]:
-        """Of what is read by way of a value of `once` its first reader."""
-        num_made, last = len(self.once.jaxpr.outvars), self.num_stages - 1
-        count = self.first.num_params + num_made
-        owner: dict[Weight, int] = {}
+    def _trained_params(self, traced: TracedFunction) -> set[core.Var]:
+        params = zip(traced.params, self.trained, strict=True)
+        return {param for param, is_trained in params if is_trained}
+
+    def _weights_of_stages(
+        self, size: int, prologue: core.ClosedJaxpr
+    ) -> list[list[WeightIndex]]:
+        """The weights that each stage reads, in the trace of one size."""
+        weight_vars = [*self._traced[size].params, *prologue.jaxpr.outvars]
+        weight_index = {
+            var: index
+            for index, var in enumerate(weight_vars)
+            if not isinstance(var, core.Literal)
+        }
+        indices = list[list[WeightIndex]]()
+        for stage in self._stages[size]:
+            indices.append([weight_index[var] for var in stage.weights])
+        return indices
+
+    def _check_equal_reads(self, prologues: Mapping[int, core.ClosedJaxpr]) -> None:
+        """Checks that stages read the same weights and leaves in all traces."""
+        first_size = self._sizes[0]
+        for size, prologue in prologues.items():
+            has_equal_values = _values(prologue) == _values(prologues[first_size])
+            has_equal_weights = self._weights[size] == self._weights[first_size]
+            has_equal_leaves = self._read_leaves(size) == self._read_leaves(first_size)
+            if not (has_equal_values and has_equal_weights and has_equal_leaves):
+                raise ValueError(OTHER_READS)
+
+    def _read_leaves(self, size: int) -> list[list[int]]:
+        """The indices of the leaves of a micro-batch that each stage reads."""
+        leaves = self._traced[size].given
+        indices = list[list[int]]()
+        for stage in self._stages[size]:
+            indices.append([leaves.index(var) for var in stage.given])
+        return indices
+
+    def _state_of_stages(self, state: StateUpdate) -> list[StateUpdate]:
+        """The leaves that each stage writes; the last has those that none computes."""
+        # variable -> the stage that computes it
+        writer: dict[core.Var, int] = {}
+        for index, stage in enumerate(self._stages[self._sizes[0]]):
+            writer |= dict.fromkeys([*stage.leaves, *stage.aux], index)
+        writers = list[int]()
+        for leaf in state.leaves:
+            var = self.first.aux_vars[leaf]
+            is_literal = isinstance(var, core.Literal)
+            writers.append(self._last if is_literal else writer.get(var, self._last))
+        return state.of_stages(writers, self.num_stages)
+
+    def _first_readers(self) -> list[int]:
+        """The first stage that reads each weight, directly or by the prologue."""
+        num_params = self.first.num_params
+        num_weights = num_params + len(self.once.jaxpr.outvars)
+        readers: dict[WeightIndex, int] = {}
         for stage in range(self.num_stages):
             for weight in self.weights(stage):
-                owner.setdefault(weight, stage)
-        for k, var in enumerate(self.once.jaxpr.outvars):
-            live = _jaxpr.used_inputs(_jaxpr.dce_jaxpr(self.once, [var]))
-            for param, yes in enumerate(live):
-                if yes:
-                    owner.setdefault(param, owner.get(count - num_made + k, last))
-        if self.first.rest:  # it is added to the loss
-            owner[count - 1] = last
-        return [owner.get(weight, 0) for weight in range(count)]
+                readers.setdefault(weight, stage)
+        for index in range(len(self.once.jaxpr.outvars)):
+            reader = readers.get(num_params + index, self._last)
+            for param in _read_params(self.once, index):
+                readers.setdefault(param, reader)
+        if self.first.rest:  # the penalty, which is added to the loss
+            readers[num_weights - 1] = self._last
+        return [readers.get(weight, 0) for weight in range(num_weights)]
+
+    # -------------------------------------------------------------------- equal stages
+
+    def _jaxpr_key(self, stage: int, size: int) -> Hashable:
+        """A key that is equal for stages whose jaxprs compute the same."""
+        if (stage, size) not in self._jaxpr_keys:
+            part = self._stages[size][stage]
+            self._jaxpr_keys[stage, size] = (
+                len(part.weights),
+                len(part.arrives),
+                len(part.inputs),
+                len(part.side_inputs),
+                len(part.leaves),
+                *_structural_key.structural_key(part.closed),
+            )
+        return self._jaxpr_keys[stage, size]
+
+    def _distinct_stage(self, stage: int, microbatch: int, mode: Any) -> Stage:
+        key = self.kind(stage, microbatch), mode
+        if key not in self._distinct:
+            divisors = None
+            if self.first.has_loss and stage == self._last:
+                divisors = specs(self.first.weight if self.divides else [])
+            part = self.part(stage, microbatch)
+            self._distinct[key] = replace(part, mode=mode, divisors=divisors)
+        return self._distinct[key]
+
+    def _loss_weight_of(self, size: int) -> Computation | None:
+        traced = self._traced[size]
+        batch_inputs = self._stages[size][-1].given
+        closed = _jaxpr.dce_jaxpr(traced.closed, traced.weight)
+        inputs = zip(closed.jaxpr.invars, _jaxpr.used_inputs(closed), strict=True)
+        used_inputs = {var for var, is_used in inputs if is_used}
+        if not used_inputs <= set(batch_inputs):
+            return None
+        jaxpr = closed.jaxpr.replace(invars=batch_inputs)
+        return Computation.of("weight", core.ClosedJaxpr(jaxpr, closed.consts))
 
 
-def _reads(closed: core.ClosedJaxpr) -> list[Any]:
-    """Of each result what it is like, and which parameters it follows from."""
-    results = closed.jaxpr.outvars
-    return [
-        (v.aval, _jaxpr.used_inputs(_jaxpr.dce_jaxpr(closed, [v]))) for v in results
-    ]
+def _read_params(prologue: core.ClosedJaxpr, value_index: int) -> list[int]:
+    """The parameters from which a value of the prologue follows."""
+    value = prologue.jaxpr.outvars[value_index]
+    return [i for i, is_read in enumerate(_is_param_read(prologue, value)) if is_read]
 
 
-def _is_in(atom: Any, variables: set[core.Var]) -> bool:
-    return not isinstance(atom, core.Literal) and atom in variables
+def _is_param_read(prologue: core.ClosedJaxpr, value: Any) -> list[bool]:
+    return _jaxpr.used_inputs(_jaxpr.dce_jaxpr(prologue, [value]))
+
+
+def _values(prologue: core.ClosedJaxpr) -> list[tuple[Any, list[bool]]]:
+    """The aval of each value of the prologue, and if it follows from each parameter."""
+    values = prologue.jaxpr.outvars
+    return [(value.aval, _is_param_read(prologue, value)) for value in values]
 
 
 def pull_once(
-    closed: core.ClosedJaxpr, trained: Sequence[bool], wanted: Sequence[bool]
+    prologue: core.ClosedJaxpr, trained: Sequence[bool], has_cotangent: Sequence[bool]
 ) -> Any:
-    """``(params, cotangents) -> gradients`` of the trained ones.
+    """``(params, cotangents) -> gradients``, the backward of the prologue.
 
     Args:
-      closed: ``params -> values``.
-      trained: whether each parameter has a gradient.
-      wanted: whether each value has a cotangent.
+      prologue: ``params -> values``.
+      trained: one bool per parameter; True if it has a gradient.
+      has_cotangent: one bool per value; True if it has a cotangent.
     """
 
     def pull(params: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def values(free: Sequence[Any]) -> list[Any]:
-            it = iter(free)
-            given = [
-                next(it) if yes else x for x, yes in zip(params, trained, strict=True)
-            ]
-            made = core.jaxpr_as_fun(closed)(*given)
-            return [y for y, yes in zip(made, wanted, strict=True) if yes]
+        def differentiated_values(trained_params: Sequence[Any]) -> list[Any]:
+            all_params = _jaxpr.replace_leaves(params, trained_params, trained)
+            values = core.jaxpr_as_fun(prologue)(*all_params)
+            return list(itertools.compress(values, has_cotangent))
 
-        free = [x for x, yes in zip(params, trained, strict=True) if yes]
-        _, pullback = jax.vjp(values, free)
+        trained_params = list(itertools.compress(params, trained))
+        _, pullback = jax.vjp(differentiated_values, trained_params)
         return pullback(list(cotangents))[0]
 
     return pull

@@ -199,9 +199,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             'eqn.primitive.name != "stop_gradient" and is_inexact(v.aval)',
             "is_inexact(v.aval)",
         ),
-        ("if not tangent.isdisjoint(_jaxpr.variables(program.weight))", "if 0"),
-        ('if kind == "stage" and id(eqn) in needed', 'if kind == "stage"'),
-        ("]] = before(eqn.invars[0])", "]] = eqn.invars[0]"),
+        ("if not tangent.isdisjoint(_jaxpr.variables(traced.weight))", "if 0"),
+        ("== EqnKind.STAGE and id(eqn) in needed", "== EqnKind.STAGE"),
+        ("]] = unmark(eqn.invars[0])", "]] = eqn.invars[0]"),
     ],
     "_stage/_stage": [
         ("[*[None] * self.num_trained, *grads]", "[*grads, *grads]"),
