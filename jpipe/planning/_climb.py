@@ -1,4 +1,10 @@
-"""Cuts made better by moving their ends, where no exact method is known."""
+"""Cuts made better by moving their ends, where no exact method is known.
+
+A best-first search: the neighbors of the best cut that was not yet expanded are
+evaluated, those with one end moved or two by one layer each; so are the neighbors of
+a few worse ones, which may lead to a better one yet. It ends when ``patience``
+expansions in a row brought nothing better.
+"""
 
 import heapq
 import itertools
@@ -8,16 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+# The layers at which the stages of a cut begin and end: 0, ..., the number of layers.
 Ends = tuple[int, ...]
 # The ends of several cuts, of shape (cuts, stages + 1).
 Cuts = npt.NDArray[np.intp]
-# Smaller is better.
+# The value of a cut; smaller is better.
 Key = tuple[float, ...]
 
+# Two ends move by one layer each: both to the same side, or to different ones.
+_PAIRED_STEPS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
 
-def every(num_layers: int, num_stages: int, most: int) -> Iterator[Ends]:
-    """All cuts, if they are no more than so many; else none."""
-    if math.comb(num_layers - 1, num_stages - 1) <= most:
+
+def list_cuts(num_layers: int, num_stages: int, *, max_cuts: int) -> Iterator[Ends]:
+    """All cuts, if there are at most ``max_cuts``; else none."""
+    if math.comb(num_layers - 1, num_stages - 1) <= max_cuts:
         for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
             yield (0, *inner, num_layers)
 
@@ -25,59 +35,64 @@ def every(num_layers: int, num_stages: int, most: int) -> Iterator[Ends]:
 def climb(
     starts: Iterable[Ends],
     keys: Callable[[Cuts], Sequence[Key]],
-    most: int,
+    max_cuts: int,
+    *,
     patience: int = 12,
 ) -> list[Ends]:
     """The best cuts among some and those around the best of them.
 
     Args:
-      starts: where to begin.
-      keys: of some cuts, one or more.
-      most: how many cuts to look at, besides the starts.
-      patience: around how many cuts to look for a better one before giving up.
+      starts: the cuts from which the search begins.
+      keys: ``cuts -> keys``, one per cut.
+      max_cuts: the number of cuts to evaluate at most, besides the starts.
+      patience: the number of cuts around which to look for a better one before giving
+        up.
 
     Returns:
       All cuts seen, the best first.
     """
-    first = list(dict.fromkeys(starts))
-    seen = dict(zip(first, keys(np.array(first)), strict=True))
-    most += len(seen)
-    moves = _moves(first[0])
-    # Around the best first; around some more, which may lead to a better one yet.
-    waiting = [(value, ends) for ends, value in seen.items()]
-    heapq.heapify(waiting)
-    best, left = waiting[0][0], patience
-    while waiting and left and len(seen) < most:
-        left -= 1
-        moved = heapq.heappop(waiting)[1] + moves
-        moved = moved[(np.diff(moved) > 0).all(axis=1)]
-        new = [ends for ends in map(tuple, moved.tolist()) if ends not in seen]
-        if not (new := new[: most - len(seen)]):
+    first_cuts = list(dict.fromkeys(starts))
+    # cut -> its key
+    seen = dict(zip(first_cuts, keys(np.array(first_cuts)), strict=True))
+    max_cuts += len(seen)
+    moves = _moves(first_cuts[0])
+    queue = [(key, ends) for ends, key in seen.items()]
+    heapq.heapify(queue)
+
+    best_key, _ = queue[0]
+    tries = patience
+    while queue and tries and len(seen) < max_cuts:
+        tries -= 1
+        _, ends = heapq.heappop(queue)
+        neighbors = ends + moves
+        neighbors = neighbors[(np.diff(neighbors) > 0).all(axis=1)]
+        new_cuts = [cut for cut in map(tuple, neighbors.tolist()) if cut not in seen]
+        new_cuts = new_cuts[: max_cuts - len(seen)]
+        if not new_cuts:
             continue
-        values = keys(np.array(new))
-        seen.update(zip(new, values, strict=True))
-        for value, ends in zip(values, new, strict=True):
-            heapq.heappush(waiting, (value, ends))
-        if min(values) < best:
-            best, left = min(values), patience
+
+        new_keys = keys(np.array(new_cuts))
+        seen.update(zip(new_cuts, new_keys, strict=True))
+        for key, cut in zip(new_keys, new_cuts, strict=True):
+            heapq.heappush(queue, (key, cut))
+        if min(new_keys) < best_key:
+            best_key = min(new_keys)
+            tries = patience
     return sorted(seen, key=lambda ends: (seen[ends], ends))
 
 
 def _moves(ends: Ends) -> Cuts:
-    """What to add to ends: one moves, or two by one layer each, the nearest first."""
-    last = len(ends) - 1
-    one = np.eye(last + 1, dtype=np.intp)
+    """The numbers to add to ends for each neighbor, the nearest first."""
+    num_ends = len(ends)
+    inner_ends = range(1, num_ends - 1)
+    unit = np.eye(num_ends, dtype=np.intp)
     # An end moves up to half a stage.
-    reach = max(1, ends[-1] // (2 * len(ends)))
-    single = [
-        step * one[i]
-        for by in range(1, reach + 1)
-        for i in range(1, last)
-        for step in (-by, by)
-    ]
-    double = [
-        a * one[i] + b * one[j]
-        for i, j in itertools.combinations(range(1, last), 2)
-        for a, b in ((1, 1), (-1, -1), (1, -1), (-1, 1))
-    ]
-    return np.array([*single, *double], np.intp).reshape(-1, last + 1)
+    reach = max(1, ends[-1] // (2 * num_ends))
+
+    moves: list[npt.NDArray[np.intp]] = []
+    for distance in range(1, reach + 1):
+        for i in inner_ends:
+            moves += [-distance * unit[i], distance * unit[i]]
+    for i, j in itertools.combinations(inner_ends, 2):
+        moves += [a * unit[i] + b * unit[j] for a, b in _PAIRED_STEPS]
+    return np.array(moves, np.intp).reshape(-1, num_ends)

@@ -1,11 +1,9 @@
 """Profiles of micro-batches of a size that was not looked at."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from ..schedules._json import decode
 from ._profile import Profile
 
 
@@ -16,27 +14,44 @@ def interpolated(small: Profile, large: Profile, size: int) -> Profile:
     and a part for each example.
 
     Args:
-      small: of the smaller micro-batch.
-      large: of the larger one; may be the same.
+      small: the profile of the smaller micro-batch.
+      large: the profile of the larger one; may be the same.
       size: examples of the micro-batch that is sought.
 
     Returns:
       The profile.
     """
     span = large.microbatch_size - small.microbatch_size
-    part = (size - small.microbatch_size) / span if span else 0.0
-
-    def between(a: Any, b: Any) -> Any:
-        if a is None or b is None or isinstance(a, bool | str):
-            return a if b is not None else b
-        value = a + part * (b - a)
-        return max(value, 0.0) if isinstance(a, float) else max(round(value), 0)
-
-    fields = jax.tree.map(
-        between,
-        dataclasses.asdict(small),
-        dataclasses.asdict(large),
-        is_leaf=lambda leaf: leaf is None,
+    fraction = (size - small.microbatch_size) / span if span else 0.0
+    layers = zip(small.layers, large.layers, strict=True)
+    skips = zip(small.skips, large.skips, strict=True)
+    return dataclasses.replace(
+        small,
+        layers=tuple(_between_fields(a, b, fraction) for a, b in layers),
+        input_bytes=_between(small.input_bytes, large.input_bytes, fraction),
+        skips=tuple(_between_fields(a, b, fraction) for a, b in skips),
+        microbatch_size=size,
     )
-    fields |= {"microbatch_size": size, "action_seconds": small.action_seconds}
-    return decode(Profile, fields)
+
+
+def _between_fields(small: Any, large: Any, fraction: float) -> Any:
+    """A layer or a skip connection with each of its fields between those of two."""
+    values = {
+        field.name: _between(
+            getattr(small, field.name), getattr(large, field.name), fraction
+        )
+        for field in dataclasses.fields(small)
+    }
+    return dataclasses.replace(small, **values)
+
+
+def _between(small: Any, large: Any, fraction: float) -> Any:
+    """A number between two; a text or a flag is the same in both."""
+    if isinstance(small, Mapping):  # remat mode -> bytes
+        return {mode: _between(small[mode], large[mode], fraction) for mode in small}
+    if small is None or large is None:
+        return None
+    if isinstance(small, bool | str):
+        return small
+    value = small + fraction * (large - small)
+    return max(value, 0.0) if isinstance(small, float) else max(round(value), 0)

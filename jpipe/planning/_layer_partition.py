@@ -1,4 +1,10 @@
-"""`jpipe.partition`: how many layers each stage should have."""
+"""`jpipe.partition`: the number of layers of each stage.
+
+With one stage per rank a rank's time and bytes are those of its stage, and dynamic
+programs find the best cut (`_bottleneck_cut`); with several, `climb` searches by the
+sums over the stages of each rank. Where a schedule has to run the stages, the best cuts
+and those around them are simulated.
+"""
 
 import itertools
 import math
@@ -11,8 +17,8 @@ import numpy as np
 from ..schedules import Schedule, ScheduleBuilder, one_f_one_b
 from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
-from ._bottleneck_cut import best_max, best_step, smallest_max
-from ._climb import Cuts, Ends, Key, climb, every
+from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
+from ._climb import Cuts, Ends, Key, climb, list_cuts
 from ._layer_profile import (
     MODES,
     LayerProfile,
@@ -23,14 +29,18 @@ from ._layer_profile import (
 from ._problem import PartitionProblem
 from ._profile import Profile, speed_faults
 
-# How many actions are simulated for one answer, how many cuts at least and at most, and
-# of how many the search begins.
-_ACTIONS = 40_000
-_FEWEST, _MOST = 12, 400
-_STARTS = 8
-# With several stages on a rank so many cuts are tried on paper, around so many in vain;
-# where there are no more than a few, all of them.
-_TRIED, _PATIENCE, _FEW = 10_000, 40, 1_000
+# With a schedule, the number of actions that are simulated, and for it the number of
+# cuts at least and at most.
+_MAX_ACTIONS = 40_000
+_MIN_SIMULATED = 12
+_MAX_SIMULATED = 400
+# The number of cuts from which the search by simulation begins.
+_NUM_STARTS = 8
+# With several stages on a rank, the number of cuts that are evaluated without running
+# them, and around how many in vain; where there are few cuts, all of them.
+_MAX_EVALUATED = 10_000
+_PATIENCE = 40
+_FEW_CUTS = 1_000
 
 
 class NoCut(ValueError):
@@ -60,14 +70,14 @@ def partition(
 
     Args:
       costs: the time of each layer, forward and backward, or a `Profile`.
-      num_stages: how many stages to make; for schedules with several stages per rank,
-        of all ranks together.
+      num_stages: the number of stages; for schedules with several stages per rank, of
+        all ranks together.
       objective: ``"max"``: the slowest rank takes the least time; ``"step"``: a step
         of ``num_microbatches`` does: all stages one after another, the transfers
         between them there and back, and ``num_microbatches - 1`` times the slowest;
         ``"memory"``: the fullest rank holds the fewest bytes, and of the cuts that are
         equal in this the slowest rank takes the least time.
-      num_microbatches: of one step.
+      num_microbatches: the number of micro-batches of one step.
       bandwidth: bytes per second between two ranks; ``None``: transfers take no time
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
@@ -75,9 +85,9 @@ def partition(
         other state, and its residuals of the micro-batches that ``schedule``, or else
         1F1B, has in flight there; one number, or one per rank. ``objective="memory"``
         counts the same bytes and has no limit.
-      schedule: what will run the stages, as for `jpipe.pipeline`.
-      remat: what stages store; see `Profile.costs`. With ``"full"`` all stages but the
-        last compute forwards twice.
+      schedule: the schedule of the stages, as for `jpipe.pipeline`.
+      remat: the remat mode of the stages; see `Profile.costs`. With ``"full"`` all
+        stages but the last compute forwards twice.
 
     Returns:
       The number of layers of each stage, in order: what ``balance=`` takes.
@@ -106,7 +116,7 @@ def partition(
     if objective != "memory" and missing_bytes > 0:
         raise NoCut(_too_small(problem, cuts[0], missing_bytes))
     if objective == "step" and schedule is not None:
-        cuts = _by_simulation(problem, cuts)
+        cuts = _sort_by_simulation(problem, cuts)
     return [end - begin for begin, end in itertools.pairwise(cuts[0])]
 
 
@@ -127,17 +137,20 @@ def _checked_problem(
     Raises:
       ValueError: with what makes no sense.
     """
-    profile = _profile(costs)
+    profile = _as_profile(costs)
     if faults := [*count_faults("num_stages", num_stages)]:
         raise ValueError(f"partition: {faults[0]}")
-    count = operator.index(num_stages)
-    modes = profile.modes(remat, count)
+    num_stages = operator.index(num_stages)
+    modes = profile.modes(remat, num_stages)
     if num_microbatches is None and isinstance(schedule, Schedule):
         num_microbatches = schedule.num_microbatches
+    needs_microbatches = schedule is not None or objective == "step"
+    counts_bytes = objective == "memory" or max_bytes is not None
+
     faults = [*speed_faults(bandwidth, latency)]
-    if not 1 <= count <= len(profile.layers):
+    if not 1 <= num_stages <= len(profile.layers):
         faults.append(
-            f"num_stages={count}; needs 1 to {len(profile.layers)}, a layer each"
+            f"num_stages={num_stages}; needs 1 to {len(profile.layers)}, a layer each"
         )
     if objective not in ("max", "step", "memory"):
         faults.append(f"objective={objective!r}; needs 'max', 'step' or 'memory'")
@@ -146,13 +159,13 @@ def _checked_problem(
             "objective='memory' has no limit: leave max_bytes= out, or ask for the "
             "fastest cut within max_bytes= by objective='max' or 'step'"
         )
-    if num_microbatches is None and (schedule is not None or objective == "step"):
-        faults.append("a step or a schedule needs num_microbatches=")
-    number = count if num_microbatches is None else num_microbatches
-    if number < 1:
-        faults.append(f"num_microbatches={number}; needs at least 1")
+    if num_microbatches is None:
+        if needs_microbatches:
+            faults.append("a step or a schedule needs num_microbatches=")
+        num_microbatches = num_stages
+    if num_microbatches < 1:
+        faults.append(f"num_microbatches={num_microbatches}; needs at least 1")
     faults += [unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES]
-    counts_bytes = objective == "memory" or max_bytes is not None
     if not isinstance(costs, Profile):
         if "full" in modes or counts_bytes or bandwidth is not None:
             faults.append(
@@ -163,61 +176,71 @@ def _checked_problem(
         faults += profile.remat_faults(modes)
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
-    chosen = one_f_one_b(count, min(number, count))
-    if schedule is not None:
-        chosen = choose_schedule(schedule, count, number)
-        if chosen.forward_only:
-            raise ValueError(f"partition: schedule {chosen.name!r} has no backward")
+
+    if schedule is None:
+        schedule = one_f_one_b(num_stages, min(num_microbatches, num_stages))
+    else:
+        schedule = choose_schedule(schedule, num_stages, num_microbatches)
+        if schedule.forward_only:
+            raise ValueError(f"partition: schedule {schedule.name!r} has no backward")
     limits = None
     if objective == "memory":
-        limits = (0.0,) * chosen.num_ranks
+        limits = (0.0,) * schedule.num_ranks
     elif max_bytes is not None:
-        limits = _limits(max_bytes, chosen.num_ranks)
+        limits = _rank_limits(max_bytes, schedule.num_ranks)
     problem = PartitionProblem(
         profile=profile,
         modes=modes,
         bandwidth=bandwidth,
         latency=latency,
         objective=objective,
-        schedule=chosen,
-        num_microbatches=number,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
         max_bytes=limits,
     )
-    if not math.isfinite(problem.total * number):
+    if not math.isfinite(problem.total_seconds * num_microbatches):
         raise ValueError(f"partition: {TOO_LONG}")
     return problem
 
 
-def _profile(costs: Sequence[float] | Profile) -> Profile:
-    """The layers; of a number, a third is taken to be forward.
+def _as_profile(costs: Sequence[float] | Profile) -> Profile:
+    """The profile of the layers; of a number, a third is taken to be forward.
 
     Raises:
       ValueError: if a number is no time.
       TypeError: if they are neither a profile nor numbers.
     """
-    if not isinstance(costs, Profile):
-        try:
-            times = [float(time) for time in costs]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"partition: costs is a {type(costs).__name__}; needs a jpipe.Profile, "
-                f"such as jpipe.profile(layers, x) returns, or a number for each layer"
-            ) from None
-        pairs = enumerate(times)
-        faults = [fault for i, t in pairs for fault in number_faults(f"costs[{i}]", t)]
-        if faults:
-            raise ValueError(f"partition: {'; '.join(faults)}")
-        halves = enumerate((time / 3, time - time / 3) for time in times)
-        costs = Profile(tuple(LayerProfile(str(i), *each) for i, each in halves))
-    if faults := costs.faults():
+    profile = costs if isinstance(costs, Profile) else _profile_of_times(costs)
+    if faults := profile.faults():
         raise ValueError(f"partition: {'; '.join(faults)}")
-    return costs
+    return profile
 
 
-def _limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:
-    """One number per rank."""
+def _profile_of_times(costs: Sequence[float]) -> Profile:
+    try:
+        times = [float(time) for time in costs]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"partition: costs is a {type(costs).__name__}; needs a jpipe.Profile, "
+            f"such as jpipe.profile(layers, x) returns, or a number for each layer"
+        ) from None
+    faults: list[str] = []
+    for i, time in enumerate(times):
+        faults += number_faults(f"costs[{i}]", time)
+    if faults:
+        raise ValueError(f"partition: {'; '.join(faults)}")
+    layers = [
+        LayerProfile(str(i), forward=time / 3, backward=time - time / 3)
+        for i, time in enumerate(times)
+    ]
+    return Profile(tuple(layers))
+
+
+def _rank_limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:
+    """One limit per rank, from one for all or a sequence of them."""
     limits = list(max_bytes) if hasattr(max_bytes, "__iter__") else [max_bytes]
-    limits = limits * num_ranks if len(limits) == 1 else limits
+    if len(limits) == 1:
+        limits = limits * num_ranks
     if len(limits) != num_ranks or not all(limit > 0 for limit in limits):
         raise ValueError(
             f"partition: max_bytes={max_bytes!r}; needs bytes, more than 0, for all of "
@@ -234,91 +257,103 @@ def _best_cuts(problem: PartitionProblem) -> list[Ends]:
     if problem.schedule.num_ranks < problem.num_stages:
         return climb(
             _starts(problem),
-            lambda cuts: _on_paper(problem, cuts),
-            _TRIED,
-            _PATIENCE,
+            lambda cuts: _evaluate(problem, cuts),
+            _MAX_EVALUATED,
+            patience=_PATIENCE,
         )
-    times, transfers = problem.times, problem.transfers
+    times = problem.times
     if problem.max_bytes is not None:
-        excess = problem.excess_of_stages()
-        least_excess, ends = smallest_max(excess)
+        excess = problem.stage_excess()
+        least_excess, ends = minimize_max(excess)
         if problem.objective == "memory":
-            most_excess = least_excess
+            max_excess = least_excess
         elif least_excess <= 0:
-            most_excess = 0.0
+            max_excess = 0.0
         else:
             return [ends]
         times = tuple(
-            np.where(stage_excess <= most_excess, stage_time, np.inf)
-            for stage_excess, stage_time in zip(excess, times, strict=True)
+            np.where(stage_excess <= max_excess, stage_times, np.inf)
+            for stage_excess, stage_times in zip(excess, times, strict=True)
         )
     if problem.objective == "step":
-        cuts = best_step(times, transfers, problem.num_microbatches)
+        cuts = minimize_step(
+            times, problem.transfers, num_microbatches=problem.num_microbatches
+        )
         return [cut.ends for cut in cuts]
-    cut = best_max(times, transfers)
-    assert cut is not None, "smallest_max found a cut with these stages"
+    cut = minimize_bottleneck(times, problem.transfers)
+    assert cut is not None, "minimize_max found a cut with these stages"
     return [cut.ends]
 
 
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
-    """Equal loads for all stages, and as many layers for each."""
-    layers, count = problem.num_layers, problem.num_stages
-    if cut := best_max(problem.times, problem.transfers):
+    """Equal loads for all stages, all cuts if they are few, equally many layers."""
+    num_layers = problem.num_layers
+    num_stages = problem.num_stages
+    if cut := minimize_bottleneck(problem.times, problem.transfers):
         yield cut.ends
-    yield from every(layers, count, _FEW)
-    yield tuple(layers * s // count for s in range(count + 1))
+    yield from list_cuts(num_layers, num_stages, max_cuts=_FEW_CUTS)
+    yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
 
 
-def _on_paper(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
-    """What some cuts are worth, without running them; first, what exceeds the limit."""
-    each, latency = problem.loads(cuts), problem.latencies(cuts)
-    slowest = each.max(axis=0)
-    worth = [slowest, latency]
+def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
+    """The keys of cuts without running them; first, the bytes above the limit."""
+    loads = problem.loads(cuts)
+    bottlenecks = loads.max(axis=0)
+    latencies = problem.latencies(cuts)
+    times = [bottlenecks, latencies]
     if problem.objective == "step":
-        worth = [latency + (problem.num_microbatches - 1) * slowest]
-    over = np.maximum(problem.excess(cuts), 0.0)
-    columns = over, *worth, np.square(each).sum(axis=0)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+        times = [latencies + (problem.num_microbatches - 1) * bottlenecks]
+    excess = np.maximum(problem.excess(cuts), 0.0)
+    unevenness = np.square(loads).sum(axis=0)
+    columns = [column.tolist() for column in (excess, *times, unevenness)]
+    return list(zip(*columns, strict=True))
 
 
-def _by_simulation(problem: PartitionProblem, found: list[Ends]) -> list[Ends]:
+def _sort_by_simulation(problem: PartitionProblem, cuts: Sequence[Ends]) -> list[Ends]:
     """The best of some cuts and those around them, by their simulated steps first."""
     schedule = problem.schedule
-    count = schedule.num_microbatches
+    num_microbatches = schedule.num_microbatches
     num_actions = sum(map(len, schedule.rows))
-    most = min(max(_ACTIONS // num_actions, _FEWEST), _MOST)
-    best = np.inf
+    max_cuts = _MAX_ACTIONS // num_actions
+    max_cuts = min(max(max_cuts, _MIN_SIMULATED), _MAX_SIMULATED)
+    shortest_step = np.inf
 
-    def key(ends: list[int], slowest: float, excess: float) -> Key:
-        nonlocal best
+    def key(ends: list[int], bottleneck: float, excess: float) -> Key:
+        nonlocal shortest_step
         if excess > 0:
             return (np.inf,)
-        if count * slowest >= best:
-            # No order of its actions makes the rank that has most to do any faster.
-            return count * slowest, 1.0
-        time = schedule.simulate(problem.costs(ends)).makespan
-        best = min(best, time)
-        return time, 0.0
+        # No order of its actions makes the rank that has most to do any faster.
+        lower_bound = num_microbatches * bottleneck
+        if lower_bound >= shortest_step:
+            return lower_bound, 1.0
+        step = schedule.simulate(problem.costs(ends)).makespan
+        shortest_step = min(shortest_step, step)
+        return step, 0.0
 
     def keys(cuts: Cuts) -> list[Key]:
-        slowest = problem.loads(cuts).max(axis=0) * problem.quantum
-        over = problem.excess(cuts)
-        return list(map(key, cuts.tolist(), slowest.tolist(), over.tolist()))
+        bottlenecks = problem.loads(cuts).max(axis=0) * problem.quantum
+        excess = problem.excess(cuts)
+        return list(map(key, cuts.tolist(), bottlenecks.tolist(), excess.tolist()))
 
-    others = every(problem.num_layers, problem.num_stages, most)
-    return climb([*found[:_STARTS], *others], keys, most)
+    few_cuts = list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
+    return climb([*cuts[:_NUM_STARTS], *few_cuts], keys, max_cuts)
 
 
-def _too_small(problem: PartitionProblem, ends: Ends, short: float) -> str:
-    """That a limit is too small, of which rank and by how much, and what would do."""
+def _too_small(problem: PartitionProblem, ends: Ends, missing_bytes: float) -> str:
+    """Formats the error for a limit that is too small: the rank, and the way out."""
     assert problem.max_bytes is not None
-    needs = problem.needs(np.array([ends]))[:, 0].tolist()
-    over = [need - most for need, most in zip(needs, problem.max_bytes, strict=True)]
-    rank = over.index(max(over))
-    layers = [f"{ends[s]} to {ends[s + 1] - 1}" for s in problem.in_flight[rank].stages]
+    rank_bytes = problem.rank_bytes(np.array([ends]))[:, 0].tolist()
+    excess = [
+        num_bytes - limit
+        for num_bytes, limit in zip(rank_bytes, problem.max_bytes, strict=True)
+    ]
+    rank = excess.index(max(excess))
+    stages = problem.in_flight[rank].stages
+    layers = [f"{ends[stage]} to {ends[stage + 1] - 1}" for stage in stages]
     return (
         f"partition: no cut was found that keeps to max_bytes: in the one that needs "
-        f"least, rank {rank} (layers {' and '.join(layers)}) needs {needs[rank]:,.0f} "
-        f"bytes, {short:,.0f} more than {problem.max_bytes[rank]:,.0f}; take more "
-        f"stages, a remat mode that keeps less, or max_bytes larger by as much"
+        f"least, rank {rank} (layers {' and '.join(layers)}) needs "
+        f"{rank_bytes[rank]:,.0f} bytes, {missing_bytes:,.0f} more than "
+        f"{problem.max_bytes[rank]:,.0f}; take more stages, a remat mode that keeps "
+        f"less, or max_bytes larger by as much"
     )

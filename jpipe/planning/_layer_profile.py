@@ -1,4 +1,4 @@
-"""What one layer and one skip connection cost, and what no cost can be."""
+"""The costs of one layer and of one skip connection, and checks of their numbers."""
 
 import dataclasses
 import numbers
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schedules._choose import format_argument
 
-# Remat modes that have a name, from the fewest bytes on.
+# Remat modes that have a name, those that store the fewest bytes first.
 MODES = ("full", "min_cut", "dots", "none")
 
 
@@ -18,21 +18,22 @@ class LayerProfile:
     """One layer, on one micro-batch.
 
     Attributes:
-      name: of the layer, as `Pipeline.plan` calls it.
+      name: the name of the layer in `Pipeline.plan`.
       forward: seconds of its forward.
       backward: seconds of its backward from residuals, nothing computed again.
       input_grad: the part of ``backward`` that the gradient of its input takes;
-        ``None`` if the parts are not known.
+        ``None`` if the parts are unknown.
       weight_grad: the part for its parameters, likewise.
-      num_params: how many parameters it owns; of tied layers the first owns them.
+      num_params: the number of parameters that it owns; the first of tied layers owns
+        theirs.
       param_bytes: their bytes.
-      state_bytes: of its other collections, such as batch statistics.
-      output_bytes: what it gives to the next layer.
-      cotangent_bytes: the gradient of that, which comes back.
-      residual_bytes: of its residuals, by remat mode.
+      state_bytes: bytes of its other collections, such as batch statistics.
+      output_bytes: bytes of its output to the next layer.
+      cotangent_bytes: bytes of the gradient of that output.
+      residual_bytes: bytes of its residuals, by remat mode.
       workspace_bytes: the most that one of its programs needs while it runs, besides
-        arguments and results; ``None`` if it is not known.
-      flops: of its forward; ``None`` if it is not known.
+        arguments and results; ``None`` if it is unknown.
+      flops: floating-point operations of its forward; ``None`` if unknown.
     """
 
     name: str
@@ -51,19 +52,19 @@ class LayerProfile:
 
     @property
     def has_backward(self) -> bool:
-        """Whether anything follows its forward, be it of no time."""
+        """True if a backward follows its forward, even one that takes no time."""
         return self.backward > 0 or any(self.residual_bytes.values())
 
     @property
     def halves(self) -> tuple[float, float]:
-        """Seconds of I and W; half of a backward each if they are not known."""
+        """Seconds of I and of W; half of a backward for each if they are unknown."""
         if self.input_grad is None or self.weight_grad is None:
             return self.backward / 2, self.backward / 2
         return self.input_grad, self.weight_grad
 
     @property
     def least_seconds(self) -> float:
-        """Seconds of a micro-batch, the backward whole or in halves."""
+        """The fewest seconds of a micro-batch, with the backward whole or in halves."""
         return self.forward + min(self.backward, sum(self.halves))
 
 
@@ -72,13 +73,13 @@ class SkipProfile:
     """A long skip connection, on one micro-batch.
 
     Attributes:
-      name: under which it was stashed.
-      source: the number of the layer that stashes it.
-      target: the number of the layer that pops it.
-      bytes: what is carried.
-      cotangent_bytes: its gradient, which comes back.
-      is_output: whether it is what its source gives to the next layer, which a cut
-        right behind the source sends once.
+      name: the name under which it is stashed.
+      source: the index of the layer that stashes it.
+      target: the index of the layer that pops it.
+      bytes: the bytes of the array.
+      cotangent_bytes: the bytes of its gradient, which goes from target to source.
+      is_output: True if it is also the output of its source to the next layer, so that
+        a cut right behind the source sends it once.
     """
 
     name: str
@@ -89,42 +90,44 @@ class SkipProfile:
     is_output: bool = False
 
 
-def faults(layers: Sequence[LayerProfile], **others: float) -> Iterator[str]:
-    """Which numbers of a profile are none, a line for each.
+def find_layer_faults(layers: Sequence[LayerProfile], **fields: float) -> Iterator[str]:
+    """Finds the wrong numbers of a profile, one line each.
 
     Args:
-      layers: of the profile.
-      **others: its other fields that are numbers.
+      layers: the layers of the profile.
+      **fields: its other fields that are numbers.
     """
     if not layers:
         yield "layers is empty; needs at least one"
     for i, layer in enumerate(layers):
-        where = f"layer {i} ({layer.name})"
-        for own in dataclasses.fields(layer)[1:]:
-            value = getattr(layer, own.name)
-            if own.name != "residual_bytes" and not (value is own.default is None):
-                yield from number_faults(f"{where}: {own.name}", value)
+        prefix = f"layer {i} ({layer.name})"
+        for layer_field in dataclasses.fields(layer)[1:]:
+            name = layer_field.name
+            value = getattr(layer, name)
+            is_unknown = value is None and layer_field.default is None
+            if name != "residual_bytes" and not is_unknown:
+                yield from number_faults(f"{prefix}: {name}", value)
         for mode, value in layer.residual_bytes.items():
-            yield from number_faults(f"{where}: residual_bytes[{mode!r}]", value)
-    for name, value in others.items():
+            yield from number_faults(f"{prefix}: residual_bytes[{mode!r}]", value)
+    for name, value in fields.items():
         yield from number_faults(name, value)
 
 
 def unknown_mode(mode: object) -> str:
-    """That there is no such remat mode, and which there are."""
+    """The fault of a remat mode that there is not, with those that there are."""
     modes = ", ".join(map(repr, MODES))
     return f"remat: {format_argument(mode)} is unknown: choose {modes}"
 
 
-def count_faults(what: str, value: Any) -> Iterator[str]:
-    """Why something is no number of things."""
+def count_faults(name: str, value: Any) -> Iterator[str]:
+    """A fault if a value is no positive integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-        yield f"{what}={value!r}: needs an int of at least 1"
+        yield f"{name}={value!r}: needs an int of at least 1"
 
 
-def number_faults(what: str, value: Any) -> Iterator[str]:
-    """Why something is neither a time nor a size."""
+def number_faults(name: str, value: Any) -> Iterator[str]:
+    """A fault if a value is neither a time nor a size."""
     number: Any = value
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number and 0 <= number <= sys.float_info.max):
-        yield f"{what}={value!r}; needs a number, finite and not negative"
+        yield f"{name}={value!r}; needs a number, finite and not negative"

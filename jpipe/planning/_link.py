@@ -1,4 +1,4 @@
-"""How long a transfer between two devices takes, by measuring it."""
+"""Measures the latency and the bandwidth between two devices."""
 
 import time
 from collections.abc import Callable
@@ -10,15 +10,16 @@ import numpy as np
 from .._instructions import _transfer
 from .._instructions._transfer import Device
 
-# Transfers that wait for each other, as those of micro-batches do, and how often they
-# are timed, the first time in vain.
-_HOPS, _ROWS = 30, 5
+# The number of transfers that wait for each other, as those of micro-batches do.
+_HOPS = 30
+# The number of times that they are timed; the first one is not counted.
+_REPEATS = 5
 # Large enough for its latency to be no matter, on a host or a fast link.
 _BYTES = 1 << 24
 
 
 class Link(NamedTuple):
-    """What a transfer between two devices takes.
+    """The speed of transfers between two devices.
 
     Attributes:
       latency: seconds, whatever its size.
@@ -29,31 +30,34 @@ class Link(NamedTuple):
     bandwidth: float
 
 
-def link(one: Device, other: Device) -> Link:
+def link(source: Device, target: Device) -> Link:
     """Measures transfers between two devices: small ones both ways, a large one."""
-    latency = max(_hop(one, other) - _hop(one, one), 0.0)
-    (large,) = _transfer.put([np.zeros(_BYTES, np.uint8)], one)
-    whole = _shortest(lambda: _transfer.put([large], other))
-    seconds = whole - latency if whole > latency else whole
+    hop_seconds = _hop_seconds(source, target)
+    latency = max(hop_seconds - _hop_seconds(source, source), 0.0)
+    (large,) = _transfer.put([np.zeros(_BYTES, np.uint8)], source)
+    seconds = _shortest_seconds(lambda: _transfer.put([large], target))
+    if seconds > latency:
+        seconds -= latency
     return Link(latency, _BYTES / seconds)
 
 
-def _hop(one: Device, other: Device) -> float:
+def _hop_seconds(source: Device, target: Device) -> float:
     """Seconds of a small program and the transfer of its result, in a chain of them."""
     add = jax.jit(lambda x: x + 1)
 
-    def back_and_forth() -> Any:
-        x = _transfer.put([np.float32(0)], one)
+    def go_to_and_fro() -> Any:
+        x = _transfer.put([np.float32(0)], source)
         for i in range(_HOPS):
-            x = _transfer.put([add(*x)], (other, one)[i % 2])
+            device = source if i % 2 else target
+            x = _transfer.put([add(*x)], device)
         return x
 
-    return _shortest(back_and_forth) / _HOPS
+    return _shortest_seconds(go_to_and_fro) / _HOPS
 
 
-def _shortest(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(_ROWS):
+def _shortest_seconds(run: Callable[[], Any]) -> float:
+    times: list[float] = []
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)

@@ -1,6 +1,7 @@
-"""What `jpipe.partition` cuts: layers as matrices, of each stage that there may be.
+"""The problem that `jpipe.partition` solves: times and bytes of each possible stage.
 
-Entry (i, j) of a matrix is of the stage of layers i to j - 1.
+Entry [i, j] of a matrix is of the stage of layers i to j - 1. Times are counted in
+whole units (see `PartitionProblem.quantum`).
 """
 
 import functools
@@ -17,10 +18,11 @@ from ..schedules import Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ._climb import Cuts
 from ._profile import Profile
-from ._sums import Matrix, sums
+from ._sums import Matrix, sum_stages
 
-# Of some cuts, one for each, or one for each rank and each of them.
+# One number per cut, or of shape (ranks, cuts).
 Numbers = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 # Times are counted in units, of which the whole model takes so many: sums and
 # differences of whole numbers below 2 ** 53 are exact, so that equal layers make equal
@@ -29,32 +31,32 @@ _UNITS = 2**46
 
 
 class InFlight(NamedTuple):
-    """What one rank has in flight.
+    """The micro-batches that one rank has in flight.
 
     Attributes:
-      stages: those that it runs.
-      counts: each a moment: of how many micro-batches each stage waits for a backward,
-        then of how many each waits for the weight gradient.
+      stages: the stages that it runs.
+      counts: one row per moment: for each stage the micro-batches that wait for a
+        backward, then for each those that wait for the weight gradient.
     """
 
     stages: tuple[int, ...]
-    counts: npt.NDArray[np.intp]
+    counts: Indices
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
-    """What is to be cut, and what is sought.
+    """Layers to cut into stages, and the objective.
 
     Attributes:
-      profile: of the layers.
-      modes: which residuals each stage stores; see `Profile.costs`.
+      profile: the layers.
+      modes: the remat mode of each stage; see `Profile.costs`.
       bandwidth: bytes per second between two ranks; ``None``: as many as there are.
       latency: seconds that a transfer takes whatever its size.
       objective: ``"max"``, ``"step"`` or ``"memory"``.
-      schedule: what runs the stages; 1F1B if none was given.
-      num_microbatches: of one step.
-      max_bytes: of each rank; ``None``: no limit. For ``"memory"`` it is 0 for all, so
-        that the excess of a cut is what its fullest rank holds.
+      schedule: the schedule of the stages; 1F1B if the user has none.
+      num_microbatches: the number of micro-batches of a step.
+      max_bytes: the limit of each rank; ``None``: no limit. For ``"memory"`` it is 0
+        for all, so that the excess of a cut is what its fullest rank holds.
     """
 
     profile: Profile
@@ -78,122 +80,157 @@ class PartitionProblem:
 
     @functools.cached_property
     def in_flight(self) -> list[InFlight]:
-        """What each rank has in flight, at all moments that differ."""
-        return [_in_flight(self.schedule, r) for r in range(self.schedule.num_ranks)]
+        """The micro-batches in flight on each rank, at all moments that differ."""
+        ranks = range(self.schedule.num_ranks)
+        return [_count_in_flight(self.schedule, rank) for rank in ranks]
 
     def costs(self, ends: Sequence[int]) -> Costs:
         """Times and transfers of the stages between two ends each.
 
         The forward of a last stage that stores only its input is part of its backward.
         """
-        times = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
+        costs = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
         if self.modes[-1] == "full":
-            times.forward[-1] = 0.0
-        return times
+            costs.forward[-1] = 0.0
+        return costs
 
     @functools.cached_property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Seconds of all layers, forward twice, and of all transfers."""
-        computed = sum(2 * x.forward + x.backward for x in self.profile.layers)
-        return computed + self._transfers.sum().item()
+        seconds = sum(
+            2 * layer.forward + layer.backward for layer in self.profile.layers
+        )
+        return seconds + self._transfer_seconds.sum().item()
 
     @functools.cached_property
     def quantum(self) -> float:
-        """Seconds in which times are counted."""
-        return max(self.total / _UNITS, math.ulp(0.0))
+        """Seconds of the unit in which times are counted."""
+        return max(self.total_seconds / _UNITS, math.ulp(0.0))
 
     @functools.cached_property
     def transfers(self) -> Numbers:
         """The time of the transfers, there and back, of a cut before each layer."""
-        return np.rint(self._transfers / self.quantum)
+        return np.rint(self._transfer_seconds / self.quantum)
 
     @functools.cached_property
     def times(self) -> tuple[Matrix, ...]:
-        """The time of each stage; infinite where it would have no layer."""
-        seconds = np.array([(x.forward, x.backward) for x in self.profile.layers])
+        """The times of each stage; infinite where it would have no layer."""
+        layers = self.profile.layers
+        seconds = np.array([(layer.forward, layer.backward) for layer in layers])
         forward, backward = np.rint(seconds.T / self.quantum)
-        once = sums(forward + backward, np.inf)
-        twice = once
+        stored = sum_stages(forward + backward, empty=np.inf)
+        recomputed = stored
         if "full" in self.modes[:-1]:
-            twice = sums(2 * forward + backward, np.inf)
+            recomputed = sum_stages(2 * forward + backward, empty=np.inf)
         return tuple(
-            twice if mode == "full" and stage < self.num_stages - 1 else once
+            recomputed if mode == "full" and stage < self.num_stages - 1 else stored
             for stage, mode in enumerate(self.modes)
         )
 
     def loads(self, cuts: Cuts) -> Numbers:
         """The time of one micro-batch on each rank, in units: ``[ranks, cuts]``."""
-        each = np.zeros((self.schedule.num_ranks, len(cuts)))
-        pairs = zip(self.schedule.placement, self.times, strict=True)
-        for stage, (rank, matrix) in enumerate(pairs):
-            each[rank] += matrix[cuts[:, stage], cuts[:, stage + 1]]
-        return each
+        loads = np.zeros((self.schedule.num_ranks, len(cuts)))
+        for stage, rank in enumerate(self.schedule.placement):
+            loads[rank] += self.times[stage][cuts[:, stage], cuts[:, stage + 1]]
+        return loads
 
     def latencies(self, cuts: Cuts) -> Numbers:
         """The time of all stages of a cut one after another, transfers between."""
-        pairs = enumerate(itertools.pairwise(self.schedule.placement), start=1)
-        crossed = [stage for stage, (one, other) in pairs if one != other]
-        moved = self.transfers[cuts[:, crossed]].sum(axis=1)
-        return self.loads(cuts).sum(axis=0) + moved
-
-    def needs(self, cuts: Cuts) -> Numbers:
-        """The bytes of each rank: ``[ranks, cuts]``."""
-        each = [
-            self._rank_bytes(own, [(cuts[:, s], cuts[:, s + 1]) for s in own.stages])
-            for own in self.in_flight
+        ranks = itertools.pairwise(self.schedule.placement)
+        crossing_stages = [
+            stage
+            for stage, (previous_rank, rank) in enumerate(ranks, start=1)
+            if previous_rank != rank
         ]
-        return np.array(each)
+        transfer_times = self.transfers[cuts[:, crossing_stages]].sum(axis=1)
+        return self.loads(cuts).sum(axis=0) + transfer_times
+
+    def rank_bytes(self, cuts: Cuts) -> Numbers:
+        """The bytes of each rank: ``[ranks, cuts]``."""
+        rows = []
+        for rank in self.in_flight:
+            bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in rank.stages]
+            rows.append(self._rank_bytes(rank, bounds))
+        return np.array(rows)
 
     def excess(self, cuts: Cuts) -> Numbers:
         """The bytes by which the fullest rank exceeds its limit; negative with room."""
         if self.max_bytes is None:
             return np.zeros(len(cuts))
-        return (self.needs(cuts) - np.array(self.max_bytes)[:, None]).max(axis=0)
+        limits = np.array(self.max_bytes)[:, None]
+        return (self.rank_bytes(cuts) - limits).max(axis=0)
 
-    def excess_of_stages(self) -> list[Matrix]:
-        """The same of each stage that there may be, with one for each rank."""
+    def stage_excess(self) -> list[Matrix]:
+        """The bytes by which each stage exceeds its limit, with one for each rank."""
         assert self.max_bytes is not None
-        size = self.num_layers + 1
-        every = tuple(np.indices((size, size)))
-        found = [np.empty(0)] * self.num_stages
-        for rank, most in zip(self.in_flight, self.max_bytes, strict=True):
-            found[rank.stages[0]] = self._rank_bytes(rank, [every]) - most
-        return found
+        num_ends = self.num_layers + 1
+        begins, ends = np.indices((num_ends, num_ends))
+        excess = [np.empty(0)] * self.num_stages
+        for rank, limit in zip(self.in_flight, self.max_bytes, strict=True):
+            excess[rank.stages[0]] = self._rank_bytes(rank, [(begins, ends)]) - limit
+        return excess
 
     def _rank_bytes(
-        self, rank: InFlight, stages: Sequence[tuple[npt.NDArray[np.intp], ...]]
+        self, rank: InFlight, bounds: Sequence[tuple[Indices, Indices]]
     ) -> Numbers:
-        """What a rank needs whose stages begin and end there, in one cut or several."""
-        modes = [self.modes[s] for s in rank.stages]
-        modes += [*map(self.profile.pending_mode, modes)]
-        pairs = zip(modes, [*stages, *stages], strict=True)
-        residuals = [self.profile.residuals_of[mode][stage] for mode, stage in pairs]
-        moments = np.tensordot(rank.counts, residuals, 1)
-        return moments.max(axis=0) + sum(self._static[stage] for stage in stages)
+        """The bytes of one rank, at the moment at which it holds most.
+
+        Args:
+          rank: the micro-batches that it has in flight.
+          bounds: one per stage of it: where it begins and ends, in each of some cuts.
+        """
+        modes = [self.modes[stage] for stage in rank.stages]
+        pending_modes = [self.profile.pending_mode(mode) for mode in modes]
+        # In the order of the counts: before the backward, then between its halves.
+        residuals = [
+            self.profile.residuals_of[mode][bound]
+            for mode, bound in zip(
+                [*modes, *pending_modes], [*bounds, *bounds], strict=True
+            )
+        ]
+        residual_bytes = np.tensordot(rank.counts, residuals, 1)  # one row per moment
+        return residual_bytes.max(axis=0) + sum(
+            self._fixed_bytes[bound] for bound in bounds
+        )
 
     @functools.cached_property
-    def _transfers(self) -> Numbers:
-        layers, bandwidth = self.profile.layers[:-1], self.bandwidth or math.inf
-        sizes = [x.output_bytes + x.cotangent_bytes for x in layers]
-        moved = np.array([size / bandwidth for size in sizes], float)
-        return np.pad(2 * self.latency + moved, 1)
+    def _transfer_seconds(self) -> Numbers:
+        bandwidth = self.bandwidth or math.inf
+        seconds = [
+            (layer.output_bytes + layer.cotangent_bytes) / bandwidth
+            for layer in self.profile.layers[:-1]
+        ]
+        return np.pad(2 * self.latency + np.array(seconds, float), 1)
 
     @functools.cached_property
-    def _static(self) -> Matrix:
+    def _fixed_bytes(self) -> Matrix:
         """Parameters, their sums of gradients, and other state of each stage.
 
         Infinite where a stage would have no layer.
         """
-        total = 2 * self.profile.params_of + self.profile.state_of
-        total[np.tril_indices(len(total))] = np.inf
-        return total
+        fixed_bytes = 2 * self.profile.params_of + self.profile.state_of
+        fixed_bytes[np.tril_indices(len(fixed_bytes))] = np.inf
+        return fixed_bytes
 
 
-def _in_flight(schedule: Schedule, rank: int) -> InFlight:
-    stages = [s for s, own in enumerate(schedule.placement) if own == rank]
-    changes = np.zeros((len(schedule.rows[rank]) + 1, 2, len(stages)), int)
-    for change, (op, stage, _) in zip(changes[1:], schedule.rows[rank], strict=True):
-        change[int(op == WEIGHT), stages.index(stage)] += 1 if op == FORWARD else -1
-        change[1, stages.index(stage)] += op == INPUT
+def _count_in_flight(schedule: Schedule, rank: int) -> InFlight:
+    """Counts the micro-batches that a rank has in flight after each of its actions."""
+    stages = [stage for stage, owner in enumerate(schedule.placement) if owner == rank]
+    row = schedule.rows[rank]
+    # [moment, state, stage]: the change in the number of micro-batches that are stored
+    # until a backward, or pending until the weight gradient.
+    changes = np.zeros((len(row) + 1, 2, len(stages)), int)
+    stored = changes[:, 0]
+    pending = changes[:, 1]
+    for moment, (op, stage, _) in enumerate(row, start=1):
+        index = stages.index(stage)
+        if op == FORWARD:
+            stored[moment, index] = 1
+        elif op == WEIGHT:
+            pending[moment, index] = -1
+        else:
+            stored[moment, index] = -1
+        if op == INPUT:
+            pending[moment, index] = 1
     counts = np.unique(changes.cumsum(axis=0), axis=0)
     return InFlight(tuple(stages), counts.reshape(len(counts), -1))

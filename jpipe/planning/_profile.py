@@ -1,4 +1,4 @@
-"""What each layer of a model costs: times and bytes of one micro-batch."""
+"""The costs of each layer of a model: times and bytes of one micro-batch."""
 
 import dataclasses
 import functools
@@ -19,25 +19,25 @@ from ..schedules._json import decode, parse_json
 from . import _layer_profile
 from ._layer_profile import LayerProfile as LayerProfile
 from ._layer_profile import SkipProfile as SkipProfile
-from ._sums import Matrix, copied, sums
-from ._table import table
+from ._sums import Matrix, add_copies, sum_stages
+from ._table import format_profile
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the layers of a model cost; made by `jpipe.profile`.
+    """The costs of the layers of a model; made by `jpipe.profile`.
 
     Attributes:
       layers: one entry per layer, in order.
-      input_bytes: what the first layer is given.
+      input_bytes: the bytes of the input of the first layer.
       skips: the long skip connections.
-      ties: groups of numbers of layers that use the same parameters.
-      microbatch_size: how many examples a micro-batch has.
-      fingerprint: what it is of and where it was made, by name: whether it was measured
-        or estimated, the device or its rates, versions, shapes, and a digest of each
+      ties: groups of indices of layers that use the same parameters.
+      microbatch_size: the number of examples of a micro-batch.
+      fingerprint: the model and the place of the profile, by name: measured or
+        estimated, the device or its rates, versions, shapes, and a digest of each
         layer.
-      action_seconds: what an action takes whatever it computes: to have a program run
-        from Python.
+      action_seconds: seconds that any action takes, whatever it computes: to have a
+        program run from Python.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -49,13 +49,18 @@ class Profile:
     action_seconds: float = 0.0
 
     def __str__(self) -> str:
-        return table(self)
+        return format_profile(self)
 
     def faults(self) -> list[str]:
-        """What is wrong with the numbers, a line for each fault."""
-        names = "input_bytes", "microbatch_size", "action_seconds"
-        others = {name: getattr(self, name) for name in names}
-        faults = list(_layer_profile.faults(self.layers, **others))
+        """The faults in the numbers, one line each."""
+        faults = [
+            *_layer_profile.find_layer_faults(
+                self.layers,
+                input_bytes=self.input_bytes,
+                microbatch_size=self.microbatch_size,
+                action_seconds=self.action_seconds,
+            )
+        ]
         if self.microbatch_size == 0:
             faults.append("microbatch_size=0; needs at least one example")
         last = len(self.layers) - 1
@@ -83,18 +88,18 @@ class Profile:
         bandwidth: float | None = None,
         latency: float = 0.0,
     ) -> Costs:
-        """What the stages of a cut cost, for the simulation of schedules.
+        """The costs of the stages of a cut, for the simulation of schedules.
 
-        A stage takes the time of its layers and ``action_seconds``, in each of its
-        actions, and stores what they store. With
-        ``remat="full"`` it stores its input and what skip connections bring to it, and
-        its backward computes the forward again; what other modes compute again is
-        taken to cost nothing. Between the halves of a backward a stage stores what
-        ``"min_cut"`` stores, if that is known: an estimate.
+        Each action of a stage takes the time of its layers and ``action_seconds``, and
+        a stage stores what its layers store. With ``remat="full"`` it stores its input
+        and what skip connections bring to it, and its backward computes the forward
+        again; what other modes compute again is taken to cost nothing. Between the
+        halves of a backward a stage is taken to store what ``"min_cut"`` stores, if the
+        profile has that mode.
 
         Args:
-          balance: how many layers each stage has.
-          remat: what is stored between forward and backward, one mode or one per stage:
+          balance: the number of layers of each stage.
+          remat: the residuals between forward and backward, one mode or one per stage:
             ``"full"``, or one that ``residual_bytes`` of the layers names.
           bandwidth: bytes per second between two ranks; ``None``: as many as there are.
           latency: seconds that a transfer takes whatever its size.
@@ -113,29 +118,30 @@ class Profile:
         sizes = list(balance)
         modes = self.modes(remat, len(sizes))
         faults = [*speed_faults(bandwidth, latency), *self.remat_faults(modes)]
-        count = len(self.layers)
-        if min(sizes, default=0) < 1 or sum(sizes) != count:
+        num_layers = len(self.layers)
+        if min(sizes, default=0) < 1 or sum(sizes) != num_layers:
             faults.append(
-                f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers, "
-                f"of which every stage needs at least one"
+                f"balance={sizes}: its sum is {sum(sizes)}, there are {num_layers} "
+                f"layers, of which every stage needs at least one"
             )
         if faults:
             raise ValueError(f"profile: {'; '.join(faults)}")
+
         ends = [0, *itertools.accumulate(sizes)]
         stages = list(itertools.pairwise(ends))
 
-        def of_stages(modes: Iterable[str]) -> list[int]:
+        def residual_bytes(modes: Iterable[str]) -> list[int]:
             pairs = zip(modes, stages, strict=True)
             return [int(self.residuals_of[mode][stage]) for mode, stage in pairs]
 
-        params = [int(self.params_of[stage]) for stage in stages]
-        state = [int(self.state_of[stage]) for stage in stages]
+        param_bytes = [int(self.params_of[stage]) for stage in stages]
+        state_bytes = [int(self.state_of[stage]) for stage in stages]
         return dataclasses.replace(
             self.times(ends, modes, bandwidth, latency),
-            residual_bytes=of_stages(modes),
-            pending_bytes=of_stages(map(self.pending_mode, modes)),
-            parameter_bytes=[a + b for a, b in zip(params, state, strict=True)],
-            accumulator_bytes=params,
+            residual_bytes=residual_bytes(modes),
+            pending_bytes=residual_bytes(map(self.pending_mode, modes)),
+            parameter_bytes=list(map(operator.add, param_bytes, state_bytes)),
+            accumulator_bytes=param_bytes,
         )
 
     def times(
@@ -145,26 +151,36 @@ class Profile:
         bandwidth: float | None,
         latency: float,
     ) -> Costs:
-        """`costs` without what stages hold: of the layers between two ends each."""
+        """The times of `costs`, without the bytes that stages hold.
+
+        Args:
+          ends: the layers at which stages begin and end.
+          modes: the remat mode of each stage.
+          bandwidth: as for `costs`.
+          latency: as for `costs`.
+        """
         stages = list(itertools.pairwise(ends))
-        times = [
-            self._seconds(*stage, mode == "full")
-            for stage, mode in zip(stages, modes, strict=True)
+        seconds = [
+            self._stage_seconds(begin, end, recomputes=mode == "full")
+            for (begin, end), mode in zip(stages, modes, strict=True)
         ]
-        forward, backward, first_half, second_half = map(list, zip(*times, strict=True))
+        forward, backward, input_grad, weight_grad = map(
+            list, zip(*seconds, strict=True)
+        )
+        cotangent_bytes = [
+            self.layers[begin - 1].cotangent_bytes if begin else 0
+            for begin, _ in stages
+        ]
         return Costs(
             forward=forward,
             backward=backward,
-            input_grad=first_half,
-            weight_grad=second_half,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
             latency=latency,
             bandwidth=math.inf if bandwidth is None else bandwidth,
-            boundary_bytes=[self.boundary_bytes(first) for first, _ in stages],
-            cotangent_bytes=[
-                self.layers[first - 1].cotangent_bytes if first else 0
-                for first, _ in stages
-            ],
-            skips=tuple(self._skips(ends)),
+            boundary_bytes=[self.boundary_bytes(begin) for begin, _ in stages],
+            cotangent_bytes=cotangent_bytes,
+            skips=tuple(self._stage_skips(ends)),
             in_seconds=True,
         )
 
@@ -174,8 +190,8 @@ class Profile:
         Raises:
           ValueError: if there are not as many.
         """
-        several = isinstance(remat, Iterable) and not isinstance(remat, str)
-        modes = tuple(remat) if several else (remat,) * num_stages
+        is_sequence = isinstance(remat, Iterable) and not isinstance(remat, str)
+        modes = tuple(remat) if is_sequence else (remat,) * num_stages
         if len(modes) != num_stages:
             raise ValueError(
                 f"remat has {len(modes)} entries for {num_stages} stages; give one for "
@@ -184,7 +200,7 @@ class Profile:
         return modes
 
     def remat_faults(self, modes: Sequence[str]) -> list[str]:
-        """The remat modes whose residuals are not known, a line for each."""
+        """The faults of remat modes that are not in the profile, one line each."""
         listed = ", ".join(map(repr, sorted(self.residuals_of)))
         return [
             f"what remat={format_argument(mode)} keeps is not in the profile: choose "
@@ -193,9 +209,9 @@ class Profile:
             if mode not in self.residuals_of
         ]
 
-    def boundary_bytes(self, first: int) -> int:
-        """What a stage that begins at a layer is given."""
-        return self.layers[first - 1].output_bytes if first else self.input_bytes
+    def boundary_bytes(self, begin: int) -> int:
+        """The bytes of the input of a stage that begins with a layer."""
+        return self.layers[begin - 1].output_bytes if begin else self.input_bytes
 
     @functools.cached_property
     def params_of(self) -> Matrix:
@@ -203,44 +219,70 @@ class Profile:
 
         A stage without the first of some tied layers has a copy of its parameters.
         """
-        found = sums([layer.param_bytes for layer in self.layers])
+        param_bytes = sum_stages([layer.param_bytes for layer in self.layers])
         for group in self.ties:
-            owner, *others = sorted(set(group))
-            copied(found, owner + 1, others, self.layers[owner].param_bytes)
-        return found
+            owner, *readers = sorted(set(group))
+            add_copies(
+                param_bytes,
+                first_layer=owner + 1,
+                readers=readers,
+                num_bytes=self.layers[owner].param_bytes,
+            )
+        return param_bytes
 
     @functools.cached_property
     def state_of(self) -> Matrix:
         """Bytes of the other state of each stage."""
-        return sums([layer.state_bytes for layer in self.layers])
+        return sum_stages([layer.state_bytes for layer in self.layers])
 
     @functools.cached_property
     def residuals_of(self) -> dict[str, Matrix]:
-        """By mode, what each stage stores between forward and backward."""
-        count, modes = len(self.layers), [layer.residual_bytes for layer in self.layers]
-        known = set[str]().union(*modes[:1]).intersection(*modes)
-        found = {mode: sums([own[mode] for own in modes]) for mode in sorted(known)}
-        given = [*map(self.boundary_bytes, range(count)), 0]
-        entering = np.triu(np.repeat(np.array(given, float)[:, None], count + 1, 1), 1)
+        """Bytes that each stage stores between forward and backward, by remat mode."""
+        layers = [layer.residual_bytes for layer in self.layers]
+        modes = set[str]().union(*layers[:1]).intersection(*layers)
+        residuals: dict[str, Matrix] = {}
+        for mode in sorted(modes):
+            residuals[mode] = sum_stages([sizes[mode] for sizes in layers])
+        residuals["full"] = self._stage_input_bytes
+        return residuals
+
+    @functools.cached_property
+    def _stage_input_bytes(self) -> Matrix:
+        """Bytes of the inputs of each stage: from the one before it, and by skips."""
+        num_layers = len(self.layers)
+        boundary_bytes = [self.boundary_bytes(begin) for begin in range(num_layers)]
+        column = np.array([*boundary_bytes, 0], float)[:, None]
+        input_bytes = np.triu(np.repeat(column, num_layers + 1, axis=1), 1)
+
+        # skip connections of one array -> the layers that read it
         readers: dict[tuple[int, str, int, bool], list[int]] = {}
         for skip in self.skips:
             key = skip.source, skip.name, skip.bytes, skip.is_output
             readers.setdefault(key, []).append(skip.target)
-        for (source, _, size, is_output), targets in readers.items():
-            copied(entering, source + 1 + is_output, sorted(targets), size)
-        return {**found, "full": entering}
+        for (source, _, num_bytes, is_output), targets in readers.items():
+            # A stage right behind the source has its output already.
+            add_copies(
+                input_bytes,
+                first_layer=source + 2 if is_output else source + 1,
+                readers=sorted(targets),
+                num_bytes=num_bytes,
+            )
+        return input_bytes
 
     def pending_mode(self, mode: str) -> str:
-        """The mode that stores about what the first half of a backward leaves."""
+        """The mode that stores about as much as the first half of a backward leaves."""
         if mode == "none":
             return mode
-        return next((m for m in ("min_cut", "none") if m in self.residuals_of), mode)
+        for pending_mode in ("min_cut", "none"):
+            if pending_mode in self.residuals_of:
+                return pending_mode
+        return mode
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
         """Refuses a profile that was made on something else.
 
         Args:
-          fingerprint: that of what it is to be used for.
+          fingerprint: the fingerprint of its use.
 
         Raises:
           ValueError: if anything differs; the message names all of it.
@@ -252,14 +294,14 @@ class Profile:
             * device: 'a' in the profile, 'b' here
           Measure again, or use the profile where it was made; ...
         """
-        differ = [
+        differences = [
             f"{name}: {self.fingerprint.get(name)!r} in the profile, "
             f"{fingerprint.get(name)!r} here"
             for name in dict.fromkeys([*self.fingerprint, *fingerprint])
             if self.fingerprint.get(name) != fingerprint.get(name)
         ]
-        if differ:
-            listed = "".join(f"\n  * {line}" for line in differ)
+        if differences:
+            listed = "".join(f"\n  * {line}" for line in differences)
             raise ValueError(
                 f"the profile was made on something else:{listed}\nMeasure again, or "
                 f"use the profile where it was made; give jpipe.profile the same "
@@ -267,7 +309,7 @@ class Profile:
             )
 
     def to_json(self) -> str:
-        """All of it as a JSON object; `from_json` reads it."""
+        """The profile as a JSON object; `from_json` reads it."""
         return json.dumps(dataclasses.asdict(self), indent=1, default=_plain)
 
     @classmethod
@@ -286,39 +328,52 @@ class Profile:
             profile: Profile = decode(cls, fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
-            str(profile)  # which needs some of what it was made on
+            str(profile)  # it needs some fields of the fingerprint
         return profile
 
-    def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
-        """Of F, B, I and W of a stage; what is not known is half of a backward."""
-        layers = self.layers[first:stop]
+    def _stage_seconds(
+        self, begin: int, end: int, *, recomputes: bool
+    ) -> tuple[float, float, float, float]:
+        """Seconds of F, B, I and W of a stage; halves are equal if they are unknown.
+
+        Args:
+          begin: the first layer of the stage.
+          end: the first layer behind it.
+          recomputes: True if a backward computes the forward again.
+        """
+        layers = self.layers[begin:end]
         forward = sum(layer.forward for layer in layers)
         backward = sum(layer.backward for layer in layers)
-        inputs, weights = map(sum, zip(*(x.halves for x in layers), strict=True))
-        more = forward if again else 0.0
-        call = self.action_seconds
+        halves = [layer.halves for layer in layers]
+        input_grad = sum(first for first, _ in halves)
+        weight_grad = sum(second for _, second in halves)
+        recomputed = forward if recomputes else 0.0
         # Where nothing is trained there are no actions after the forward.
-        after = call if any(layer.has_backward for layer in layers) else 0.0
+        has_backward = any(layer.has_backward for layer in layers)
+        backward_call = self.action_seconds if has_backward else 0.0
         return (
-            forward + call,
-            backward + more + after,
-            inputs + more + after,
-            weights + after,
+            forward + self.action_seconds,
+            backward + recomputed + backward_call,
+            input_grad + recomputed + backward_call,
+            weight_grad + backward_call,
         )
 
-    def _skips(self, ends: Sequence[int]) -> Iterator[Skip]:
+    def _stage_skips(self, ends: Sequence[int]) -> Iterator[Skip]:
         """Skip connections between stages; one array goes to a stage once."""
-        stage_of = [
-            s for s, (a, b) in enumerate(itertools.pairwise(ends)) for _ in range(a, b)
-        ]
-        sent: dict[tuple[int, str, int], Skip] = {}
+        stage_of: list[int] = []  # layer -> stage
+        for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
+            stage_of += [stage] * (end - begin)
+        # (source layer, name, target stage) -> the skip connection of stages
+        skips: dict[tuple[int, str, int], Skip] = {}
         for skip in self.skips:
-            source, target = stage_of[skip.source], stage_of[skip.target]
-            with_boundary = skip.is_output and skip.source == ends[target] - 1
-            if source != target and not with_boundary:
-                key = skip.source, skip.name, target
-                sent[key] = Skip(source, target, skip.bytes, skip.cotangent_bytes)
-        yield from sent.values()
+            source = stage_of[skip.source]
+            target = stage_of[skip.target]
+            is_boundary = skip.is_output and skip.source == ends[target] - 1
+            if source != target and not is_boundary:
+                skips[skip.source, skip.name, target] = Skip(
+                    source, target, skip.bytes, skip.cotangent_bytes
+                )
+        yield from skips.values()
 
 
 def _plain(number: Any) -> int | float:
@@ -326,25 +381,25 @@ def _plain(number: Any) -> int | float:
     return operator.index(number) if hasattr(number, "__index__") else float(number)
 
 
-def check_profile(what: str, profile: Any) -> None:
-    """Checks that something is a profile.
+def check_profile(function_name: str, profile: Any) -> None:
+    """Checks that an argument is a profile.
 
     Args:
-      what: how errors call the function that was given it.
-      profile: what the caller passed.
+      function_name: the name of the called function, for errors.
+      profile: the argument.
 
     Raises:
       TypeError: if it is none.
     """
     if not isinstance(profile, Profile):
         raise TypeError(
-            f"{what} needs a jpipe.Profile, such as jpipe.profile(layers, x) returns; "
-            f"this is a {type(profile).__name__}"
+            f"{function_name} needs a jpipe.Profile, such as jpipe.profile(layers, x) "
+            f"returns; this is a {type(profile).__name__}"
         )
 
 
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
-    """Why links of such speed there are not, a line for each fault."""
+    """The faults in bandwidth and latency, one line each."""
     yield from _layer_profile.number_faults("latency", latency)
     if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"

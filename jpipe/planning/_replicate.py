@@ -1,4 +1,17 @@
-"""Stages with several devices each: how many stages, of which layers, on how many."""
+"""`jpipe.replicate`: stages with several devices each, which take turns.
+
+The time from one micro-batch to the next is that of the slowest stage, or of the
+slowest transfer. Of the layers before j on d devices the least such time is
+
+    bottleneck[d, j] = min over i, r of max(bottleneck[d - r, i], stage(i, j, r)),
+
+where the last stage has the layers i to j - 1 on r devices and ``stage(i, j, r)`` is
+the longest of its computation with the exchange of gradients and of the transfers at
+its two ends, each divided by r. For n layers this takes n ** 2 * d ** 2 operations.
+
+References:
+  Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +22,7 @@ import numpy as np
 from ..schedules._formats import format_count, format_table
 from ._layer_profile import count_faults
 from ._profile import Profile, check_profile, speed_faults
-from ._sums import Matrix, sums
+from ._sums import Matrix, sum_stages
 
 
 @dataclass(frozen=True)
@@ -26,8 +39,8 @@ class Replicated:
         planner counts: each replica exchanges gradients after each of its
         micro-batches, and an exchange counts twice; a transfer uses as many links as
         the stage with fewer devices has.
-      unreplicated_seconds: what ``seconds`` would be with one device per stage.
-      single_device_seconds: what it would be on one device.
+      unreplicated_seconds: the seconds of a micro-batch with one device per stage.
+      single_device_seconds: the seconds of a micro-batch on one device.
 
     Example:
       >>> import jpipe
@@ -44,11 +57,12 @@ class Replicated:
     single_device_seconds: float
 
     def __str__(self) -> str:
-        used, seconds = sum(self.replicas), self.seconds
-        faster = self.single_device_seconds / seconds if seconds else 1.0
+        seconds = self.seconds
+        num_devices = sum(self.replicas)
+        speedup = self.single_device_seconds / seconds if seconds else 1.0
         lines = [
-            f"{seconds:.6g} s a micro-batch on {format_count(used, 'device')}, "
-            f"{faster:.3f} times as fast as one"
+            f"{seconds:.6g} s a micro-batch on {format_count(num_devices, 'device')}, "
+            f"{speedup:.3f} times as fast as one"
         ]
         if max(self.replicas) > 1 and seconds:
             lines.append(
@@ -56,8 +70,9 @@ class Replicated:
                 f"{self.unreplicated_seconds / seconds:.3f} times as long"
             )
         rows = [["stage", "layers", "devices"]]
-        pairs = zip(self.balance, self.replicas, strict=True)
-        rows += [[str(i), *map(str, own)] for i, own in enumerate(pairs)]
+        sizes = zip(self.balance, self.replicas, strict=True)
+        for stage, (num_layers, replicas) in enumerate(sizes):
+            rows.append([str(stage), str(num_layers), str(replicas)])
         return "\n".join([*lines, format_table(rows, left=())])
 
 
@@ -75,8 +90,8 @@ def replicate(
     each micro-batch and add to the time of a stage; all devices are used.
 
     Args:
-      profile: of the layers, on one micro-batch; from `jpipe.profile`.
-      num_devices: how many there are.
+      profile: the layers on one micro-batch; from `jpipe.profile`.
+      num_devices: the number of devices.
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
 
     Returns:
@@ -102,12 +117,20 @@ def replicate(
     """
     check_profile("replicate", profile)
     faults = [*profile.faults(), *speed_faults(bandwidth, 0.0)]
-    if faults := [*faults, *count_faults("num_devices", num_devices)]:
+    faults += count_faults("num_devices", num_devices)
+    if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
-    speed = bandwidth or math.inf
-    seconds, stages = _best(profile, speed, num_devices, num_devices)
-    most_stages = min(num_devices, len(profile.layers))
-    unreplicated_seconds, _ = _best(profile, speed, most_stages, 1)
+    if bandwidth is None:
+        bandwidth = math.inf
+    seconds, stages = _minimize_bottleneck(
+        profile, bandwidth, num_devices=num_devices, max_replicas=num_devices
+    )
+    unreplicated_seconds, _ = _minimize_bottleneck(
+        profile,
+        bandwidth,
+        num_devices=min(num_devices, len(profile.layers)),
+        max_replicas=1,
+    )
     balance, replicas = zip(*stages, strict=True)
     return Replicated(
         balance=balance,
@@ -124,57 +147,73 @@ def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) 
     return hops * num_bytes / (bandwidth * replicas) + hops * latency
 
 
-def _best(
-    profile: Profile, bandwidth: float, num_devices: int, most: int
+def _minimize_bottleneck(
+    profile: Profile, bandwidth: float, *, num_devices: int, max_replicas: int
 ) -> tuple[float, list[tuple[int, int]]]:
-    """The stages whose slowest, or slowest transfer, takes least per micro-batch.
+    """Finds the stages with the least time from one micro-batch to the next.
 
     Args:
-      profile: of the layers.
-      bandwidth: bytes per second.
-      num_devices: how many there are; all are used.
-      most: how many a stage may have.
+      profile: the layers.
+      bandwidth: bytes per second between two devices.
+      num_devices: the number of devices; all are used.
+      max_replicas: the largest number of devices of a stage.
 
     Returns:
-      That time, and of each stage how many layers and devices it has.
+      That time, and for each stage the number of its layers and devices.
     """
-    size = len(profile.layers) + 1
-    times = sums([x.forward + x.backward for x in profile.layers], np.inf)
-    params = sums([x.param_bytes for x in profile.layers])
-    sent = _crossing(profile)
-    best = {0: np.full(size, np.inf)}
-    best[0][0] = 0.0
-    came: dict[tuple[int, int], tuple[int, int]] = {}
-    for used in range(1, num_devices + 1):
-        best[used] = np.full(size, np.inf)
-        for replicas in range(1, min(most, used) + 1):
-            moved = sent / (bandwidth * replicas)
-            ends = np.maximum(moved[:, None], moved[None, :])
-            seconds = (times + 2 * ring(params, replicas, bandwidth)) / replicas
-            before = best[used - replicas][:, None]
-            each: Matrix = np.maximum(before, np.maximum(seconds, ends))
-            starts = each.argmin(axis=0)
-            values = each[starts, np.arange(size)]
-            for end in np.flatnonzero(values < best[used]):
-                best[used][end] = values[end]
-                came[used, int(end)] = int(starts[end]), replicas
-    stages, used, end = [], num_devices, size - 1
+    num_ends = len(profile.layers) + 1
+    compute_seconds = sum_stages(
+        [layer.forward + layer.backward for layer in profile.layers], empty=np.inf
+    )
+    param_bytes = sum_stages([layer.param_bytes for layer in profile.layers])
+    crossing_bytes = _crossing_bytes(profile)
+
+    # number of devices -> the least bottleneck of the layers before each end
+    bottleneck = {0: np.full(num_ends, np.inf)}
+    bottleneck[0][0] = 0.0
+    # (number of devices, end) -> the begin and the devices of the last stage
+    last_stage: dict[tuple[int, int], tuple[int, int]] = {}
+    for devices in range(1, num_devices + 1):
+        bottleneck[devices] = np.full(num_ends, np.inf)
+        for replicas in range(1, min(max_replicas, devices) + 1):
+            transfers = crossing_bytes / (bandwidth * replicas)
+            transfer_seconds = np.maximum(transfers[:, None], transfers[None, :])
+            # PipeDream counts the exchange twice.
+            exchange_seconds = 2 * ring(param_bytes, replicas, bandwidth)
+            stage_seconds = (compute_seconds + exchange_seconds) / replicas
+            bottlenecks: Matrix = np.maximum(  # [begin, end]
+                bottleneck[devices - replicas][:, None],
+                np.maximum(stage_seconds, transfer_seconds),
+            )
+            begins = bottlenecks.argmin(axis=0)
+            least = bottlenecks[begins, np.arange(num_ends)]
+            for end in np.flatnonzero(least < bottleneck[devices]):
+                bottleneck[devices][end] = least[end]
+                last_stage[devices, int(end)] = int(begins[end]), replicas
+
+    stages: list[tuple[int, int]] = []
+    devices = num_devices
+    end = num_ends - 1
     while end:
-        start, replicas = came[used, end]
-        stages.append((end - start, replicas))
-        used, end = used - replicas, start
-    return float(best[num_devices][-1]), stages[::-1]
+        begin, replicas = last_stage[devices, end]
+        stages.append((end - begin, replicas))
+        devices -= replicas
+        end = begin
+    return float(bottleneck[num_devices][-1]), stages[::-1]
 
 
-def _crossing(profile: Profile) -> np.ndarray:
+def _crossing_bytes(profile: Profile) -> np.ndarray:
     """The bytes that cross a cut before each layer, there and back."""
-    sent = np.zeros(len(profile.layers) + 1)
+    crossing_bytes = np.zeros(len(profile.layers) + 1)
     for cut, layer in enumerate(profile.layers[:-1], start=1):
-        skips = {
-            (skip.source, skip.name): skip.bytes + skip.cotangent_bytes
-            for skip in profile.skips
-            if skip.source < cut <= skip.target
-            and not (skip.is_output and skip.source == cut - 1)
-        }
-        sent[cut] = layer.output_bytes + layer.cotangent_bytes + sum(skips.values())
-    return sent
+        # (source, name) -> bytes: an array that several later layers read crosses once.
+        skip_bytes: dict[tuple[int, str], int] = {}
+        for skip in profile.skips:
+            is_layer_output = skip.is_output and skip.source == cut - 1
+            if skip.source < cut <= skip.target and not is_layer_output:
+                key = skip.source, skip.name
+                skip_bytes[key] = skip.bytes + skip.cotangent_bytes
+        crossing_bytes[cut] = (
+            layer.output_bytes + layer.cotangent_bytes + sum(skip_bytes.values())
+        )
+    return crossing_bytes

@@ -1,4 +1,4 @@
-"""Sums over stages as matrices: entry (i, j) is of the stage of layers i to j - 1."""
+"""Sums over stages as matrices: entry [i, j] is of the stage of layers i to j - 1."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,23 +9,34 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float64]
 
 
-def sums(numbers: Sequence[float] | Matrix, none: float = 0.0) -> Matrix:
-    """Sums of numbers i to j - 1, and something else where there are none."""
-    ends = np.concatenate([[0.0], np.cumsum(np.array(numbers, float))])
-    found = ends[None, :] - ends[:, None]
-    found[np.tril_indices(len(ends))] = none
-    return found
-
-
-def copied(found: Matrix, first: int, readers: Sequence[int], size: float) -> None:
-    """Adds what each stage has once that begins at a layer or later and reads it.
+def sum_stages(numbers: Sequence[float] | Matrix, *, empty: float = 0.0) -> Matrix:
+    """Sums one number per layer over each stage.
 
     Args:
-      found: to this.
-      first: the layer.
-      readers: the layers that read it, in order.
-      size: how much it is.
+      numbers: one per layer.
+      empty: the entry of a stage without layers.
     """
-    # Of several readers in a stage the first brings it.
-    for before, reader in itertools.pairwise([first - 1, *readers]):
-        found[max(first, before + 1) : reader + 1, reader + 1 :] += size
+    prefix_sums = np.concatenate([[0.0], np.cumsum(np.array(numbers, float))])
+    stage_sums = prefix_sums[None, :] - prefix_sums[:, None]
+    stage_sums[np.tril_indices(len(prefix_sums))] = empty
+    return stage_sums
+
+
+def add_copies(
+    stage_bytes: Matrix, *, first_layer: int, readers: Sequence[int], num_bytes: float
+) -> None:
+    """Adds the bytes of an array to each stage that has a copy of it.
+
+    A stage has one copy, however many of its layers read the array. A stage that begins
+    before ``first_layer`` has none: it holds the array itself.
+
+    Args:
+      stage_bytes: the matrix to which they are added.
+      first_layer: the first layer with which a stage that has a copy can begin.
+      readers: the layers that read the array, in order.
+      num_bytes: the size of the array.
+    """
+    # A stage is counted at the first of its readers: it begins behind the one before.
+    for previous_reader, reader in itertools.pairwise([first_layer - 1, *readers]):
+        begin = max(first_layer, previous_reader + 1)
+        stage_bytes[begin : reader + 1, reader + 1 :] += num_bytes

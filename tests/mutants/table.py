@@ -283,7 +283,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
-        ("[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
+        ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
     ],
     "planning/_replicate": [
         ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
