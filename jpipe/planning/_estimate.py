@@ -1,9 +1,12 @@
-"""What programs would take by their jaxprs: nothing is compiled or run.
+"""Seconds and bytes of programs by their jaxprs: nothing is compiled or run.
 
-Time is that of a roofline: what an equation takes is the time of its floating-point
-operations or that of the bytes that it reads and writes, whichever is longer. XLA fuses
-what is cheap, such as sums, masks and reductions: all of that in a program is taken as
-one, which touches only what others read of it or write for it.
+Time is that of a roofline. An equation takes as long as its floating-point operations,
+or as the bytes that it reads and writes, whichever is longer:
+
+    seconds(eqn) = max(flops / peak_flops, bytes / memory_bandwidth)
+
+XLA fuses cheap equations, such as sums, masks and reductions: all of those in a program
+are taken as one, which touches only the arrays that other equations read or write too.
 
 Memory besides arguments and results: at most what is alive at once of what equations
 make, each as an array of its own: no fusion, no view. XLA needs less, but for what a
@@ -21,17 +24,17 @@ from jax.extend import core
 from .._jaxprs import _flops, _jaxpr, _min_cut
 from .._jaxprs._computation import Computation
 
-# What reads of its first operand only as much as it gives.
-_PARTS = frozenset(["dynamic_slice", "gather", "slice"])
+# Primitives that read as much of their first operand as they return.
+_PARTIAL_READS = frozenset(["dynamic_slice", "gather", "slice"])
 
 
 class Rates(NamedTuple):
-    """What a device does in a second.
+    """The speed of a device.
 
     Attributes:
-      flops: floating-point operations.
-      bandwidth: bytes that it reads and writes in its memory.
-      action: the seconds of a program that computes nothing; not in a second.
+      flops: floating-point operations in a second.
+      bandwidth: bytes that it reads and writes in its memory in a second.
+      action: the seconds of a program that computes nothing.
     """
 
     flops: float = 1e12
@@ -39,82 +42,92 @@ class Rates(NamedTuple):
     action: float = 2e-5
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Of so many operations that touch so many bytes."""
+        """The seconds of so many operations that touch so many bytes."""
         return max(flops / self.flops, num_bytes / self.bandwidth)
 
 
-def seconds(function: Computation, rates: Rates) -> float:
-    """How long a function takes that was made of a jaxpr."""
-    assert function.closed is not None
-    return _seconds(function.closed, rates)
+def estimate_seconds(computation: Computation, rates: Rates) -> float:
+    """Estimates how long a computation that was made of a jaxpr takes."""
+    assert computation.closed is not None
+    return _seconds(computation.closed, rates)
 
 
 def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
     jaxpr = closed.jaxpr
-    outside = {*jaxpr.invars, *jaxpr.constvars, *_jaxpr.variables(jaxpr.outvars)}
-    touched: dict[core.Var, int] = {}
-    flops, total = 0, 0.0
+    # The variables that others than cheap equations read or write.
+    outer_vars = {*jaxpr.invars, *jaxpr.constvars, *_jaxpr.variables(jaxpr.outvars)}
+    # variable -> the bytes of it that cheap equations read or write
+    fused_bytes: dict[core.Var, int] = {}
+    fused_flops = 0
+    seconds = 0.0
     for eqn in jaxpr.eqns:
         if _min_cut.is_cheap(eqn):
-            flops += _flops.of_equation(eqn)
-            for var, size in _touched(eqn).items():
-                touched[var] = max(touched.get(var, 0), size)
+            fused_flops += _flops.of_equation(eqn)
+            for var, num_bytes in _touched(eqn).items():
+                fused_bytes[var] = max(fused_bytes.get(var, 0), num_bytes)
         else:
-            total += _of_dear(eqn, rates)
-            outside |= _touched(eqn).keys()
-    crossing = sum(size for var, size in touched.items() if var in outside)
-    return total + rates.seconds(flops, crossing)
+            seconds += _expensive_seconds(eqn, rates)
+            outer_vars |= _touched(eqn).keys()
+    num_bytes = sum(size for var, size in fused_bytes.items() if var in outer_vars)
+    return seconds + rates.seconds(fused_flops, num_bytes)
 
 
 def _touched(eqn: core.JaxprEqn) -> dict[core.Var, int]:
     """The bytes of each variable that an equation reads or writes."""
     variables = _jaxpr.variables([*eqn.invars, *eqn.outvars])
     sizes = {var: _min_cut.nbytes(var) for var in variables}
-    if eqn.primitive.name in _PARTS and eqn.invars[0] in sizes:
+    if eqn.primitive.name in _PARTIAL_READS and eqn.invars[0] in sizes:
         source = eqn.invars[0]
         sizes[source] = min(sizes[source], _min_cut.nbytes(eqn.outvars[0]))
     return sizes
 
 
-def _of_dear(eqn: core.JaxprEqn, rates: Rates) -> float:
-    inside = [_seconds(closed, rates) for closed in _jaxpr.inner_jaxprs(eqn)]
-    if not inside:
-        size = sum(_touched(eqn).values())
-        return rates.seconds(_flops.of_equation(eqn), size)
+def _expensive_seconds(eqn: core.JaxprEqn, rates: Rates) -> float:
+    """The seconds of an equation that XLA does not fuse with others."""
+    inner_seconds = [_seconds(closed, rates) for closed in _jaxpr.inner_jaxprs(eqn)]
+    if not inner_seconds:
+        num_bytes = sum(_touched(eqn).values())
+        return rates.seconds(_flops.of_equation(eqn), num_bytes)
     if eqn.primitive.name == "scan":
-        return eqn.params["length"] * sum(inside)
-    return max(inside) if eqn.primitive.name == "cond" else sum(inside)
+        return eqn.params["length"] * sum(inner_seconds)
+    if eqn.primitive.name == "cond":
+        return max(inner_seconds)
+    return sum(inner_seconds)
 
 
-def workspace_bytes(function: Computation) -> int:
-    """The most that is alive at once in a function that was made of a jaxpr."""
-    assert function.closed is not None
-    return _most(function.closed.jaxpr)
+def estimate_workspace(computation: Computation) -> int:
+    """Estimates the most bytes that are alive at once, besides inputs and results."""
+    assert computation.closed is not None
+    return _peak_bytes(computation.closed.jaxpr)
 
 
-def _most(jaxpr: core.Jaxpr) -> int:
-    """The most besides inputs and results, at the equation that needs most."""
-    outside = _jaxpr.variables([*jaxpr.outvars, *jaxpr.invars, *jaxpr.constvars])
-    last: dict[core.Var, int] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        for var in _jaxpr.variables([*eqn.invars, *eqn.outvars]) - outside:
-            last[var] = number
-    ending: dict[int, list[core.Var]] = {}
-    for var, number in last.items():
-        ending.setdefault(number, []).append(var)
-    alive = most = 0
-    for number, eqn in enumerate(jaxpr.eqns):
-        alive += sum(_min_cut.nbytes(var) for var in eqn.outvars if var in last)
-        most = max(most, alive + _inside(eqn))
-        alive -= sum(map(_min_cut.nbytes, ending.get(number, ())))
-    return most
+def _peak_bytes(jaxpr: core.Jaxpr) -> int:
+    """The bytes besides inputs and results, at the equation that needs most."""
+    outer_vars = _jaxpr.variables([*jaxpr.outvars, *jaxpr.invars, *jaxpr.constvars])
+    last_use: dict[core.Var, int] = {}  # variable -> index of an equation
+    for index, eqn in enumerate(jaxpr.eqns):
+        for var in _jaxpr.variables([*eqn.invars, *eqn.outvars]) - outer_vars:
+            last_use[var] = index
+    freed: dict[int, list[core.Var]] = {}  # index of an equation -> variables
+    for var, index in last_use.items():
+        freed.setdefault(index, []).append(var)
+
+    live_bytes = 0
+    peak_bytes = 0
+    for index, eqn in enumerate(jaxpr.eqns):
+        new_vars = [var for var in eqn.outvars if var in last_use]
+        live_bytes += sum(map(_min_cut.nbytes, new_vars))
+        peak_bytes = max(peak_bytes, live_bytes + _inner_bytes(eqn))
+        live_bytes -= sum(map(_min_cut.nbytes, freed.get(index, ())))
+    return peak_bytes
 
 
-def _inside(eqn: core.JaxprEqn) -> int:
-    """What a call, a branch or a turn of a loop needs."""
-    inner = [closed.jaxpr for closed in _jaxpr.inner_jaxprs(eqn)]
-    most = max(map(_most, inner), default=0)
+def _inner_bytes(eqn: core.JaxprEqn) -> int:
+    """The bytes that a call, a branch or a turn of a loop needs."""
+    inner_jaxprs = [closed.jaxpr for closed in _jaxpr.inner_jaxprs(eqn)]
+    peak_bytes = max(map(_peak_bytes, inner_jaxprs), default=0)
     if eqn.primitive.name in ("scan", "while"):
-        # What a turn gives is written beside what it was given.
-        most += sum(_min_cut.nbytes(var) for jaxpr in inner for var in jaxpr.outvars)
-    return most
+        # The results of a turn are written beside its arguments.
+        for jaxpr in inner_jaxprs:
+            peak_bytes += sum(map(_min_cut.nbytes, jaxpr.outvars))
+    return peak_bytes

@@ -1,4 +1,4 @@
-"""What a profile was made on: whatever must be the same where it is used."""
+"""Fingerprints of profiles: all that must be the same where a profile is used."""
 
 import hashlib
 import os
@@ -17,39 +17,42 @@ from .._layers._text import shape_text
 from ._estimate import Rates
 from ._traced import TracedLayer
 
-# What `jpipe.profile` calls the rates of an estimate.
-_RATES = "peak_flops", "memory_bandwidth", "action_seconds"
+# The arguments of `jpipe.profile` with the rates of an estimate.
+_RATE_NAMES = ("peak_flops", "memory_bandwidth", "action_seconds")
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
 
 def fingerprint(
-    model: TracedLayer, train: bool, where: Device | Rates
+    model: TracedLayer, train: bool, device_or_rates: Device | Rates
 ) -> dict[str, str]:
-    """What a profile of layers is made on, by name.
+    """The fingerprint of a profile of layers, by name.
 
-    A layer is known by its name, the shapes and dtypes of what it is given, and a
-    digest of what it holds and of the operations that it traces to; not by the values
-    that it holds.
+    A layer is known by its name, the shapes and dtypes of its inputs, and a digest of
+    its variables and of the operations that it traces to; not by the values of its
+    variables.
 
     Args:
       model: the layers.
-      train: whether this is training.
-      where: the device that they are measured on, or the rates of one on paper.
+      train: True if this is training.
+      device_or_rates: the device that they are measured on, or the rates of an
+        estimate.
     """
-    how = {"how": "estimated"}
-    if isinstance(where, Rates):
-        how |= zip(_RATES, map("{:g}".format, where), strict=True)
+    if isinstance(device_or_rates, Rates):
+        origin = {"how": "estimated"}
+        for name, rate in zip(_RATE_NAMES, device_or_rates, strict=True):
+            origin[name] = f"{rate:g}"
     else:
-        how = {"how": "measured", "device": kind_of(where)}
+        origin = {"how": "measured", "device": _describe_device(device_or_rates)}
+    layers = range(len(model.names))
     return {
-        **how,
+        **origin,
         "jax": jax.__version__,
         "flax": flax.__version__,
         "matmul precision": str(_config.jax_default_matmul_precision),
-        "input": _shapes(model.entering(0)),
+        "input": _shapes(model.inputs(0)),
         "train": str(train),
-        **{f"layer {i}": _layer(model, i) for i in range(len(model.names))},
+        **{f"layer {layer}": _describe_layer(model, layer) for layer in layers},
     }
 
 
@@ -57,37 +60,38 @@ def estimated(fingerprint: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
     if fingerprint.get("how") != "estimated":
         return None
-    return {name: float(fingerprint[name]) for name in _RATES}
+    return {name: float(fingerprint[name]) for name in _RATE_NAMES}
 
 
 def measured_on_cpu(fingerprint: Mapping[str, str]) -> bool:
-    """Whether a profile was measured, and on a CPU."""
+    """True if a profile was measured, and on a CPU."""
     is_measured = fingerprint.get("how") == "measured"
     return is_measured and fingerprint.get("device", "").startswith("cpu (")
 
 
-def kind_of(device: Device) -> str:
-    """What a device is, and of CPUs also where."""
-    kind = device.device_kind
+def _describe_device(device: Device) -> str:
+    """The kind of a device, and of a CPU also its cores."""
     if device.platform == "cpu":  # to JAX they are all of one kind
-        kind = f"{kind} ({platform.machine()}, {os.cpu_count()} cores)"
-    return kind
+        cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+        return f"{device.device_kind} ({cpu})"
+    return device.device_kind
 
 
-def _layer(model: TracedLayer, number: int) -> str:
-    stages, part = model.stages, model.stages.part(number)
-    weights = stages.weights(number)
-    parts = [
+def _describe_layer(model: TracedLayer, layer: int) -> str:
+    """The name, the inputs and the digest of a layer."""
+    stages = model.stages
+    part = stages.part(layer)
+    weights = stages.weights(layer)
+    digested = [
         str(model.specs(weights)),
         str([model.paths[i] for i in weights if i < len(model.paths)]),
         str([stages.trained[i] for i in weights]),
-        str([var.aval for var in model.wanted(part.arrives)]),
+        str([var.aval for var in model.select_differentiated(part.arrives)]),
         str([str(var.aval) for var in part.given]),
         *_operations(part.closed),
     ]
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    x = _shapes(model.entering(number))
-    return f"{model.names[number]}: {x}, {digest[:12]}"
+    digest = hashlib.sha256("\n".join(digested).encode()).hexdigest()
+    return f"{model.names[layer]}: {_shapes(model.inputs(layer))}, {digest[:12]}"
 
 
 def _shapes(variables: Sequence[core.Var]) -> str:
@@ -98,7 +102,7 @@ def _shapes(variables: Sequence[core.Var]) -> str:
 def _operations(closed: core.ClosedJaxpr) -> Iterator[str]:
     """The operations of a jaxpr, as far as their texts are the same in any process."""
     for eqn in closed.jaxpr.eqns:
-        made = ", ".join(str(var.aval) for var in eqn.outvars)
-        yield f"{eqn.primitive.name} {eqn.params.get('precision')} {made}"
+        results = ", ".join(str(var.aval) for var in eqn.outvars)
+        yield f"{eqn.primitive.name} {eqn.params.get('precision')} {results}"
         for inner in _jaxpr.inner_jaxprs(eqn):
             yield from _operations(inner)

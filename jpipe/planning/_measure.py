@@ -1,10 +1,14 @@
-"""How long the programs of layers take on a device.
+"""Measures the programs of layers on a device.
 
-The device holds what one program needs, and only while it runs. Others may use the
+The device holds the arrays of one program, and only while it runs. Others may use the
 machine too, which makes calls longer, some for a moment and some for a while. So of a
 few calls in a row the shortest counts; the programs are measured one after the other in
-several rounds, and of these the median. What a call takes that computes nothing is
-taken off. What it takes in a row of calls, none of which is waited for, is known too.
+several rounds, and of these the median:
+
+    seconds(program) = median over rounds of min over calls - seconds(nothing)
+
+where *nothing* is a program that computes nothing. Its time in a row of calls, none of
+which is waited for, is measured too: an action takes at least that.
 """
 
 import statistics
@@ -28,24 +32,25 @@ from ._request import Request
 from ._traced import TracedLayer
 
 # In a round a program is called for about so many seconds, at most so many times.
-_LONG_ENOUGH = 0.05
-_MOST_CALLS = 30
-# So many leaves a program of a small layer reads and writes: its input, two weights,
-# their sums of gradients, and what it keeps.
-_LEAVES = 8
+_ROUND_SECONDS = 0.05
+_MAX_CALLS = 30
+# The leaves that a program of a small layer reads and writes: its input, two weights,
+# their sums of gradients, and its residuals.
+_NUM_LEAVES = 8
 # Random numbers that are repeated: to draw as many as an activation has takes long.
-_DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+_NORMAL = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
 
 class Times(NamedTuple):
     """Seconds of the programs of a layer; zero where there is nothing to compute.
 
     Attributes:
-      forward: of its forward, which keeps all that its backward reads.
-      backward: of its backward.
-      input_grad: of the first half of it.
-      weight_grad: of the second.
-      workspace_bytes: the most that one of them needs while it runs, if it is known.
+      forward: seconds of its forward, which stores all that its backward reads.
+      backward: seconds of its backward.
+      input_grad: seconds of the first half of the backward.
+      weight_grad: seconds of the second half.
+      workspace_bytes: the most that one of them needs while it runs; ``None`` if it is
+        unknown.
     """
 
     forward: float
@@ -55,153 +60,189 @@ class Times(NamedTuple):
     workspace_bytes: int | None
 
 
-def measure(
+def measure_layers(
     model: TracedLayer, request: Request, device: Device
 ) -> tuple[dict[Stage, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
       model: the layers.
-      request: has the mini-batch, whose values the first layer is given if it has any,
-        and has how often each layer is visited.
-      device: where they run.
+      request: the mini-batch, whose values the first layer reads if it has any, and the
+        number of rounds.
+      device: the device on which they run.
 
     Returns:
-      The times of the layers, by their functions, and that of a call of a program that
-      computes nothing, in a row of them.
+      The times of the layers, by their programs, and the seconds of a call of a program
+      that computes nothing, in a row of them.
     """
     programs = {
-        functions: _programs(model, numbers[0], functions, request, device)
-        for functions, numbers in model.alike().items()
+        stage: _programs(model, layers[0], stage, request, device)
+        for stage, layers in model.group_equal_layers().items()
     }
-    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * _LEAVES
+    nothing = _program_of_nothing(device)
+    all_programs = [nothing]
+    for layer_programs in programs.values():
+        all_programs += layer_programs.values()
+    compile_all(program.compiled for program in all_programs)
+
+    seconds_in_a_row: list[float] = []
+    visits = all_programs * request.rounds
+    for program in count_items("programs measured", visits):
+        program.measure_round()
+        if program is nothing:  # in each round
+            seconds_in_a_row.append(nothing.measure_in_a_row())
+    times = {
+        stage: _times(layer_programs, nothing.seconds)
+        for stage, layer_programs in programs.items()
+    }
+    return times, statistics.median(seconds_in_a_row)
+
+
+def _program_of_nothing(device: Device) -> "_MeasuredProgram":
+    """A program that computes next to nothing, on as many leaves as a small layer."""
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * _NUM_LEAVES
     plus_one = Computation.like(
         "nothing", lambda *leaves: [x + 1 for x in leaves], *scalars
     )
-    nothing = _MeasuredProgram(
-        plus_one, scalars, device, "a program that computes nothing"
+    return _MeasuredProgram(
+        plus_one, scalars, device, label="a program that computes nothing"
     )
-    every = [nothing, *(p for own in programs.values() for p in own.values())]
-    compile_all(program.compiled for program in every)
-    in_a_row = []
-    for program in count_items("programs measured", every * request.rounds):
-        program.visit()
-        if program is nothing:  # in each round
-            in_a_row.append(nothing.in_a_row())
-    times = {f: _times(own, nothing.seconds) for f, own in programs.items()}
-    return times, statistics.median(in_a_row)
 
 
 def _programs(
     model: TracedLayer,
-    number: int,
-    functions: Stage,
+    layer: int,
+    stage: Stage,
     request: Request,
     device: Device,
 ) -> dict[str, "_MeasuredProgram"]:
     """The programs of a layer that compute anything, by name."""
-    batch = _batch(model, number, request)
-    label = f"layer {number} ({model.names[number]})"
-    programs = {}
-    for name in TIME_FIELDS.values() if functions.has_backward else ["forward"]:
-        function: Computation = getattr(functions, name)
-        closed, reads = function.closed, function.reads
-        assert closed is not None
-        assert reads is not None
-        if closed.jaxpr.eqns:
-            pairs = zip(reads, map(_jaxpr.spec, closed.in_avals), strict=True)
-            arguments = [batch.get(at, spec) for at, spec in pairs]
-            programs[name] = _MeasuredProgram(function, arguments, device, label)
+    batch_inputs = _batch_inputs(model, layer, request)
+    label = f"layer {layer} ({model.names[layer]})"
+    programs: dict[str, _MeasuredProgram] = {}
+    for name in TIME_FIELDS.values() if stage.has_backward else ["forward"]:
+        computation: Computation = getattr(stage, name)
+        assert computation.closed is not None
+        assert computation.reads is not None
+        if not computation.closed.jaxpr.eqns:
+            continue
+        specs = map(_jaxpr.spec, computation.closed.in_avals)
+        arguments = [
+            batch_inputs.get(index, spec)
+            for index, spec in zip(computation.reads, specs, strict=True)
+        ]
+        programs[name] = _MeasuredProgram(computation, arguments, device, label=label)
     return programs
 
 
-def _batch(model: TracedLayer, number: int, request: Request) -> dict[int, Any]:
-    """What a layer reads of the mini-batch and the number of it, by its position."""
-    part, batch, program = model.stages.part(number), model.batch, model.stages.first
+def _batch_inputs(model: TracedLayer, layer: int, request: Request) -> dict[int, Any]:
+    """The leaves of the mini-batch that a layer reads, by the index of its input.
+
+    The number of the micro-batch, and what follows from it, are among them.
+    """
+    part = model.stages.part(layer)
+    batch = model.batch
+    traced = model.stages.first
     leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
-    own = jax.tree.leaves(batch.part(batch.sizes[0]))
-    values = [_first_part(*each) for each in zip(leaves, own, strict=True)]
-    values += np.int32(0), *program.numbers
-    known = dict(zip(program.given, values, strict=True))
+    specs = jax.tree.leaves(batch.part(batch.sizes[0]))
+    values = [
+        _first_microbatch(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    values += [np.int32(0), *traced.numbers]
+    value_of = dict(zip(traced.given, values, strict=True))  # variable -> value
     first = len(part.weights) + len(part.arrives)
-    return dict(enumerate((known[var] for var in part.given), start=first))
+    return {index: value_of[var] for index, var in enumerate(part.given, start=first)}
 
 
-def _times(programs: Mapping[str, "_MeasuredProgram"], idle: float) -> Times:
-    """The medians, less what a call takes that computes nothing."""
-    found = {name: program.seconds - idle for name, program in programs.items()}
-    sizes = [program.compiled.workspace_bytes for program in programs.values()]
-    known = [size for size in sizes if size is not None]
-    return Times(
-        *(max(found.get(name, 0.0), 0.0) for name in TIME_FIELDS.values()),
-        workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
-    )
+def _times(programs: Mapping[str, "_MeasuredProgram"], call_seconds: float) -> Times:
+    """The medians of the programs of a layer, less the time of a call."""
+    seconds = dict.fromkeys(TIME_FIELDS.values(), 0.0)
+    for name, program in programs.items():
+        seconds[name] = max(program.seconds - call_seconds, 0.0)
+    workspace_bytes: int | None = 0
+    for program in programs.values():
+        program_bytes = program.compiled.workspace_bytes
+        if program_bytes is None or workspace_bytes is None:
+            workspace_bytes = None
+        else:
+            workspace_bytes = max(workspace_bytes, program_bytes)
+    return Times(**seconds, workspace_bytes=workspace_bytes)
 
 
 class _MeasuredProgram:
-    """A function that is compiled by itself, and how long its calls took.
+    """A computation that is compiled by itself, and the times of its calls.
 
     Args:
-      function: it was made of a jaxpr.
-      arguments: arrays as they are, for specs values of their dtype.
-      device: where it runs.
-      label: what is measured, for errors.
+      computation: a computation that was made of a jaxpr.
+      arguments: its arguments; of a spec, values of that dtype.
+      device: the device on which it runs.
+      label: the layer, for errors.
 
     Attributes:
-      compiled: the program.
+      compiled: the compiled program.
     """
 
     def __init__(
         self,
-        function: Computation,
+        computation: Computation,
         arguments: Sequence[Any],
         device: Device,
+        *,
         label: str,
     ) -> None:
-        assert function.closed is not None
-        specs = list(map(_jaxpr.spec, function.closed.in_avals))
-        used = [i for i in range(len(function.results)) if i not in function.aliases]
+        assert computation.closed is not None
+        specs = list(map(_jaxpr.spec, computation.closed.in_avals))
+        results = range(len(computation.results))
         self.compiled = PlacedProgram(
-            function, specs, used, (), device, [0] * len(specs), function.name
+            function=computation,
+            arguments=specs,
+            live_results=[i for i in results if i not in computation.aliases],
+            donated=(),
+            device=device,
+            places=[0] * len(specs),
+            name=computation.name,
         )
-        self._arguments, self._device, self._label = arguments, device, label
-        self._rounds: list[float] = []
+        self._arguments = arguments
+        self._device = device
+        self._label = label
+        self._rounds: list[float] = []  # the shortest call of each
 
     @property
     def seconds(self) -> float:
         """The median of the rounds."""
         return statistics.median(self._rounds)
 
-    def visit(self) -> None:
-        """Runs it some times; the shortest counts."""
+    def measure_round(self) -> None:
+        """Calls the program some times; the shortest counts."""
         times: list[float] = []
         try:
-            drawn = self._drawn()
+            leaves = self._put_arguments()
             if not self._rounds:  # what is allocated or chosen at the first call
-                self._timed(drawn, 1)
-            while sum(times) < _LONG_ENOUGH and len(times) < _MOST_CALLS:
-                times.append(self._timed(drawn, 1))
+                self._call_seconds(leaves, num_calls=1)
+            while sum(times) < _ROUND_SECONDS and len(times) < _MAX_CALLS:
+                times.append(self._call_seconds(leaves, num_calls=1))
         except Exception as error:
             error.add_note(f"raised when {self._label} was measured")
             raise
         self._rounds.append(min(times))
 
-    def in_a_row(self) -> float:
+    def measure_in_a_row(self) -> float:
         """The seconds of a call among many that are not waited for one by one."""
-        return self._timed(self._drawn(), _MOST_CALLS) / _MOST_CALLS
+        leaves = self._put_arguments()
+        return self._call_seconds(leaves, num_calls=_MAX_CALLS) / _MAX_CALLS
 
-    def _timed(self, drawn: Sequence[Any], calls: int) -> float:
+    def _call_seconds(self, leaves: Sequence[Any], *, num_calls: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready([self.compiled.run(*drawn) for _ in range(calls)])
+        jax.block_until_ready([self.compiled.run(*leaves) for _ in range(num_calls)])
         return time.perf_counter() - start
 
-    def _drawn(self) -> list[jax.Array]:
-        """Its arguments, on the device."""
+    def _put_arguments(self) -> list[jax.Array]:
+        """The arguments, on the device."""
         return _transfer.put(list(map(_value, self._arguments)), self._device)
 
 
-def _first_part(leaf: Any, spec: jax.ShapeDtypeStruct) -> Any:
-    """The first micro-batch of what has values; else its spec."""
+def _first_microbatch(leaf: Any, spec: jax.ShapeDtypeStruct) -> Any:
+    """The first micro-batch of a leaf that has values; else its spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return spec
     return leaf[tuple(map(slice, spec.shape))]
@@ -215,4 +256,4 @@ def _value(leaf: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return np.zeros(leaf.shape, leaf.dtype)
-    return np.resize(_DRAWN, leaf.shape).astype(leaf.dtype)
+    return np.resize(_NORMAL, leaf.shape).astype(leaf.dtype)

@@ -1,9 +1,10 @@
-"""The arguments of `jpipe.profile`, checked, and what follows from them."""
+"""The arguments of `jpipe.profile`, checked."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +27,7 @@ PyTree = Any
 class Request:
     """The arguments of `jpipe.profile` of these names.
 
-    Without keys of its own, training has any.
+    In training ``rngs`` are a key where the user gives none.
 
     Raises:
       ValueError: with every fault.
@@ -34,6 +35,7 @@ class Request:
     """
 
     sample: PyTree
+    _: KW_ONLY
     num_microbatches: int = 1
     loss: Callable[[PyTree, PyTree], Any] | None = None
     targets: PyTree = ()
@@ -88,25 +90,34 @@ class Request:
           TypeError: if a leaf is not an array.
           ValueError: if it cannot be cut.
         """
-        names = "sample", "targets"
-        given = tuple(map(_microbatch.array_specs, (self.sample, self.targets), names))
-        axes = _call.axes_of(self.axes[:2], given, names)
-        number = self.num_microbatches
-        size = _call.batch_size(given, axes, number, names)
-        flat = [axis for own in axes for axis in own]
-        return Batch(given, flat, _microbatch.microbatch_sizes(size, number))
+        names = ("sample", "targets")
+        args = (
+            _microbatch.array_specs(self.sample, "sample"),
+            _microbatch.array_specs(self.targets, "targets"),
+        )
+        axes_by_arg = _call.axes_of(
+            [self.axes.in_axes, self.axes.target_axes], args, names
+        )
+        num_examples = _call.batch_size(args, axes_by_arg, self.num_microbatches, names)
+        return Batch(
+            args,
+            axes=list(itertools.chain.from_iterable(axes_by_arg)),
+            sizes=_microbatch.microbatch_sizes(num_examples, self.num_microbatches),
+        )
 
     @cached_property
     def where(self) -> Device | Rates:
-        """The device to measure on; the rates of one on paper."""
+        """The device to measure on, or the rates of an estimate."""
         if self.measure:
             return jax.local_devices()[0] if self.device is None else self.device
-        given = {
+        rates = {
             "flops": self.peak_flops,
             "bandwidth": self.memory_bandwidth,
             "action": self.action_seconds,
         }
-        return Rates(**{k: float(v) for k, v in given.items() if v is not None})
+        return Rates(
+            **{name: float(rate) for name, rate in rates.items() if rate is not None}
+        )
 
     @property
     def objective(self) -> Objective | None:
@@ -117,24 +128,26 @@ class Request:
 
     @property
     def axes(self) -> Axes:
-        """Where the examples are."""
+        """The axes of the examples."""
         return Axes(self.in_axes, self.target_axes, 0)
 
     def with_loss(self) -> "Request":
-        """The same with any loss, where none was given."""
+        """The request, with the sum of the outputs for a loss if it has none."""
         if self.loss is not None:
             return self
-        plain = {"has_aux": False, "reduction": "mean"}
-        return dataclasses.replace(self, loss=any_loss, **plain)
+        return dataclasses.replace(self, loss=any_loss, has_aux=False, reduction="mean")
 
     def resized(self, batch_size: int) -> "Request":
-        """The same in one micro-batch of another size, of which nothing has values."""
-        whole = dataclasses.replace(self, num_microbatches=1)
-        x, targets = whole.batch().part(batch_size)
-        return dataclasses.replace(whole, sample=x, targets=targets)
+        """The request with specs of one micro-batch of another size."""
+        one_microbatch = dataclasses.replace(self, num_microbatches=1)
+        x, targets = one_microbatch.batch().part(batch_size)
+        return dataclasses.replace(one_microbatch, sample=x, targets=targets)
 
 
 def any_loss(outputs: PyTree, _: PyTree) -> jax.Array:
-    """A loss of any outputs, where none was given."""
-    leaves = filter(is_inexact, jax.tree.leaves(outputs))
-    return sum((jnp.real(jnp.sum(x)).astype(float) for x in leaves), jnp.zeros(()))
+    """The sum of all numbers of any outputs."""
+    total = jnp.zeros(())
+    for leaf in jax.tree.leaves(outputs):
+        if is_inexact(leaf):
+            total += jnp.real(jnp.sum(leaf)).astype(float)
+    return total

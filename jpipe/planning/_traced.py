@@ -1,4 +1,4 @@
-"""Layers, or pieces of a model, on abstract values: what each computes and reads."""
+"""Layers, or pieces of a model, on abstract values: their programs and variables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,120 +21,135 @@ class TracedLayer:
     """Layers, or pieces of a model, each a stage; nothing is compiled.
 
     Attributes:
-      names: what they are called.
-      divided: what each computes.
-      specs_of_variables: the variables, as specs.
-      skips: by what a layer makes for a later one than the next, what that is called.
+      names: the name of each layer.
+      divided: the model in stages, one per layer.
+      variable_specs: the variables of the model, as specs.
+      skips: output of a layer -> the name under which later layers pop it.
     """
 
     names: tuple[str, ...]
     divided: Specialization
-    specs_of_variables: PyTree
+    variable_specs: PyTree
     skips: Mapping[Any, str]
 
     @property
     def stages(self) -> Stages:
-        """What each computes."""
+        """The stages, one per layer."""
         return self.divided.stages
 
     @property
     def batch(self) -> Batch:
-        """The mini-batch, all that is given of it as one tree."""
+        """The mini-batch, all arguments but the variables."""
         return self.divided.batch
 
     @cached_property
     def paths(self) -> list[str]:
-        """Where each leaf of the variables stands among them."""
-        flat = jax.tree_util.tree_leaves_with_path(self.specs_of_variables)
-        return [jax.tree_util.keystr(path) for path, _ in flat]
+        """The path of each leaf of the variables."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.variable_specs)
+        return [jax.tree_util.keystr(path) for path, _ in leaves]
 
     @cached_property
     def params(self) -> PyTree:
-        """The numbers of the parameters among these leaves, as `tx.init` takes them."""
-        tree = jax.tree.structure(self.specs_of_variables)
+        """The indices of the parameters among these leaves, as `tx.init` takes them."""
+        tree = jax.tree.structure(self.variable_specs)
         return _variables.params(tree.unflatten(range(tree.num_leaves)))
 
     @property
     def outputs(self) -> list[Any]:
-        """Specs of what the last returns, besides the loss if it makes one."""
+        """Specs of the results of the last layer, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.first.aux[0])
 
-    def functions(self, layer: int, mode: str = "none") -> Stage:
-        """What a layer computes; of equal layers one."""
-        return self.stages.functions(self.first_alike[layer], 0, mode)
+    def stage(self, layer: int, *, mode: str = "none") -> Stage:
+        """The programs of a layer in a remat mode; equal layers have the same."""
+        return self.stages.functions(self._first_equal_layer[layer], 0, mode)
 
     @cached_property
-    def first_alike(self) -> list[int]:
-        """Of each layer the first one whose operations are the same."""
-        known: dict[Any, int] = {}
-        count = range(len(self.names))
-        return [known.setdefault(self.stages.kind(i), i) for i in count]
+    def _first_equal_layer(self) -> list[int]:
+        """For each layer, the first one whose operations are the same."""
+        first_layer: dict[Any, int] = {}  # what equal layers have in common -> a layer
+        return [
+            first_layer.setdefault(self.stages.kind(layer), layer)
+            for layer in range(len(self.names))
+        ]
 
-    def alike(self) -> Mapping[Stage, list[int]]:
-        """The numbers of the layers that have the same functions."""
-        found: dict[Stage, list[int]] = {}
-        for i in range(len(self.names)):
-            found.setdefault(self.functions(i), []).append(i)
-        return found
+    def group_equal_layers(self) -> Mapping[Stage, list[int]]:
+        """The programs that differ -> the indices of the layers that have them."""
+        groups: dict[Stage, list[int]] = {}
+        for layer in range(len(self.names)):
+            groups.setdefault(self.stage(layer), []).append(layer)
+        return groups
 
-    def variables(self, layer: int, are_params: bool) -> list[int]:
-        """The numbers of the parameters that a layer owns, or of its other state."""
+    def owned_variables(self, layer: int, *, are_params: bool) -> list[int]:
+        """The indices of the parameters that a layer owns, or of its other state."""
         params = set(self.divided.layout.params)
-        pairs = enumerate(self.divided.layout.owner_stages)
-        return [i for i, at in pairs if at == layer and (i in params) == are_params]
+        return [
+            index
+            for index, owner in enumerate(self.divided.layout.owner_stages)
+            if owner == layer and (index in params) == are_params
+        ]
 
-    def specs(self, numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
-        """What variables are like."""
-        return [self.stages.spec_of(i) for i in numbers]
+    def specs(self, variables: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        """Specs of variables, by their indices."""
+        return [self.stages.spec_of(index) for index in variables]
 
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
-        read = [set(self.stages.weights(i)) for i in range(len(self.names))]
-        groups: dict[int, set[int]] = {}
+        weights = [set(self.stages.weights(i)) for i in range(len(self.names))]
+        groups: dict[int, set[int]] = {}  # owner -> the layers that use its parameters
         for param in self.divided.layout.params:
-            readers = [i for i, own in enumerate(read) if param in own]
+            readers = [layer for layer, read in enumerate(weights) if param in read]
             if len(readers) > 1:  # the first of them owns it
                 groups.setdefault(readers[0], set()).update(readers)
-        for i in sorted(groups):
-            yield tuple(sorted(groups[i]))
+        for owner in sorted(groups):
+            yield tuple(sorted(groups[owner]))
 
-    def entering(self, layer: int) -> list[Any]:
-        """What a layer reads of the output of the one before it, or of the input."""
-        if not layer:
+    def inputs(self, layer: int) -> list[Any]:
+        """The variables that a layer reads of the output of the one before it.
+
+        The first layer reads the input of the model.
+        """
+        if layer == 0:
             return self.stages.part(0).inputs
-        arrives = self.stages.part(layer).arrives
-        made = self._made[layer - 1]
-        return [var for var in arrives if var in made and var not in self.skips]
+        previous_outputs = self._layer_outputs[layer - 1]
+        return [
+            var
+            for var in self.stages.part(layer).arrives
+            if var in previous_outputs and var not in self.skips
+        ]
 
-    def skipping(self, layer: int) -> dict[tuple[int, str], list[Any]]:
-        """What else it reads of earlier layers, by these and by name."""
-        entering, found = set(self.entering(layer)), dict[tuple[int, str], list[Any]]()
+    def skip_inputs(self, layer: int) -> dict[tuple[int, str], list[Any]]:
+        """The variables that it reads of earlier layers, by these and by name."""
+        inputs = set(self.inputs(layer))
+        skip_inputs: dict[tuple[int, str], list[Any]] = {}
         for var in self.stages.part(layer).arrives:
-            if var not in entering:
-                source = next(s for s, made in enumerate(self._made) if var in made)
-                number = [*self._made[source]].index(var)
-                name = self.skips.get(var) or f"{var.aval.str_short()} ({number})"
-                found.setdefault((source, name), []).append(var)
-        return found
+            if var in inputs:
+                continue
+            source = next(
+                i for i, outputs in enumerate(self._layer_outputs) if var in outputs
+            )
+            index = list(self._layer_outputs[source]).index(var)
+            name = self.skips.get(var) or f"{var.aval.str_short()} ({index})"
+            skip_inputs.setdefault((source, name), []).append(var)
+        return skip_inputs
 
-    def wanted(self, variables: Sequence[Any]) -> list[Any]:
-        """Those that have a cotangent."""
+    def select_differentiated(self, variables: Sequence[Any]) -> list[Any]:
+        """The variables that have a cotangent."""
         return [var for var in variables if self.stages.has_gradient(var, 0)]
 
-    @cached_property
-    def _made(self) -> list[dict[Any, int]]:
-        """What each layer makes for others; and of equal ones, as which value."""
-        found = []
-        for i in range(len(self.names)):
-            part = self.stages.part(i)
-            ends = zip(
-                [*part.leaves, *part.aux], part.closed.jaxpr.outvars, strict=True
-            )
-            found.append({var: id(end) for var, end in ends})
-        return found
-
     def is_output(self, source: int, variables: Sequence[Any]) -> bool:
-        """Whether what a later layer reads is given to the next one too."""
-        made = self._made[source]
-        given = {made[var] for var in self.entering(source + 1)}
-        return all(made[var] in given for var in variables)
+        """True if the layer behind the source reads these variables too."""
+        outputs = self._layer_outputs[source]
+        read_next = {outputs[var] for var in self.inputs(source + 1)}
+        return all(outputs[var] in read_next for var in variables)
+
+    @cached_property
+    def _layer_outputs(self) -> list[dict[Any, int]]:
+        """For each layer: output -> an id, the same for outputs that are one value."""
+        layer_outputs: list[dict[Any, int]] = []
+        for layer in range(len(self.names)):
+            part = self.stages.part(layer)
+            outputs = [*part.leaves, *part.aux]
+            values = part.closed.jaxpr.outvars
+            ids = map(id, values)
+            layer_outputs.append(dict(zip(outputs, ids, strict=True)))
+        return layer_outputs
