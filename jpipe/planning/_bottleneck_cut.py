@@ -31,7 +31,7 @@ Indices = npt.NDArray[np.intp]
 
 
 class BottleneckCut(NamedTuple):
-    """A cut, and how long its stages take.
+    """A cut, and the times of its stages.
 
     Attributes:
       bottleneck: the time of the slowest stage.

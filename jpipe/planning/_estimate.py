@@ -8,9 +8,9 @@ or as the bytes that it reads and writes, whichever is longer:
 XLA fuses cheap equations, such as sums, masks and reductions: all of those in a program
 are taken as one, which touches only the arrays that other equations read or write too.
 
-Memory besides arguments and results: at most what is alive at once of what equations
-make, each as an array of its own: no fusion, no view. XLA needs less, but for what a
-product or a convolution takes for itself, which no jaxpr shows.
+The workspace of a program, besides its arguments and results, is at most the arrays of
+its equations that are alive at once: no fusion, no view. XLA needs less, except for the
+workspace of a product or a convolution, which no jaxpr shows.
 
 References:
   Williams et al., `Roofline: An Insightful Visual Performance Model for Multicore

@@ -56,17 +56,17 @@ def fingerprint(
     }
 
 
-def estimated(fingerprint: Mapping[str, str]) -> dict[str, float] | None:
+def estimated(profile_fingerprint: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
-    if fingerprint.get("how") != "estimated":
+    if profile_fingerprint.get("how") != "estimated":
         return None
-    return {name: float(fingerprint[name]) for name in _RATE_NAMES}
+    return {name: float(profile_fingerprint[name]) for name in _RATE_NAMES}
 
 
-def measured_on_cpu(fingerprint: Mapping[str, str]) -> bool:
+def measured_on_cpu(profile_fingerprint: Mapping[str, str]) -> bool:
     """True if a profile was measured, and on a CPU."""
-    is_measured = fingerprint.get("how") == "measured"
-    return is_measured and fingerprint.get("device", "").startswith("cpu (")
+    is_measured = profile_fingerprint.get("how") == "measured"
+    return is_measured and profile_fingerprint.get("device", "").startswith("cpu (")
 
 
 def _describe_device(device: Device) -> str:

@@ -94,7 +94,7 @@ def partition(
 
     Raises:
       ValueError: if the arguments make no sense, or if no cut meets ``max_bytes``:
-        then with what is short, where, and what would do.
+        the message has the missing bytes, the rank, and ways out.
 
     Example:
       >>> partition([1, 2, 3, 4, 5, 6], 3)
@@ -135,7 +135,7 @@ def _checked_problem(
     """The problem that the arguments of `partition` pose.
 
     Raises:
-      ValueError: with what makes no sense.
+      ValueError: with every fault of the arguments.
     """
     profile = _as_profile(costs)
     if faults := [*count_faults("num_stages", num_stages)]:

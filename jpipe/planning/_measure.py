@@ -76,7 +76,9 @@ def measure_layers(
       that computes nothing, in a row of them.
     """
     programs = {
-        stage: _programs(model, layers[0], stage, request, device)
+        stage: _programs(
+            stage, model=model, layer=layers[0], request=request, device=device
+        )
         for stage, layers in model.group_equal_layers().items()
     }
     nothing = _program_of_nothing(device)
@@ -110,9 +112,10 @@ def _program_of_nothing(device: Device) -> "_MeasuredProgram":
 
 
 def _programs(
+    stage: Stage,
+    *,
     model: TracedLayer,
     layer: int,
-    stage: Stage,
     request: Request,
     device: Device,
 ) -> dict[str, "_MeasuredProgram"]:

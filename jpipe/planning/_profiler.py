@@ -47,7 +47,7 @@ def profile(
     memory_bandwidth: float | None = None,
     action_seconds: float | None = None,
 ) -> Profile:
-    """Finds what each layer, or piece of a model, costs on one micro-batch.
+    """Finds the costs of each layer, or piece of a model, on one micro-batch.
 
     The programs of each layer are measured by themselves: its forward, its backward
     from residuals, and the halves of that; and a program that computes nothing, whose

@@ -27,16 +27,16 @@ from ._sums import Matrix, sum_stages
 
 @dataclass(frozen=True)
 class Replicated:
-    """Stages with several devices each, and what they would take.
+    """Stages with several devices each, and the time of a micro-batch.
 
-    Prints its stages, what one device would take, and what stages of one device each
-    would.
+    Prints its stages, and the time beside that of one device and that of stages of one
+    device each.
 
     Attributes:
       balance: the number of layers of each stage.
       replicas: the number of devices of each stage.
-      seconds: from one micro-batch to the next, in the steady state. As PipeDream's
-        planner counts: each replica exchanges gradients after each of its
+      seconds: the time from one micro-batch to the next, in the steady state. As
+        PipeDream's planner counts: each replica exchanges gradients after each of its
         micro-batches, and an exchange counts twice; a transfer uses as many links as
         the stage with fewer devices has.
       unreplicated_seconds: the seconds of a micro-batch with one device per stage.

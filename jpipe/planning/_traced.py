@@ -66,7 +66,7 @@ class TracedLayer:
     @cached_property
     def _first_equal_layer(self) -> list[int]:
         """For each layer, the first one whose operations are the same."""
-        first_layer: dict[Any, int] = {}  # what equal layers have in common -> a layer
+        first_layer: dict[Any, int] = {}  # key of equal layers -> the first of them
         return [
             first_layer.setdefault(self.stages.kind(layer), layer)
             for layer in range(len(self.names))
