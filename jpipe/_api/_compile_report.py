@@ -1,4 +1,4 @@
-"""The report of `compile`: what is known of programs once they are compiled."""
+"""The report of `compile`: bytes, flops and seconds of compiled programs."""
 
 import time
 from collections import Counter
@@ -31,15 +31,26 @@ class CompiledProgram:
     workspace_bytes: int | None
     seconds: float
 
+    def row(self) -> list[str]:
+        """The cells of its row in the table; empty where XLA reports nothing."""
+        flops = ""
+        workspace = ""
+        if self.flops is not None:
+            flops = f"{self.flops:,.0f}"
+        if self.workspace_bytes is not None:
+            workspace = format_bytes(self.workspace_bytes)
+        seconds = f"{self.seconds:.2f} s"
+        return [self.name, self.device, str(self.calls), flops, workspace, seconds]
+
 
 @dataclass(frozen=True)
 class Report:
-    """What `Pipeline.compile` knows; prints as a table.
+    """The result of `Pipeline.compile`; prints as a table.
 
     Attributes:
       programs: one entry for each compiled program.
-      peak_bytes: the name of each device, and the most that it holds between programs,
-        arguments included.
+      peak_bytes: the name of each device, and the largest number of bytes that it
+        holds between programs, arguments included.
       seconds: the time to trace and to compile all of them, side by side.
     """
 
@@ -50,19 +61,14 @@ class Report:
     @property
     def flops(self) -> float:
         """The operations of all calls, as far as XLA reports them."""
-        return sum((p.flops or 0.0) * p.calls for p in self.programs)
+        return sum((program.flops or 0.0) * program.calls for program in self.programs)
 
     def __str__(self) -> str:
         rows = [["program", "device", "calls", "flops", "workspace", "compiled in"]]
-        for p in self.programs:
-            flops = "" if p.flops is None else f"{p.flops:,.0f}"
-            workspace = (
-                "" if p.workspace_bytes is None else format_bytes(p.workspace_bytes)
-            )
-            seconds = f"{p.seconds:.2f} s"
-            rows.append([p.name, p.device, str(p.calls), flops, workspace, seconds])
-
-        peak = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.peak_bytes)
+        rows += [program.row() for program in self.programs]
+        peak = ", ".join(
+            f"{name} {format_bytes(nbytes)}" for name, nbytes in self.peak_bytes
+        )
         lines = [
             format_table(rows, left=range(2)),
             f"peak: {peak}",
@@ -73,7 +79,7 @@ class Report:
 
 
 def compile_report(lower: Callable[[], Program]) -> Report:
-    """Lowers and compiles a list of instructions; returns what is then known."""
+    """Lowers and compiles a list of instructions, and reports on its programs."""
     begin = time.perf_counter()
     program = lower()
     program.compile()

@@ -13,7 +13,7 @@ class CustomLoop:
     """Functions and optimizers of trees that are spread over some devices.
 
     Args:
-      places: the devices, each once.
+      places: all different devices.
     """
 
     def __init__(self, places: Sequence[Any]) -> None:
@@ -26,33 +26,33 @@ class CustomLoop:
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
     ) -> Callable[..., Any]:
-        """A function of trees that are spread over the pipeline, as `jax.jit`.
+        """Compiles a function of trees that are spread over the pipeline, as `jax.jit`.
 
-        It is evaluated where the leaves of its arguments are, and only what crosses
-        devices is exchanged: a global norm moves one scalar per device, a moving
-        average of the parameters nothing. Each operation runs where most bytes of its
-        operands are. What is on the host, uncommitted or on a device that is none of
-        the pipeline's is brought to where it is needed.
+        It is evaluated where the leaves of its arguments are: a global norm moves one
+        scalar per device, a moving average of the parameters nothing. Each operation
+        runs where most bytes of its operands are. Arrays on the host, uncommitted
+        arrays and arrays on other devices than the pipeline's are copied to where they
+        are needed.
 
         It gives the numbers that `jax.jit` gives on one device: the operations and
         their order are the same. XLA compiles one program per device instead of one
-        for all, which may round an operation that it fuses otherwise by an ulp.
+        for all, so that an operation which it fuses differently may differ by an ulp.
 
         Args:
           f: a function of any pytrees, which `jax.jit` could trace. A
             `jax.lax.while_loop` or `jax.lax.scan` over leaves of several devices runs
-            on one of them, to which it brings them all; of a `jax.lax.cond` over such
-            leaves all branches are computed, unless a while loop is in one: then it
-            runs on one device too.
+            on one of them, to which it brings them all. A `jax.lax.cond` over such
+            leaves computes all branches, unless a while loop is in one: then it runs
+            on one device too.
           donate_argnums: the positions of arguments whose memory results may take.
             Leaves that were donated cannot be used again.
           static_argnums: the positions of arguments that are hashable values, not
             arrays; each value is compiled anew.
 
         Returns:
-          The function. Its results stay where they are computed; one that follows from
-          no leaf on a device of the pipeline, such as ``zeros_like(params)``, is where
-          an argument leaf with the end of its path is, else on the first device.
+          The function. Its results stay where they are computed. A result that follows
+          from no leaf on a device of the pipeline, such as ``zeros_like(params)``, is
+          on the device of an argument leaf whose path ends alike, else on the first.
 
         Raises:
           TypeError: if ``f`` is not a function; from the function, if a leaf is not an
@@ -75,21 +75,21 @@ class CustomLoop:
     def optimizer(
         self, tx: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """An optax optimizer for parameters that are spread over the pipeline.
+        """Makes an optax optimizer for parameters that are spread over the pipeline.
 
-        Its ``init`` and ``update`` do what those of ``tx`` do on one device, for all
-        parameters at once, each where the parameter is, as `train_step` does. Nothing
-        is overwritten. As under `jax.jit`, what ``tx`` itself holds is read when it is
-        traced. Leaves of integers are not parameters: ``tx`` does not see them,
-        and their updates are zeros.
+        Its ``init`` and ``update`` compute what those of ``tx`` compute on one device,
+        each leaf where the parameter is, as `train_step` does. Nothing is overwritten.
+        As under `jax.jit`, values that ``tx`` itself holds are read when it is traced.
+        Leaves of integers are not parameters: ``tx`` does not see them, and their
+        updates are zeros.
 
         Args:
           tx: the optax optimizer, such as ``optax.adamw(1e-3)``.
 
         Returns:
-          The optimizer; ``init(params)`` gives the state of ``tx.init(params)``, that
-          of `init_train_state` too. ``update(grads, state, params, **extra)`` passes on
-          what is given by name, such as ``value=loss``.
+          The optimizer. ``init(params)`` returns the state of ``tx.init(params)``, as
+          in a train state of `init_train_state`. ``update(grads, state, params,
+          **extra)`` passes on arguments by name, such as ``value=loss``.
 
         Raises:
           TypeError: if ``tx`` is not an optax transformation.

@@ -27,7 +27,7 @@ from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
 
 PyTree = Any
-# So many values of an argument may be meant as constants of the function.
+# An argument of so many different numbers may be meant as a constant of the function.
 _MOST_NUMBERS = 3
 
 
@@ -36,13 +36,13 @@ class FunctionGradient(CustomLoop):
 
     Args:
       function: the loss function.
-      partition: in which stages it is divided.
-      argnums: which argument is the parameters, or which ones are.
-      has_aux: whether it returns something besides the loss.
-      aux_axes: on which axes that is joined.
-      in_axes: where the examples are.
-      reduction: what the loss is.
-      trainable: what has a gradient.
+      partition: the stages in which it is divided.
+      argnums: the position of the parameters among its arguments, or several positions.
+      has_aux: True if it returns aux beside the loss.
+      aux_axes: the axes on which aux of micro-batches is joined.
+      in_axes: the axes of the examples in its arguments.
+      reduction: the reduction over the examples that the loss is.
+      trainable: the selection of parameters that have a gradient.
     """
 
     def __init__(
@@ -64,50 +64,55 @@ class FunctionGradient(CustomLoop):
         self._has_aux = has_aux
         self._trainable = trainable
         self._in_axes = in_axes
-        self._is_one = not isinstance(argnums, Sequence)
+        self._has_one_argnum = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 
         def joins(results: MicrobatchOutputs) -> list[_join.Join]:
             return _join.of_aux(aux_axes, results)
 
         self._spec = FunctionSpec(
-            self._composed,
+            self._call_function,
             joins,
             argnums=self._argnums,
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
-            check=_FixedNumbers(self._argnums),
+            check=_VaryingNumbersWarning(self._argnums),
         )
         self._pipelined = PipelinedFunction(self._spec, partition, self._trained)
         self._feed = Feed(
-            lambda: self._pipelined.last and self._pipelined.last.pipe, False
+            lambda: self._pipelined.last and self._pipelined.last.pipe, is_local=False
         )
 
     @outside_of_meshes
     def __call__(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Any:
-        """Returns as soon as the work is dispatched.
+        """Computes the loss and its gradients; returns as soon as both are dispatched.
 
         Args:
           params: the parameters, each leaf in its place: see `place`. With ``argnums``
-            these are where the function has them.
-          *args: the rest of a mini-batch, on the host or any device.
-          **kwargs: what the function takes by name.
+            they stand at these positions among all arguments.
+          *args: the mini-batch, on the host or any device.
+          **kwargs: arguments that the function takes by name.
 
         Returns:
           ``(loss, grads)``, or ``((loss, aux), grads)``; the gradients have the
-          structure of ``params`` and are where these are.
+          structure of ``params`` and are on the same devices.
 
         Raises:
           ValueError: if parameters are not in place, or the batch does not fit.
           TypeError: if a leaf is not an array.
         """
-        params, trees = self._apart((params, *args), kwargs)
-        built = self._pipelined(params, *trees)
-        given = built.given(params, trees, "params")
+        params, trees = self._split_args((params, *args), kwargs)
+        specialization = self._pipelined(params, *trees)
+        leaves = specialization.given(params, trees, "params")
         self._feed(trees)
-        loss, aux, found = built.returned(built.program(given))
-        grads = [next(found) if yes else None for yes in built.layout.trained]
+        outputs = specialization.program(leaves)
+
+        loss, aux, trained_grads = specialization.returned(outputs)
+        grads = [
+            next(trained_grads) if is_trained else None
+            for is_trained in specialization.layout.trained
+        ]
         value = (loss, aux) if self._has_aux else loss
         return value, jax.tree.structure(params).unflatten(grads)
 
@@ -117,29 +122,32 @@ class FunctionGradient(CustomLoop):
 
         Args:
           params: the parameters, anywhere.
-          *args: the rest of a mini-batch, or `jax.ShapeDtypeStruct` leaves like it.
-          **kwargs: what the function takes by name, likewise.
+          *args: a mini-batch, or `jax.ShapeDtypeStruct` leaves like it.
+          **kwargs: arguments that the function takes by name, likewise.
 
         Returns:
-          The parameters in place; with several ``argnums`` a tuple of them.
+          The parameters in place; with a sequence of ``argnums`` a tuple of them.
         """
-        params, trees = self._apart((params, *args), kwargs)
+        params, trees = self._split_args((params, *args), kwargs)
         return self._pipelined.place(params, *trees)
 
     @outside_of_meshes
     def program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
-        """What a call with such arguments runs."""
-        params, trees = self._apart((params, *args), kwargs)
+        """Returns the program that a call with such arguments runs."""
+        params, trees = self._split_args((params, *args), kwargs)
         return self._pipelined(params, *trees).program
 
     @outside_of_meshes
     def compile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Report:
-        """Compiles all programs ahead, and returns what is known of them.
+        """Compiles all programs of a call ahead.
 
         Args:
           params: the parameters, or `jax.ShapeDtypeStruct` leaves like them.
-          *args: the rest of a mini-batch, likewise.
-          **kwargs: what the function takes by name, likewise.
+          *args: a mini-batch, likewise.
+          **kwargs: arguments that the function takes by name, likewise.
+
+        Returns:
+          A report of bytes, flops and seconds. It prints as a table.
         """
         return compile_report(lambda: self.program(params, *args, **kwargs))
 
@@ -155,27 +163,27 @@ class FunctionGradient(CustomLoop):
     ) -> CheckReport:
         """Runs the function at once and in micro-batches, and compares.
 
-        Compared are the loss and its gradient by ``params``, on the first device, which
-        needs room for all of them: a few examples will do. Of keys all random numbers
-        are the middle one: a dropout leaves out nothing.
+        It compares the loss and its gradient by ``params``, on the first device, which
+        needs room for all parameters: a few examples will do. All random numbers that
+        follow from keys are the middle one: a dropout drops nothing.
 
         Args:
           params: the parameters, anywhere.
-          *args: the rest of a mini-batch, of two examples at least.
-          microbatch_sizes: how many examples each micro-batch has, such as
+          *args: a mini-batch, of two examples at least.
+          microbatch_sizes: the number of examples of each micro-batch, such as
             ``(4, 8)``; default: two of different sizes.
-          tolerance: how far numbers may be apart, relative to the largest beside them;
-            default: as far as rounding explains.
-          **kwargs: what the function takes by name.
+          tolerance: the largest difference that passes, relative to the largest number
+            of the same array; default: rounding errors.
+          **kwargs: arguments that the function takes by name.
 
         Returns:
-          What was found: prints as a table, is true where nothing differs, and has
+          A report. It prints as a table, is true where nothing differs, and has
           ``raise_if_different()``.
 
         Raises:
           ValueError: if the batch or ``microbatch_sizes`` do not fit.
         """
-        params, trees = self._apart((params, *args), kwargs)
+        params, trees = self._split_args((params, *args), kwargs)
         return _loss_function_check.check_loss_function(
             self._spec,
             self._partition,
@@ -186,10 +194,10 @@ class FunctionGradient(CustomLoop):
             tolerance=tolerance,
         )
 
-    def _apart(
+    def _split_args(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """The parameters, and the other arguments as trees of arrays.
+        """The parameters, and the mini-batch as one tree of arrays per argument.
 
         Raises:
           ValueError: if there are too few arguments.
@@ -200,26 +208,26 @@ class FunctionGradient(CustomLoop):
                 f"argnums={max(self._argnums)} is argument {max(self._argnums)} of the "
                 f"function, by position, and {len(args)} are given so"
             )
-        chosen = [args[i] for i in self._argnums]
-        others = [arg for i, arg in enumerate(args) if i not in self._argnums]
-        trees = _call.as_arrays(self._in_axes, others, kwargs, self._argnums)
-        return chosen[0] if self._is_one else tuple(chosen), trees
+        param_args = [args[i] for i in self._argnums]
+        batch_args = [arg for i, arg in enumerate(args) if i not in self._argnums]
+        trees = _call.as_arrays(self._in_axes, batch_args, kwargs, self._argnums)
+        return param_args[0] if self._has_one_argnum else tuple(param_args), trees
 
-    def _composed(self, params: PyTree, *trees: PyTree) -> Any:
-        """The loss function of what `_apart` gives."""
+    def _call_function(self, params: PyTree, *trees: PyTree) -> Any:
+        """Calls the loss function: undoes `_split_args`."""
         *args, kwargs = without_statics(trees)
-        chosen = [params] if self._is_one else params
-        for i, tree in sorted(zip(self._argnums, chosen, strict=True)):
+        param_args = [params] if self._has_one_argnum else params
+        for i, tree in sorted(zip(self._argnums, param_args, strict=True)):
             args.insert(i, tree)
         return self._function(*args, **kwargs)
 
     @property
     @outside_of_meshes
     def plan(self) -> Plan:
-        """Who runs what, in names and numbers; with more details the more is known.
+        """The plan of the pipeline, in names and numbers.
 
         Raises:
-          ValueError: before it is known in how many stages the function is divided.
+          ValueError: if the function was not placed or called yet.
         """
         if self._pipelined.last is None:
             raise ValueError(
@@ -236,12 +244,14 @@ class FunctionGradient(CustomLoop):
 
     @outside_of_meshes
     def __str__(self) -> str:
-        known = f"{self!r}\nthe stages are known once it is called or placed"
-        if self._pipelined.last is not None:
-            known = str(self.plan)
+        if self._pipelined.last is None:
+            description = f"{self!r}\nthe stages are known once it is called or placed"
+        else:
+            description = str(self.plan)
         return (
-            f"{known}\na call does not check the loss; grad_fn.check(params, *args) "
-            f"runs it at once and in micro-batches, and compares"
+            f"{description}\na call does not check the loss; "
+            f"grad_fn.check(params, *args) runs it at once and in micro-batches, and "
+            f"compares"
         )
 
     def _trained(self, specs: PyTree) -> list[bool]:
@@ -250,8 +260,8 @@ class FunctionGradient(CustomLoop):
         return jax.tree.leaves(marks)
 
 
-class _FixedNumbers:
-    """Warns of a Python number that is another one at each call.
+class _VaryingNumbersWarning:
+    """Warns of a Python number that differs from call to call.
 
     Args:
       argnums: the positions of the parameters among the arguments.
@@ -259,21 +269,19 @@ class _FixedNumbers:
 
     def __init__(self, argnums: Sequence[int]) -> None:
         self._argnums = argnums
-        # name of an argument -> the numbers that it was
+        # name of an argument -> the different numbers that were passed
         self._numbers: dict[str, set[complex]] = {}
         self._warn_once = WarnOnce()
 
     def __call__(self, params: PyTree, args: Sequence[PyTree]) -> None:
-        """Warns where a program was built for each of several numbers."""
+        """Warns of an argument for whose different numbers programs were built."""
         *by_position, keywords = args
         names = _call.argument_names(len(by_position), self._argnums)
         arguments = {**dict(zip(names, by_position, strict=False)), **keywords}
         for name, value in arguments.items():
-            if not isinstance(value, StaticArgument) or value.kind not in (
-                int,
-                float,
-                complex,
-            ):
+            if not isinstance(value, StaticArgument):
+                continue
+            if value.value_type not in (int, float, complex):
                 continue
             numbers = self._numbers.setdefault(name, set())
             numbers.add(value.value)
@@ -294,8 +302,8 @@ def _positions(argnums: Any) -> tuple[int, ...]:
       TypeError: if these are no integers.
       ValueError: if there is none, or one is negative or named twice.
     """
-    listed = argnums if isinstance(argnums, Sequence) else [argnums]
-    positions = tuple(map(operator.index, listed))
+    argnums_list = argnums if isinstance(argnums, Sequence) else [argnums]
+    positions = tuple(operator.index(argnum) for argnum in argnums_list)
     if not positions or min(positions) < 0 or len({*positions}) < len(positions):
         raise ValueError(
             f"argnums={argnums!r}: needs the position of an argument, from 0 on, or "
@@ -314,13 +322,13 @@ def _check_params(specs: PyTree) -> None:
             "params, rest = nnx.split(module, nnx.Param, ...), give params first and "
             "rest with in_axes=None, and return in aux what changes"
         )
-    others = [
+    not_floating = [
         f"params{jax.tree_util.keystr(path)} is {leaf.dtype}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(specs)
         if not is_inexact(leaf)
     ]
-    if others:
+    if not_floating:
         raise TypeError(
-            f"parameters need a floating dtype: {'; '.join(others[:8])}; give the "
-            f"others as an argument of their own, with in_axes=None"
+            f"parameters need a floating dtype: {'; '.join(not_floating[:8])}; give "
+            f"the others as an argument of their own, with in_axes=None"
         )

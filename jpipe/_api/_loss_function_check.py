@@ -66,38 +66,41 @@ def check_loss_function(
       partition: the stages that it is divided into by a call.
       trained: ``specs of params -> one bool per leaf``; True if it has a gradient.
       params: the parameters.
-      args: the rest of a mini-batch.
+      args: a mini-batch: the arguments besides the parameters.
       microbatch_sizes: the number of examples of each micro-batch.
       tolerance: the largest difference that passes.
     """
-    args = jax.tree.map(_without_chance, tuple(args))
+    args = jax.tree.map(_with_median_keys, tuple(args))
     batch = _splittable_batch(spec, partition, args)
-    count = sum(batch.sizes)
+    batch_size = sum(batch.sizes)
     if microbatch_sizes is None:
-        first = max(1, count // 3)
-        microbatch_sizes = first, count - first
-    sizes = check_microbatch_sizes(microbatch_sizes, count)
+        first = max(1, batch_size // 3)
+        microbatch_sizes = (first, batch_size - first)
+    sizes = check_microbatch_sizes(microbatch_sizes, batch_size)
 
     loss = _without_aux(spec)
     params = jax.tree.map(host, params)
     with jax.default_matmul_precision("highest"):
-        programs: list[Specialization] = []
-        for part_sizes in ((count,), sizes):
+        specializations: list[Specialization] = []
+        for part_sizes in ((batch_size,), sizes):
             function = PipelinedFunction(
                 loss, _one_stage(partition, len(part_sizes)), trained
             )
             split_batch = replace(batch, sizes=part_sizes)
-            programs.append(function.build(params, split_batch))
-        if programs[0].pipe.copies is not None:
+            specializations.append(function.build(params, split_batch))
+        if specializations[0].pipe.copies is not None:
             raise ValueError(
                 "what several processes have cannot be checked in one of them; check "
                 "the function in one process"
             )
-        at_once, in_parts = [_run(built, params, args) for built in programs]
+        at_once, in_parts = [
+            _run(specialization, params, args) for specialization in specializations
+        ]
 
     if tolerance is None:
-        traces = [built.stages.first.closed for built in programs]
-        dtypes = [dtype for closed in traces for dtype in _dataflow.dtypes(closed)]
+        dtypes: list[Any] = []
+        for specialization in specializations:
+            dtypes += _dataflow.dtypes(specialization.stages.first.closed)
         tolerance = _comparison.tolerance(dtypes)
     outputs = _comparison.compare(
         "outputs",
@@ -127,7 +130,7 @@ def check_loss_function(
 
 
 def _without_aux(spec: FunctionSpec) -> FunctionSpec:
-    """The loss function alone, without what it returns besides the loss."""
+    """The loss function, without its aux."""
     if not spec.has_aux:
         return spec
 
@@ -139,7 +142,7 @@ def _without_aux(spec: FunctionSpec) -> FunctionSpec:
 
 
 def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
-    """One stage on the first device, wherever a call divides the function."""
+    """A partition in one stage, on the first device."""
     config = PipelineConfig(
         num_microbatches=num_microbatches,
         ranks=[first_device(partition.config.ranks[0])],
@@ -156,7 +159,7 @@ def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
 def _splittable_batch(
     spec: FunctionSpec, partition: Partition, args: Sequence[PyTree]
 ) -> Batch:
-    """The mini-batch, which need not be split by a call.
+    """A mini-batch that can be split, as a call with one micro-batch does not need.
 
     Raises:
       ValueError: if it cannot be split.
@@ -179,20 +182,21 @@ def _splittable_batch(
 
 
 def _run(
-    built: Specialization, params: PyTree, args: Sequence[PyTree]
+    specialization: Specialization, params: PyTree, args: Sequence[PyTree]
 ) -> _LossAndGradients:
     """Runs a program of one stage."""
-    params = put_tree(params, built.pipe.devices, built.layout.locations)
-    outputs = built.program(built.given(params, args, "params"))
-    loss, _, grads = built.returned(outputs)
-    leaves = [
-        next(grads) if is_trained else None for is_trained in built.layout.trained
+    layout = specialization.layout
+    params = put_tree(params, specialization.pipe.devices, layout.locations)
+    outputs = specialization.program(specialization.given(params, args, "params"))
+    loss, _, trained_grads = specialization.returned(outputs)
+    grads = [
+        next(trained_grads) if is_trained else None for is_trained in layout.trained
     ]
-    return _LossAndGradients(loss, jax.tree.structure(params).unflatten(leaves))
+    return _LossAndGradients(loss, jax.tree.structure(params).unflatten(grads))
 
 
-def _without_chance(leaf: Any) -> Any:
+def _with_median_keys(leaf: Any) -> Any:
     """An array on the host; in place of a key one that draws the middle number."""
     if not hasattr(leaf, "dtype"):
-        return leaf  # which the mini-batch is refused for
+        return leaf  # no array: the mini-batch is refused for it
     return median_key() if is_single_key(leaf) else host(leaf)

@@ -1,4 +1,4 @@
-"""A pipeline: what its user can do with it."""
+"""A pipeline: the handle that users hold, and its methods."""
 
 import reprlib
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from . import _train_states
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
 from ._pipelined_model import UNKNOWN, PipelinedModel
-from ._step_profile import profile, split_batch
+from ._step_profile import profile_actions, split_batch
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
@@ -39,8 +39,8 @@ LossFunction = Callable[[PyTree, PyTree], Any]
 class Pipeline(CustomLoop):
     """A model spread over devices; made by `pipeline`. It holds no arrays.
 
-    Of a list of layers, variables, gradients and states have one entry per layer; of
-    one model they are trees of the model's own.
+    The variables, gradients and states of a list of layers have one entry per layer;
+    those of one model are trees of the model's own.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Pipeline(CustomLoop):
         self._pipelined = pipelined
         self._forecast = forecast
         self._feed = pipelined.feed()
-        # The gradients that were made last, and the last ones that had a mini-batch.
-        self._last_made: Gradients | None = None
+        # The gradients that were built last, and those that had a mini-batch last.
+        self._last_built: Gradients | None = None
         self._last_used: Gradients | None = None
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------- properties
 
     @property
     def num_stages(self) -> int:
         """The number of stages.
 
         Raises:
-          ValueError: of a model, before it is known.
+          ValueError: if the pipeline is of a model that was not divided yet.
         """
         return self.schedule.num_stages
 
@@ -72,62 +72,59 @@ class Pipeline(CustomLoop):
 
     @property
     def schedule(self) -> Schedule:
-        """Who runs which action, in which order.
+        """The schedule: which rank runs which actions, in order.
 
         Raises:
-          ValueError: before it is known in how many stages a model is divided.
+          ValueError: if the pipeline is of a model that was not divided yet.
         """
-        return self._pipelined.pipe.schedule
+        return self._pipelined.placement.schedule
 
     @property
     def devices(self) -> tuple[_transfer.Device | Mesh, ...]:
         """The device of each stage, or its mesh."""
         return tuple(
             device.mesh if isinstance(device, StageMesh) else device
-            for device in self._pipelined.pipe.devices
+            for device in self._pipelined.placement.devices
         )
 
     @property
     @outside_of_meshes
     def plan(self) -> Plan:
-        """Who runs what, in names and numbers; with more details the more is known.
+        """The plan of the pipeline, in names and numbers.
+
+        It has more details after variables were initialized, and after a mini-batch.
 
         Raises:
-          ValueError: before it is known in how many stages a model is divided.
+          ValueError: if the pipeline is of a model that was not divided yet.
         """
-        known = self._known
-        if known is None:
+        info = self._info
+        if info is None:
             raise ValueError(UNKNOWN)
-        return describe(known, self._forecast)
+        return describe(info, self._forecast)
 
     @property
     def _last(self) -> Gradients | None:
-        """The gradients that a mini-batch was given last, or that were made last."""
-        return (
-            self._last_made
-            if self._last_made and self._last_made.last
-            else self._last_used
-        )
+        """The gradients that had the last mini-batch; ``None`` before the first."""
+        has_minibatch = self._last_built is not None and self._last_built.last
+        return self._last_built if has_minibatch else self._last_used
 
     @property
-    def _known(self) -> PipelineInfo | None:
+    def _info(self) -> PipelineInfo | None:
         return self._pipelined.describe(self._last.last if self._last else None)
 
     def __repr__(self) -> str:
-        known = self._pipelined.num_stages is not None
-        what = f"{self.num_stages} stages, " if known else ""
-        schedule = f", {self.schedule.name}" if known else ""
-        return (
-            f"<jpipe.Pipeline: {self._pipelined} in {what}{self.num_microbatches} "
-            f"micro-batches{schedule}>"
-        )
+        size = f"{self.num_microbatches} micro-batches"
+        if self._pipelined.num_stages is not None:
+            size = f"{self.num_stages} stages, {size}, {self.schedule.name}"
+        return f"<jpipe.Pipeline: {self._pipelined} in {size}>"
 
     @outside_of_meshes
     def __str__(self) -> str:
-        if self._known is None:
+        if self._info is None:
             return f"{self!r}\n{UNKNOWN}"
-        why = self._last.unchecked if self._last else ""
-        return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
+        reason = self._last.unchecked if self._last else ""
+        warning = f"\nthe loss was not checked: {reason}" if reason else ""
+        return f"{self.plan}{warning}"
 
     # ------------------------------------------------------- variables and programs
 
@@ -135,25 +132,27 @@ class Pipeline(CustomLoop):
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
         """Makes the variables of all layers, each on its layer's device.
 
-        The values depend on the key, the layer's number and shapes only, not on
-        balance, devices or schedule. Of ``x`` only shapes and dtypes are used. What an
-        initializer makes weakly typed, as optax does not leave it, is strongly typed.
-        Each layer is made on the first device and moved, so that device needs room for
-        one more.
+        The values depend on the key, the layer's index and shapes only, not on
+        balance, devices or schedule. Only shapes and dtypes of ``x`` are used. Weakly
+        typed values of initializers become strongly typed, since optax returns strongly
+        typed ones. Each leaf is made on the first device and moved, so that this device
+        needs room for one leaf more.
 
         Args:
           key: a JAX random key; ``None`` will do where all variables are those that
             nnx modules hold.
-          x: an input, or its `jax.ShapeDtypeStruct` leaves. Layers are made for its
-            first micro-batch, as they run; for all of it if it has fewer examples.
+          x: an input, or its `jax.ShapeDtypeStruct` leaves. Layers are initialized for
+            its first micro-batch, as they run; for all of it if it has fewer examples
+            than there are micro-batches.
 
         Returns:
-          One entry per layer: its Flax variables, ``{}`` where it has none. Of a model
-          what ``model.init(key, x)`` gives; of an nnx module its values, by collection.
+          One entry per layer: its Flax variables, ``{}`` where it has none. For one
+          linen module, the result of ``model.init(key, x)``; for one nnx module, its
+          values by collection.
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
-          ValueError: if the dtype of an output hangs on whether a variable is weakly
+          ValueError: if the dtype of an output depends on whether a variable is weakly
             typed.
         """
         return self._pipelined.init(key, x)
@@ -165,14 +164,14 @@ class Pipeline(CustomLoop):
         Args:
           tree: variables, one entry per layer, or a `TrainState`; on the host or any
             devices: from a pipeline of another balance, or from a checkpoint.
-          x: of a model that was not divided yet an input, or specs of one.
+          x: an input, or specs of one; needed for a model that was not divided yet.
 
         Returns:
-          The same values in place. What was there already is not copied: a step that
-          overwrites the result overwrites it in ``tree`` too.
+          The same values in place. Arrays that are there already are not copied: a step
+          that overwrites the result overwrites them in ``tree`` too.
 
         Raises:
-          ValueError: if there is not one entry per layer, or a step overwrote it.
+          ValueError: if there is not one entry per layer, or a step overwrote one.
         """
         _variables.check_alive(jax.tree.leaves(tree))
         if isinstance(tree, TrainState):
@@ -194,9 +193,9 @@ class Pipeline(CustomLoop):
           variables: one entry per layer, in place.
           x: the input, on the host or any device.
           rngs: a key, or keys by stream name such as ``{"dropout": key}``.
-          train: given to layers that take ``train``, ``deterministic`` or
-            ``use_running_average``. What training changes besides parameters is left
-            as given, which is warned of.
+          train: passed to layers that take ``train``, ``deterministic`` or
+            ``use_running_average``. The state that training changes, such as
+            ``batch_stats``, stays as it is, with a warning.
 
         Returns:
           The output of the last layer for the whole mini-batch, on its device.
@@ -206,12 +205,12 @@ class Pipeline(CustomLoop):
           TypeError: if a leaf of ``x`` is not an array.
         """
         x, _ = self._feed(x, rngs=rngs)
-        built = self._pipelined.forward(variables, x, rngs, train=train)
-        found = built.program(built.given(variables, (x, rngs)))
-        return jax.tree.unflatten(built.aux_tree, found)
+        specialization = self._pipelined.forward(variables, x, rngs, train=train)
+        outputs = specialization.program(specialization.given(variables, (x, rngs)))
+        return jax.tree.unflatten(specialization.aux_tree, outputs)
 
     @outside_of_meshes
-    def _inference(
+    def _apply_program(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
     ) -> Program:
         return self._pipelined.forward(variables, x, rngs, train=train).program
@@ -226,50 +225,51 @@ class Pipeline(CustomLoop):
         reduction: str = "mean",
         trainable: Any = None,
     ) -> Callable[..., Any]:
-        """The loss of a mini-batch and its gradients, as `jax.value_and_grad`.
+        """Makes the function of a loss and its gradients, as `jax.value_and_grad`.
 
         Args:
           loss_fn: ``(outputs, targets) -> scalar``, applied to each micro-batch on the
-            last device. It is known again as by `jax.jit`, by its hash and equality.
-          has_aux: whether ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
+            last device. Its hash and equality identify it, as for `jax.jit`.
+          has_aux: True if ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
             ``((total, weight), aux)``.
-          has_state: whether the other collections, such as ``batch_stats``, are
-            returned as they are after the mini-batch, one entry per layer: the next
-            variables are ``[{**own, **new} for own, new in zip(variables, state)]``.
-          aux_axes: on which axes the micro-batches' aux are joined, as ``out_axes`` of
-            `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
+          has_state: True to return the other collections too, such as ``batch_stats``,
+            as they are after the mini-batch, one entry per layer: the next variables
+            are ``[{**old, **new} for old, new in zip(variables, state)]``.
+          aux_axes: the axes on which the micro-batches' aux are joined, as ``out_axes``
+            of `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
             aux. ``None``: they are stacked along a new first axis. `jpipe.MEAN`: the
-            mean over the examples, of integers what the last micro-batch returns.
-            `jpipe.SUM`: the sum. What follows from no example is that of one device,
-            where an axis is named.
-          reduction: how micro-batches combine. ``"mean"``: the loss is a mean over
-            examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
-            ``(total, weight)`` and the loss is the sum of totals over the sum of
-            weights, taken as constants. ``"microbatch_mean"``: the mean of what each
-            micro-batch gives by itself. A loss of another reduction raises.
-            Cotangents are as large as on one device; where a weight follows from more
-            than targets, they are those of the total.
-          trainable: which parameters have gradients; default: all. By path, from the
-            layer's number on: text with wildcards, such as ``"*/lora_*"``, that matches
-            a leaf or all below; by ``(path, leaf) -> bool``, where a path is
-            ``(2, "query", "lora_a")``; by what `flax.nnx` takes as a filter of
-            Variables, such as `nnx.LoRAParam`; or by a list of these. The rest costs
-            nothing. Other collections change in training all the same: what freezes
-            the statistics of a batch norm is its own ``use_running_average=True``.
+            mean over the examples; integers are those of the last micro-batch.
+            `jpipe.SUM`: the sum. Where an axis is named, a leaf that follows from no
+            example is what one device returns.
+          reduction: the way in which micro-batches combine. ``"mean"``: the loss is a
+            mean over examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn``
+            returns ``(total, weight)`` and the loss is the sum of totals over the sum
+            of weights, which are constants. ``"microbatch_mean"``: the mean of the
+            losses of the micro-batches. A loss of another reduction raises. Cotangents
+            are as large as on one device; where a weight follows from more than
+            targets, they are those of the total.
+          trainable: a selection of the parameters that have gradients; default: all.
+            Text with wildcards, such as ``"*/lora_*"``, that matches the path of a
+            leaf or all below; ``(path, leaf) -> bool`` of paths such as
+            ``(2, "query", "lora_a")``, which begin with the layer's index; a filter of
+            Variables as `flax.nnx` takes it, such as `nnx.LoRAParam`; or a list of
+            these. Frozen parameters cost nothing. Other collections change in training
+            all the same: to freeze the statistics of a batch norm, set its
+            ``use_running_average=True``.
 
         Returns:
           ``f(variables, x, targets, *, rngs=None, train=True) -> (loss, grads)``;
           ``((loss, aux), grads)``, ``((loss, state), grads)`` or ``((loss, aux,
-          state), grads)``: ``grads[i]`` has the structure of
-          ``variables[i]["params"]`` and its device, with ``None`` where ``trainable``
-          left a leaf out: optax then takes parameters with the same gaps.
+          state), grads)``. ``grads[i]`` has the structure of
+          ``variables[i]["params"]`` and its device, with ``None`` for a leaf that is
+          frozen: optax then takes parameters with the same gaps.
 
         Raises:
           ValueError: if the reduction is unknown; from ``f``, if batch, targets or
             variables do not fit, the loss is not of this ``reduction``, or
             ``trainable`` selects nothing.
-          TypeError: if ``loss_fn`` or ``trainable`` is nothing such; from ``f``, if
-            ``loss_fn`` does not return what was agreed.
+          TypeError: if ``loss_fn`` is no function or ``trainable`` no selection; from
+            ``f``, if ``loss_fn`` does not return a loss as described.
 
         Example:
           >>> import jax, jax.numpy as jnp, jpipe
@@ -294,12 +294,12 @@ class Pipeline(CustomLoop):
           ValueError: if the schedule cannot train.
         """
         if self._pipelined.num_stages:
-            self._pipelined.pipe.check_trains()
-        if self._last_made and self._last_made.last:
-            self._last_used = self._last_made
-        chosen = Trainable(trainable, self._pipelined.model.is_list)
-        self._last_made = self._pipelined.gradients(objective, chosen)
-        return self._last_made
+            self._pipelined.placement.check_trains()
+        if self._last_built and self._last_built.last:
+            self._last_used = self._last_built
+        selection = Trainable(trainable, self._pipelined.model.is_list)
+        self._last_built = self._pipelined.gradients(objective, selection)
+        return self._last_built
 
     @outside_of_meshes
     def init_train_state(
@@ -317,10 +317,10 @@ class Pipeline(CustomLoop):
           key: a JAX random key; the state keeps a key that follows from it.
           x: an input, or its `jax.ShapeDtypeStruct` leaves.
           tx: the optax optimizer.
-          variables: what to start from instead of `init`, such as pretrained ones, on
-            the host or any devices: one entry per layer, ``None`` for a layer that is
-            initialized. They are copied.
-          trainable: as for `value_and_grad`; ``tx`` sees ``None`` for the rest.
+          variables: variables to start from instead of those of `init`, such as
+            pretrained ones, on the host or any devices: one entry per layer, ``None``
+            for a layer that is initialized. They are copied.
+          trainable: as for `value_and_grad`; ``tx`` sees ``None`` for frozen leaves.
 
         Returns:
           The state at step 0.
@@ -330,12 +330,14 @@ class Pipeline(CustomLoop):
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
-        chosen = Trainable(trainable, self._pipelined.model.is_list)
+        selection = Trainable(trainable, self._pipelined.model.is_list)
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = self._pipelined.take(key, variables, x)
-        return _train_states.train_state(self._pipelined, key, variables, x, tx, chosen)
+            variables = self._pipelined.copy_in_place(key, variables, x)
+        return _train_states.initial_train_state(
+            self._pipelined, key, variables=variables, x=x, tx=tx, trainable=selection
+        )
 
     def train_step(
         self,
@@ -348,7 +350,7 @@ class Pipeline(CustomLoop):
         trainable: Any = None,
         donate: bool = True,
     ) -> TrainStep:
-        """One training step: gradients of a mini-batch, and one optax update.
+        """Makes a training step: gradients of a mini-batch, and one optax update.
 
         Args:
           loss_fn: as for `value_and_grad`.
@@ -356,10 +358,10 @@ class Pipeline(CustomLoop):
           has_aux: as for `value_and_grad`; ``metrics["aux"]``.
           aux_axes: as for `value_and_grad`.
           reduction: as for `value_and_grad`.
-          trainable: as for `value_and_grad`, and as the state was made with. The step
-            leaves the rest as it is: the same arrays.
-          donate: whether a step overwrites the memory of the state that it is given;
-            that state cannot be used again. Without it a step needs room for both.
+          trainable: as for `value_and_grad`, and as for the `init_train_state` of the
+            state. Frozen parameters stay the same arrays.
+          donate: True if a step overwrites the memory of its state, which cannot be
+            used again; with False a step needs room for both states.
 
         Returns:
           ``step(state, x, targets) -> (state, metrics)`` with ``metrics["loss"]``.
@@ -381,16 +383,16 @@ class Pipeline(CustomLoop):
 
     @outside_of_meshes
     def modules(self, variables: PyTree) -> Any:
-        """What was listed as layers, with values: the way back to Flax.
+        """Returns the layers as modules of Flax that hold their values.
 
         Args:
           variables: one entry per layer, such as ``state.variables``.
 
         Returns:
           For each layer a bound linen module or a new nnx module, ready to be called;
-          a function or a `Layer` as it is. What is listed twice is one module here
-          too. They hold the arrays themselves, which a training step overwrites: copy
-          them first if training goes on.
+          a function or a `Layer` as it is. A module that is listed twice is one module
+          here too. They hold the arrays themselves, which a training step overwrites:
+          copy them first if training goes on.
 
         Raises:
           ValueError: if the variables are not those of the layers, or a layer was
@@ -401,16 +403,16 @@ class Pipeline(CustomLoop):
     # ------------------------------------------------------------ checks and profiles
 
     def compile(self, function: Any, *args: Any, **kwargs: Any) -> Report:
-        """Compiles now what the first call would compile, side by side.
+        """Compiles all programs that the first call would compile, side by side.
 
         Args:
-          function: what `train_step` or `value_and_grad` returned, or `apply`.
-          *args: what it would be called with; of arrays, specs
-            (`jax.ShapeDtypeStruct`) will do.
-          **kwargs: likewise, by name.
+          function: a result of `train_step` or `value_and_grad`, or `apply`.
+          *args: the arguments of a call; specs (`jax.ShapeDtypeStruct`) will do for
+            arrays.
+          **kwargs: its keyword arguments, likewise.
 
         Returns:
-          What is then known: bytes, flops, seconds. It prints as a table.
+          A report of bytes, flops and seconds. It prints as a table.
 
         Raises:
           TypeError: if the function is none of these.
@@ -427,7 +429,7 @@ class Pipeline(CustomLoop):
           4
         """
         if getattr(function, "__func__", None) is type(self).apply:
-            lower = function.__self__._inference
+            lower = function.__self__._apply_program
         elif hasattr(function, "program"):
             lower = function.program
         else:
@@ -455,15 +457,16 @@ class Pipeline(CustomLoop):
     ) -> CheckReport:
         """Runs each layer and the loss at once and in micro-batches, and compares.
 
-        Compared are outputs, what training writes, and gradients by the input and the
-        parameters; then the loss and its gradient. Each layer is given what the one
-        before it made of all examples at once. Flax's batch norms, which normalize
-        each micro-batch by itself, are left out of outputs, and their statistics are
-        compared as they are merged. Of the keys in ``rngs`` all random numbers are the
-        middle one: a dropout leaves out nothing. All is computed on the device of the
-        first stage, one layer after the other. A dropout, batch norm or attention that
-        is off in training, since an argument on the way to it was left at its default,
-        is noted beside its layer with the line to type.
+        It compares outputs, the state that training writes, and gradients by the input
+        and the parameters; then the loss and its gradient. The input of each layer is
+        the output of the one before it for all examples at once. Flax's batch norms
+        normalize each micro-batch by itself: where outputs are compared they return
+        their input, and their statistics are compared as they are merged. All random
+        numbers that follow from ``rngs`` are the middle one: a dropout drops nothing.
+        Everything is computed on the device of the first stage, one layer after the
+        other. A dropout, batch norm or attention that is off in training, since an
+        argument on the way to it was left at its default, is noted beside its layer
+        with the line to type.
 
         Args:
           variables: one entry per layer.
@@ -473,15 +476,15 @@ class Pipeline(CustomLoop):
           reduction: as for `value_and_grad`.
           has_aux: as for `value_and_grad`.
           rngs: as for `apply`.
-          train: whether layers are run as in training.
-          microbatch_sizes: how many examples each micro-batch has, such as
+          train: True to run layers as in training.
+          microbatch_sizes: the number of examples of each micro-batch, such as
             ``(4, 8)``; default: two of different sizes.
-          tolerance: how far numbers may be apart, relative to the largest of the same
-            example; default: as far as rounding explains in the narrowest dtype that a
-            layer computes in.
+          tolerance: the largest difference that passes, relative to the largest number
+            of the same example; default: the rounding errors of the narrowest dtype
+            that a layer computes in.
 
         Returns:
-          What was found: prints as a table, is true where nothing differs, and has
+          A report. It prints as a table, is true where nothing differs, and has
           ``raise_if_different()``.
 
         Raises:
@@ -501,9 +504,9 @@ class Pipeline(CustomLoop):
         objective = None
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)
-        from ._pipeline_check import checked  # which a step does not need
+        from ._pipeline_check import check_pipeline  # which a step does not need
 
-        return checked(
+        return check_pipeline(
             self._pipelined,
             variables,
             x,
@@ -533,14 +536,15 @@ class Pipeline(CustomLoop):
         Args:
           state: a train state, in place.
           batch: the input and the targets.
-          loss_fn: as for `train_step`; default: all is as in the step built last.
+          loss_fn: as for `train_step`; default: the loss of the step that was built
+            last, with its settings.
           has_aux: as for `train_step`.
           reduction: as for `train_step`.
           trainable: as for `train_step`.
 
         Returns:
-          What was measured, in seconds and bytes. Its ``costs``, the median times and
-          the bytes of each stage, are what `Schedule.simulate` predicts from.
+          The measured timeline, in seconds and bytes. `Schedule.simulate` predicts from
+          its ``costs``, the median times and the bytes of each stage.
 
         Raises:
           ValueError: if there is no loss yet, or the state or the batch does not fit.
@@ -559,7 +563,7 @@ class Pipeline(CustomLoop):
         """
         check_state(state, by_layer=self._pipelined.model.is_list)
         x, targets = split_batch(batch)
-        gradients = self._last_made
+        gradients = self._last_built
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)
             is_last = gradients and gradients.is_of(objective, trainable)
@@ -570,6 +574,6 @@ class Pipeline(CustomLoop):
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
         key = _rng.step_key(state.rng, state.step)
-        built = gradients(state.variables, x, targets, key, train=True)
-        leaves = built.given(state.variables, (x, targets, key), "state")
-        return profile(built, leaves)
+        specialization = gradients(state.variables, x, targets, key, train=True)
+        leaves = specialization.given(state.variables, (x, targets, key), "state")
+        return profile_actions(specialization, leaves)

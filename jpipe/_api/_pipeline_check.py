@@ -28,7 +28,7 @@ from ._pipelined_model import PipelinedModel
 PyTree = Any
 
 
-def checked(
+def check_pipeline(
     pipelined: PipelinedModel,
     variables: PyTree,
     x: PyTree,
@@ -49,11 +49,12 @@ def checked(
       targets: its targets.
       objective: the loss; ``None``: layers only.
       rngs: keys.
-      train: whether layers are run as in training.
+      train: True to run layers as in training.
       tolerance: the largest relative difference that passes.
       microbatch_sizes: the number of examples of each micro-batch.
     """
-    model, partition = pipelined.model, pipelined.partition
+    model = pipelined.model
+    partition = pipelined.partition
     entries = model.entries(variables)
     if len({device.process_index for device in partition.places}) > 1:
         raise ValueError(
@@ -64,26 +65,27 @@ def checked(
         _rng.check_rngs(rngs)
     _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
 
-    names = "x", "targets"
+    names = ("x", "targets")
     axes = model.axes
     specs = [
         _microbatch.array_specs(x, "x"),
         _microbatch.array_specs(targets, "targets"),
     ]
-    in_axes = axes.in_axes, axes.target_axes
+    in_axes = (axes.in_axes, axes.target_axes)
     x_axes, target_axes = _call.axes_of(in_axes, specs, names)
-    count = _call.batch_size(specs, (x_axes, target_axes), 2, names)
+    batch_size = _call.batch_size(specs, (x_axes, target_axes), 2, names)
     num_parts = partition.num_microbatches * partition.num_shards
-    microbatch_size = -(-count // num_parts)
+    microbatch_size = -(-batch_size // num_parts)
     if microbatch_sizes is None:
-        microbatch_sizes = _uneven_sizes(count, microbatch_size)
-    sizes = check_microbatch_sizes(microbatch_sizes, count)
+        microbatch_sizes = _uneven_sizes(batch_size, microbatch_size)
+    sizes = check_microbatch_sizes(microbatch_sizes, batch_size)
 
-    pipelined.checks.by_owner(variables, x)
+    pipelined.checks.move_to_owners(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
     layers = _layers_to_check(model, entries, x, rngs=rngs, train=train)
-    is_divided = pipelined.num_stages is not None
-    first_rank = pipelined.pipe.devices[0] if is_divided else partition.config.ranks[0]
+    first_rank = partition.config.ranks[0]
+    if pipelined.num_stages is not None:
+        first_rank = pipelined.placement.devices[0]
 
     results: list[CheckResult] = []
     loss = None
@@ -112,7 +114,7 @@ def _layers_to_check(
 ) -> list[LayerToCheck]:
     """Each layer behind those whose variables it reads, and the variables of these.
 
-    Who reads which variable is asked of a pipeline with a stage for each layer.
+    A pipeline with a stage for each layer tells which variables each layer reads.
     """
     count = len(model.layers)
     config = PipelineConfig(
@@ -122,9 +124,10 @@ def _layers_to_check(
         remat="none",
     )
     partition = Partition(config, group_layers(model.layers, [1] * count))
-    stage_each = Model(model.layers, model.axes, partition.stage_of_layer)
+    # The same model, with a stage for each layer.
+    layerwise = Model(model.layers, model.axes, partition.stage_of_layer)
     function = PipelinedFunction(
-        _model_functions.forward_spec(stage_each, train=train), partition
+        _model_functions.forward_spec(layerwise, train=train), partition
     )
     stages = function.divide(tuple(entries), (x, rngs)).stages
 
@@ -136,7 +139,7 @@ def _layers_to_check(
     layers: list[LayerToCheck] = []
     for i in range(count):
         leaves = [k for k in stages.params_of(i) if k < len(layer_of_leaf)]
-        owners = {layer_of_leaf[k] for k in leaves}  # the others are constants
+        owners = {layer_of_leaf[k] for k in leaves}  # later indices are of constants
         indices = [*sorted(owners - {i}), i]
         sequential = Sequential(
             [model.layers[k] for k in indices],
@@ -157,9 +160,9 @@ def _reductions(
       microbatch_size: the number of examples of a micro-batch of the pipeline.
       outputs: specs of the outputs.
     """
-    flat = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
+    axes = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
     reductions: list[Sequence[str]] = []
-    for leaf, axis in zip(jax.tree.leaves(outputs), flat, strict=True):
+    for leaf, axis in zip(jax.tree.leaves(outputs), axes, strict=True):
         if axis is MEAN:
             reductions.append(("mean",))
         elif axis is SUM:

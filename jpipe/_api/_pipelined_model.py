@@ -1,6 +1,6 @@
 """A model in a partition: its pipelined functions, and where its variables are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -43,13 +43,13 @@ class PipelinedModel:
 
     Args:
       model: the model.
-      partition: in which stages it runs.
+      partition: the stages in which it runs.
 
     Attributes:
       model: likewise.
       partition: likewise.
       checks: the checks of its variables.
-      places: the devices, each once.
+      places: all different devices.
     """
 
     def __init__(self, model: Model, partition: Partition) -> None:
@@ -57,7 +57,7 @@ class PipelinedModel:
         self.partition = partition
         self.checks = VariableChecks(model, partition)
         self.places = partition.places
-        # train -> the forward pass
+        # train -> the forward pass in stages
         self._forwards = {
             train: self._pipelined(_model_functions.forward_spec(model, train=train))
             for train in (False, True)
@@ -73,61 +73,64 @@ class PipelinedModel:
 
     @property
     def num_stages(self) -> int | None:
-        """The number of stages, once it is known."""
+        """The number of stages; ``None`` before a model is divided."""
         return self.partition.num_stages
 
     @cached_property
-    def pipe(self) -> StagePlacement:
-        """The stages.
+    def placement(self) -> StagePlacement:
+        """The schedule, and the devices of the stages.
 
         Raises:
-          ValueError: before they are known.
+          ValueError: if a model was not divided yet.
         """
         if self.num_stages is None:
             raise ValueError(UNKNOWN)
         return self.partition.placement(self.num_stages)
 
     def feed(self) -> Feed:
-        """Returns what tells this process of mini-batches that others are given."""
+        """Returns the feed of mini-batches in several processes."""
 
-        def stages() -> StagePlacement | None:
-            return self.pipe if self.num_stages else None
+        def placement() -> StagePlacement | None:
+            return self.placement if self.num_stages else None
 
-        return Feed(stages, self.model.is_list)
+        return Feed(placement, self.model.is_list)
 
     def describe(self, last: Specialization | None) -> PipelineInfo | None:
-        """Returns what is known of the pipeline; ``None`` before it is divided.
+        """Returns the facts about the pipeline; ``None`` before it is divided.
 
         Args:
-          last: the last mini-batch with a loss.
+          last: the specialization for the last mini-batch with a loss.
         """
         if not self.model.is_list:
-            forwards = (forward.last for forward in self._forwards.values())
+            forwards = [forward.last for forward in self._forwards.values()]
             last = last or next(filter(None, forwards), None)
             return describe_function(last) if last else None
 
-        names = [[layer.name for layer in stage.layers] for stage in self.pipe.stages]
-        skips = [(skip_name(r.key), r.source, r.target) for r in self.model.routes]
+        names = [group.layer_names for group in self.placement.stages]
+        skips = [
+            (skip_name(route.key), route.source, route.target)
+            for route in self.model.routes
+        ]
         if last is not None:
             return describe_function(last)._replace(names=names, skips=skips)
         if self.checks.specs is None:
-            return PipelineInfo(self.pipe, names, skips=skips)
+            return PipelineInfo(self.placement, names, skips=skips)
+
         layout = self.layout(self.checks.specs)
-        reads = [
-            [i for i, owner in enumerate(layout.owner_stages) if owner == stage]
-            for stage in range(len(names))
-        ]
-        return PipelineInfo(self.pipe, names, layout, reads, skips=skips)
+        params_of_stage: list[list[int]] = [[] for _ in names]
+        for index, owner in enumerate(layout.owner_stages):
+            params_of_stage[owner].append(index)
+        return PipelineInfo(self.placement, names, layout, params_of_stage, skips=skips)
 
     # ------------------------------------------------------------ pipelined functions
 
-    def look_again(self) -> None:
-        """Traces layers anew from now on, as where variables are made of them.
+    def clear_traces(self) -> None:
+        """Forgets traces, so that layers are traced anew.
 
-        Layers and losses may read what was changed since: globals, variables of
-        functions around them, helpers in other modules. What is built anew has them
-        as they are now, as under a new `jax.jit`, and what is evaluated after it too;
-        what came to the same is not compiled again: see `_compile`.
+        Layers and losses may read objects that were changed since: globals, variables
+        of functions around them, helpers in other modules. Functions that are built
+        after this call see them as they are now, as under a new `jax.jit`. A program
+        of the same text is not compiled again: see `_instructions._compiler`.
 
         Raises:
           ValueError: if an nnx module was changed.
@@ -139,19 +142,19 @@ class PipelinedModel:
     def forward(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> Specialization:
-        """Returns the forward pass for such variables and such an input."""
+        """Returns the forward pass for variables and an input."""
         return self._forwards[train](variables, x, rngs)
 
     def gradients(self, objective: Objective, trainable: Trainable) -> Gradients:
         """Returns the gradients of one objective.
 
         Raises:
-          TypeError: if the loss takes what is trained.
+          TypeError: if the loss closes over variables that are trained.
         """
-        self.look_again()
+        self.clear_traces()
         outputs: list[PyTree] = []
 
-        def marks(variables: PyTree) -> list[bool]:
+        def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(self.model.marks(variables, trainable))
 
         programs = {}
@@ -159,7 +162,7 @@ class PipelinedModel:
             spec = _model_functions.loss_spec(
                 self.model, objective, outputs, train=train
             )
-            programs[train] = self._pipelined(spec, marks)
+            programs[train] = self._pipelined(spec, trained)
         return Gradients(
             objective=objective,
             trainable=trainable,
@@ -168,10 +171,14 @@ class PipelinedModel:
             axis=self.model.axes.out_axes,
         )
 
-    def _pipelined(self, spec: FunctionSpec, *marks: Any) -> PipelinedFunction:
+    def _pipelined(
+        self,
+        spec: FunctionSpec,
+        trained: Callable[[PyTree], list[bool]] = lambda specs: [],
+    ) -> PipelinedFunction:
         """Returns a function in stages, which checks its variables first."""
         spec = replace(spec, check=self.checks.check_call, explain=self.checks.explain)
-        return PipelinedFunction(spec, self.partition, *marks)
+        return PipelinedFunction(spec, self.partition, trained)
 
     # ---------------------------------------------------------------------- variables
 
@@ -179,21 +186,27 @@ class PipelinedModel:
         self,
         key: chex.PRNGKey | None,
         x: PyTree,
-        given: Sequence[PyTree] | None = None,
+        user_entries: Sequence[PyTree] | None = None,
     ) -> PyTree:
-        """Makes the variables, or of a list those of layers with ``None`` for them.
+        """Makes the variables, each in place.
 
         Each leaf is made on one device, where equal draws share a compiled program, and
         moved at once: it has room for one array more, not for all.
+
+        Args:
+          key: the key.
+          x: an input, or specs of one.
+          user_entries: the variables of each layer of a list, anywhere; ``None`` for a
+            layer whose variables are to be made. Default: all are.
         """
         _variables.check_concrete(jax.tree.leaves((key, x)))
         if key is not None:
             _rng.check_key(key)
-        self.look_again()
-        given_entries = given or [None] * len(self.model.layers)
+        self.clear_traces()
+        taken_entries = user_entries or [None] * len(self.model.layers)
         initial = self.model.initial(
             self.model.sample(x, self.partition),
-            [{} if entry is None else entry for entry in given_entries],
+            [{} if entry is None else entry for entry in taken_entries],
             key,
         )
         if key is None:
@@ -201,14 +214,12 @@ class PipelinedModel:
                 _rng.check_key(key)
             key = jax.random.key(0)  # which nobody reads
 
-        is_missing = [
-            entry is None
-            for entry, specs in zip(given_entries, initial.specs, strict=True)
-            for _ in jax.tree.leaves(specs)
-        ]
+        is_missing: list[bool] = []
+        for entry, specs in zip(taken_entries, initial.specs, strict=True):
+            is_missing += [entry is None] * len(jax.tree.leaves(specs))
         variables = self._draw(initial, key, x, is_missing)
-        if given:
-            pairs = zip(given, self.model.entries(variables), strict=True)
+        if user_entries:
+            pairs = zip(user_entries, self.model.entries(variables), strict=True)
             entries = [new if entry is None else entry for entry, new in pairs]
             variables = self.place(self.model.from_entries(entries))
         self.checks.note(variables, x)
@@ -227,14 +238,13 @@ class PipelinedModel:
           initial: the variables.
           key: the key.
           x: an input.
-          is_missing: whether each leaf is to be made; a spec stands for others.
+          is_missing: one bool per leaf; False leaves its spec in its place.
         """
         specs, tree = jax.tree.flatten(self.model.from_entries(initial.specs))
         locations = self.layout(tree.unflatten(specs), x).locations
-        pipe = self.pipe
-        if pipe.copies is not None:
+        if self.placement.copies is not None:
             agree_on_key(key)
-        devices = [pipe.devices[stage] for stage, _ in locations]
+        devices = [self.placement.devices[stage] for stage, _ in locations]
         is_drawn_here = [
             missing and is_here(device)
             for missing, device in zip(is_missing, devices, strict=True)
@@ -251,23 +261,23 @@ class PipelinedModel:
                 leaves.append(specs[i])
         return tree.unflatten(leaves)
 
-    def take(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
-        """Returns copies of variables, which are checked, in place.
+    def copy_in_place(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
+        """Checks variables, and returns copies of them in place.
 
-        Those of a list may have ``None`` for layers whose variables are to be made, and
-        are returned each in the entry that `init` gives it to.
+        Variables of a list may have ``None`` for layers whose variables are to be made.
+        Each is returned in the entry in which `init` returns it.
 
         Raises:
           ValueError: if they are not those of the model, or overwritten.
         """
         if any(entry is None for entry in self.model.entries(variables)):
             variables = self.init(key, x, variables)
-        self.look_again()
-        variables = self.checks.by_owner(variables, x)
+        self.clear_traces()
+        variables = self.checks.move_to_owners(variables, x)
         _variables.check_alive(jax.tree.leaves(variables))
         locations = self.layout(variables, x).locations
         copies = _transfer.put_tree(
-            variables, self.pipe.devices, locations, may_alias=False
+            variables, self.placement.devices, locations, may_alias=False
         )
         return jax.tree.map(strong, copies)
 
@@ -275,17 +285,17 @@ class PipelinedModel:
         """Returns variables in place."""
         variables = self.model.from_entries(self.model.entries(variables))
         locations = self.layout(variables, x).locations
-        return _transfer.put_tree(variables, self.pipe.devices, locations)
+        return _transfer.put_tree(variables, self.placement.devices, locations)
 
     def layout(self, variables: PyTree, x: PyTree = None) -> ParamLayout:
-        """Returns where variables are between steps.
+        """Returns the layout of variables between steps.
 
         Args:
           variables: the variables, or specs of them.
-          x: an input, or specs of one; needed where a model was not cut yet.
+          x: an input, or specs of one; needed where a model was not divided yet.
 
         Raises:
-          ValueError: if it is not known, and there is no input.
+          ValueError: if a model was not divided yet, and there is no input.
         """
         self.model.entries(variables)
         if x is None and self.partition.owner_stages(variables) is None:

@@ -1,4 +1,4 @@
-"""What `jpipe.pipeline` is given, checked: every fault found before any work."""
+"""Checks of the settings of `jpipe.pipeline`, all before any work."""
 
 import operator
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ def _check_count(name: str, number: Any, advice: str = "") -> int:
     """Returns a number if it is an int of at least 1.
 
     Args:
-      name: of the argument.
+      name: the name of the argument.
       number: its value.
-      advice: on what to type in its place.
+      advice: the text on what to type in its place.
 
     Raises:
       TypeError: if it is no int.
@@ -74,47 +74,56 @@ def check_no_balance(balance: Any) -> None:
 
 
 def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
-    """The mesh and the devices of a plan; given ones have to have its shape.
+    """The arguments ``mesh`` and ``devices`` of a pipeline with a plan.
 
     Args:
-      plan: what was planned.
-      mesh: as given.
-      devices: as given; those of a plan of several per stage are laid out.
+      plan: the plan.
+      mesh: the mesh that the user passed; it has to have the shape of the plan.
+      devices: the devices that the user passed; a plan for several per stage lays them
+        out as a mesh.
 
     Raises:
-      ValueError: if a mesh is given that spreads examples over other devices, or there
-        are too few.
+      ValueError: if the mesh spreads examples over another number of devices, or there
+        are too few devices.
     """
-    ranks, data = plan.schedule.num_ranks, plan.data
-    given = devices if mesh is None else mesh
-    if isinstance(given, Mesh):
-        has = given.shape.get(DATA, 1)
-        if has != data:
+    num_ranks = plan.schedule.num_ranks
+    num_data = plan.data
+    user_mesh = devices if mesh is None else mesh
+    if isinstance(user_mesh, Mesh):
+        user_num_data = user_mesh.shape.get(DATA, 1)
+        if user_num_data != num_data:
             raise ValueError(
-                f"plan: it is for {ranks} x {data} devices along {_STAGE!r} and "
-                f"{DATA!r}, the mesh has {has} along {DATA!r}; leave out mesh=, or "
-                f'type mesh=jax.make_mesh(({ranks}, {data}), ("stage", "data"))'
+                f"plan: it is for {num_ranks} x {num_data} devices along {_STAGE!r} "
+                f"and {DATA!r}, the mesh has {user_num_data} along {DATA!r}; leave out "
+                f"mesh=, or type "
+                f'mesh=jax.make_mesh(({num_ranks}, {num_data}), ("stage", "data"))'
             )
         return mesh, devices
-    listed = jax.devices() if devices is None else devices
-    are_devices = isinstance(listed, Sequence) and all(
-        isinstance(device, jax.Device) for device in listed
+
+    all_devices = jax.devices() if devices is None else devices
+    are_devices = isinstance(all_devices, Sequence) and all(
+        isinstance(device, jax.Device) for device in all_devices
     )
-    if data == 1 or mesh is not None or not are_devices:
+    if num_data == 1 or mesh is not None or not are_devices:
         return mesh, devices
-    count = ranks * data
-    if len(dict.fromkeys(listed[:count])) < count:
+    count = num_ranks * num_data
+    if len(dict.fromkeys(all_devices[:count])) < count:
         raise ValueError(
-            f"plan: it is for {ranks} x {data} devices along {_STAGE!r} and {DATA!r}, "
-            f"there are {len(dict.fromkeys(listed))} different ones; plan for as many "
-            f"with jpipe.plan(..., num_devices=), or for one per stage with data=1"
+            f"plan: it is for {num_ranks} x {num_data} devices along {_STAGE!r} and "
+            f"{DATA!r}, there are {len(dict.fromkeys(all_devices))} different ones; "
+            f"plan for as many with jpipe.plan(..., num_devices=), or for one per "
+            f"stage with data=1"
         )
-    laid = np.array(listed[:count], dtype=object).reshape(ranks, data)
-    return Mesh(laid, (_STAGE, DATA)), None
+    grid = np.array(all_devices[:count], dtype=object).reshape(num_ranks, num_data)
+    return Mesh(grid, (_STAGE, DATA)), None
 
 
 def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
-    """What is given of a mesh and devices, which both decide where stages run."""
+    """Checks the settings of stages of several devices.
+
+    Returns:
+      The mesh, or the devices where there is none: either decides where stages run.
+    """
     if gather not in ("step", "microbatch"):
         raise ValueError(f"gather={gather!r}: choose 'step' or 'microbatch'")
     if sharding is not None and not callable(sharding):
@@ -140,38 +149,42 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
 
 
 def _has_mesh(devices: Any) -> bool:
-    """Whether devices are given as a mesh, or one of them is."""
-    listed = [devices, *devices] if isinstance(devices, list | tuple) else [devices]
-    return any(isinstance(device, Mesh) for device in listed)
+    """True if the devices are a mesh, or one of several entries is."""
+    if isinstance(devices, list | tuple):
+        return any(isinstance(rank, Mesh) for rank in devices)
+    return isinstance(devices, Mesh)
 
 
-def _ranks(mesh: Mesh | Sequence[Any]) -> list[Device]:
-    """The devices of each index along the axis of stages, or those given for each."""
-    if not isinstance(mesh, Mesh):
-        return [_rank(own) if isinstance(own, Mesh) else own for own in mesh]
-    names = list(mesh.axis_names)
-    if _STAGE not in names:
+def _ranks_of_mesh(mesh: Mesh) -> list[Device]:
+    """The devices of each rank: those of one index along the axis of stages."""
+    axis_names = list(mesh.axis_names)
+    if _STAGE not in axis_names:
         raise ValueError(
-            f"mesh has the axes {names}, none is called {_STAGE!r}, along which the "
-            f"stages are placed; type {_example_mesh()}"
+            f"mesh has the axes {axis_names}, none is called {_STAGE!r}, along which "
+            f"the stages are placed; type {_example_mesh()}"
         )
-    at = names.index(_STAGE)
-    rest = names[:at] + names[at + 1 :]
-    return [_place(own, rest) for own in np.moveaxis(mesh.devices, at, 0)]
+    stage_axis = axis_names.index(_STAGE)
+    rank_axis_names = axis_names[:stage_axis] + axis_names[stage_axis + 1 :]
+    grids = np.moveaxis(mesh.devices, stage_axis, 0)
+    return [_rank_of_grid(grid, rank_axis_names) for grid in grids]
 
 
-def _rank(mesh: Mesh) -> Device:
-    """The devices of a rank that were given as its own mesh."""
+def _rank_of_mesh(mesh: Mesh) -> Device:
+    """The devices of a rank for which the user passed a mesh."""
     if _STAGE in mesh.axis_names:
         raise ValueError(
             f"devices: the mesh of one rank has an axis {_STAGE!r}, along which ranks "
             f"are placed; type mesh={_example_mesh()} for all of them"
         )
-    return _place(np.asarray(mesh.devices), mesh.axis_names)
+    return _rank_of_grid(np.asarray(mesh.devices), mesh.axis_names)
 
 
-def _place(devices: np.ndarray, names: Sequence[str]) -> Device:
+def _rank_of_grid(devices: np.ndarray, axis_names: Sequence[str]) -> Device:
     """The devices of a rank: one, or several of one process.
+
+    Args:
+      devices: the devices in the shape of a mesh.
+      axis_names: the names of its axes.
 
     Raises:
       ValueError: if they are of several processes.
@@ -183,7 +196,9 @@ def _place(devices: np.ndarray, names: Sequence[str]) -> Device:
             f"{', '.join(map(str, devices.flat))}; place stages along the processes, "
             f"and the other axes of the mesh inside of each"
         )
-    return StageMesh.of(devices, names) if devices.size > 1 else devices.flat[0]
+    if devices.size == 1:
+        return devices.flat[0]
+    return StageMesh.of(devices, axis_names)
 
 
 def _check_shards(ranks: Sequence[Device]) -> None:
@@ -193,52 +208,57 @@ def _check_shards(ranks: Sequence[Device]) -> None:
       ValueError: if they do not, or a device is in two meshes.
     """
     shapes = {
-        getattr(rank, "mesh", None) and tuple(rank.mesh.shape.items()) for rank in ranks
+        tuple(rank.mesh.shape.items()) if isinstance(rank, StageMesh) else None
+        for rank in ranks
     }
     if len(shapes) > 1 and len({rank.process_index for rank in ranks}) > 1:
         raise ValueError(
             "devices: ranks in several processes must have meshes of one shape"
         )
-    counts = [getattr(rank, "num_shards", 1) for rank in ranks]
-    if len(set(counts)) > 1:
-        listed = ", ".join(f"rank {i} over {n}" for i, n in enumerate(counts))
+    shard_counts = [getattr(rank, "num_shards", 1) for rank in ranks]
+    if len(set(shard_counts)) > 1:
+        ranks_text = ", ".join(
+            f"rank {i} over {count}" for i, count in enumerate(shard_counts)
+        )
         raise ValueError(
             f"devices: all ranks must spread the examples of a micro-batch over as "
-            f"many devices along {DATA!r}; there is {listed}; give each as many, and "
-            f"what is left another axis, such as 'model'"
+            f"many devices along {DATA!r}; there is {ranks_text}; give each as many, "
+            f"and what is left another axis, such as 'model'"
         )
-    owner: dict[Any, int] = {}
+    first_rank: dict[Any, int] = {}  # device -> the first rank that has it
     for i, rank in enumerate(ranks):
         for device in _transfer.devices_of(rank):
-            other = owner.setdefault(device, i)
-            if ranks[other] != rank:
+            first = first_rank.setdefault(device, i)
+            if ranks[first] != rank:
                 raise ValueError(
-                    f"devices: {device} is in the meshes of rank {other} and rank {i}; "
+                    f"devices: {device} is in the meshes of rank {first} and rank {i}; "
                     f"give each rank devices of its own, or both the same mesh"
                 )
 
 
-def warn_of_idle(ranks: Sequence[Device], schedule: Schedule) -> None:
+def warn_of_idle_devices(ranks: Sequence[Device], schedule: Schedule) -> None:
     """Warns of devices that are idle though each stage could have its own.
 
     Args:
       ranks: the device of each rank that there could be.
-      schedule: that of a name or a builder.
+      schedule: a schedule that was built by name, or by a builder.
     """
-    count = len(dict.fromkeys(ranks))
-    stages, num_ranks = schedule.num_stages, schedule.num_ranks
-    if num_ranks < stages <= count:
-        each, idle = stages // num_ranks, count - num_ranks
-        warn(
-            f"{schedule.name} runs {each} stages per rank: {stages} stages make "
-            f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {idle} of {count} "
-            f"devices are idle; "
-            f"give balance= {each * count} entries, or, if that is meant, "
-            f"devices=jax.devices()[:{num_ranks}]"
-        )
+    num_devices = len(dict.fromkeys(ranks))
+    num_stages = schedule.num_stages
+    num_ranks = schedule.num_ranks
+    if not num_ranks < num_stages <= num_devices:
+        return
+    stages_per_rank = num_stages // num_ranks
+    plural = "s" if num_ranks > 1 else ""
+    warn(
+        f"{schedule.name} runs {stages_per_rank} stages per rank: {num_stages} stages "
+        f"make {num_ranks} rank{plural}, {num_devices - num_ranks} of {num_devices} "
+        f"devices are idle; give balance= {stages_per_rank * num_devices} entries, or, "
+        f"if that is meant, devices=jax.devices()[:{num_ranks}]"
+    )
 
 
-def ranks(devices: Any) -> Sequence[Device]:
+def devices_of_ranks(devices: Any) -> Sequence[Device]:
     """Returns the devices of all ranks that there could be.
 
     Args:
@@ -250,22 +270,26 @@ def ranks(devices: Any) -> Sequence[Device]:
       TypeError: if an entry is not a device.
     """
     if isinstance(devices, Mesh):
-        return _ranks(devices)
+        return _ranks_of_mesh(devices)
     if isinstance(devices, str) or not hasattr(devices or [], "__iter__"):
-        one = isinstance(devices, jax.Device)
-        example = f"[{devices!r}]" if one else "jax.devices()[:2]"
+        is_device = isinstance(devices, jax.Device)
+        example = f"[{devices!r}]" if is_device else "jax.devices()[:2]"
         raise TypeError(
             f"devices={devices!r} is a {type(devices).__name__}; needs a sequence of "
             f"jax.Device objects, such as devices={example}"
         )
-    given: Sequence[Any] = jax.devices() if devices is None else list(devices)
-    if _has_mesh(given):
-        given = _ranks(given)
-        _check_shards(given)
-    not_devices = [d for d in given if not isinstance(d, jax.Device | StageMesh)]
+    ranks: Sequence[Any] = jax.devices() if devices is None else list(devices)
+    if _has_mesh(ranks):
+        ranks = [
+            _rank_of_mesh(rank) if isinstance(rank, Mesh) else rank for rank in ranks
+        ]
+        _check_shards(ranks)
+    not_devices = [
+        rank for rank in ranks if not isinstance(rank, jax.Device | StageMesh)
+    ]
     if not_devices:
         raise TypeError(
             f"devices: {not_devices!r} are not jax.Device objects, such as "
-            f"devices=jax.devices()[:{len(given)}]"
+            f"devices=jax.devices()[:{len(ranks)}]"
         )
-    return given
+    return ranks

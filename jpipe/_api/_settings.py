@@ -17,7 +17,7 @@ from .._processes._start import check_threads
 from ..planning._plan import Plan
 from . import _setting_checks
 
-# What a plan decides: the name of each setting -> its default.
+# The settings that a plan decides: name -> default.
 _DECIDED_BY_PLAN = {
     "num_microbatches": None,
     "balance": None,
@@ -47,8 +47,8 @@ def configure(
 
     Args:
       plan: the plan; ``None``: there is none.
-      layers: the layers of a list; ``None``: of one model or function.
-      num_microbatches: as for `jpipe.pipeline`, as all others.
+      layers: the layers of a list; ``None`` for one model or function.
+      num_microbatches: as for `jpipe.pipeline`, as are all following settings.
       num_stages: likewise.
       devices: likewise.
       mesh: likewise.
@@ -61,8 +61,8 @@ def configure(
 
     Raises:
       TypeError: if a setting is of a wrong type.
-      ValueError: if one does not fit; with every fault of a plan that is for others, or
-        does not decide alone.
+      ValueError: if one does not fit; with every fault of a plan that is for other
+        layers, or does not decide alone.
     """
     cuts = None
     planned_shapes = None
@@ -77,12 +77,12 @@ def configure(
             "remat": remat,
             "replicas": replicas,
         }
-        typed = [
+        typed_names = [
             name
             for name, default in _DECIDED_BY_PLAN.items()
             if settings[name] != default
         ]
-        _check_plan(plan, layers, typed)
+        _check_plan(plan, layers, typed_names)
         mesh, devices = _setting_checks.planned_mesh(plan, mesh, devices)
         num_microbatches = plan.schedule.num_microbatches
         balance = plan.balance
@@ -103,7 +103,7 @@ def configure(
         num_stages = len(cuts.positions) + 1
     _check_replicas(replicas, num_stages)
 
-    ranks = _setting_checks.ranks(devices)
+    ranks = _setting_checks.devices_of_ranks(devices)
     if not ranks:
         raise ValueError("devices=[]: needs at least one")
     if any(isinstance(rank, StageMesh) for rank in ranks):
@@ -141,27 +141,37 @@ def _check_replicas(replicas: Any, num_stages: int | None) -> None:
 
 
 def _check_plan(
-    plan: Any, layers: Sequence[LayerAdapter] | None, given: Sequence[str]
+    plan: Any, layers: Sequence[LayerAdapter] | None, typed_names: Sequence[str]
 ) -> None:
-    """Checks that a plan is one, is for these layers, and decides alone."""
+    """Checks that a plan is one, is for these layers, and decides alone.
+
+    Args:
+      plan: the plan.
+      layers: the layers of a list; ``None`` for one model or function.
+      typed_names: the settings that a plan decides and the user typed too.
+    """
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan={reprlib.repr(plan)} is a {type(plan).__name__}; needs what "
             f"jpipe.plan returned, or jpipe.Plan.from_json(text)"
         )
     faults = [
-        f"it decides {name}, which was given too: leave {name}= out" for name in given
+        f"it decides {name}, which was given too: leave {name}= out"
+        for name in typed_names
     ]
-    if (plan.cuts is None) != (layers is not None):
-        what = "a list of layers" if plan.cuts is None else "one model or function"
-        faults.append(f"it is of {what}; make one of what is given here")
+    if plan.cuts is None and layers is None:
+        faults.append("it is of a list of layers; make one of what is given here")
+    if plan.cuts is not None and layers is not None:
+        faults.append("it is of one model or function; make one of what is given here")
     if layers is not None and not faults:
-        names = [name for stage in plan.stages for name in stage.layers]
-        listed = [layer.name for layer in layers]
-        pairs = itertools.zip_longest(listed, names, fillvalue="missing")
+        names = [layer.name for layer in layers]
+        planned_names: list[str] = []
+        for stage in plan.stages:
+            planned_names += stage.layers
+        pairs = itertools.zip_longest(names, planned_names, fillvalue="missing")
         faults = [
-            f"layer {i} is {has}, in the plan {name}"
-            for i, (has, name) in enumerate(pairs)
-            if name != has
+            f"layer {i} is {name}, in the plan {planned_name}"
+            for i, (name, planned_name) in enumerate(pairs)
+            if name != planned_name
         ]
     raise_all("plan", faults)

@@ -48,11 +48,11 @@ class Measurements:
     moves: Sequence[float]
 
 
-def profile(built: Specialization, leaves: Sequence[Any]) -> Timeline:
+def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
     Args:
-      built: a mini-batch with a loss.
+      specialization: the gradients of a loss for the mini-batch.
       leaves: the arguments of its program.
 
     Returns:
@@ -60,22 +60,23 @@ def profile(built: Specialization, leaves: Sequence[Any]) -> Timeline:
       these times; and as ``costs``, for predictions, the median time of each op of each
       stage, with the median time of a transfer as latency.
     """
-    program = built.program
+    program = specialization.program
+    schedule = specialization.pipe.schedule
     if program.is_shared:
         raise ValueError(
             "profile_step times what one process runs, and this pipeline is in "
             "several; profile it in one, or look at each with jax.profiler.trace"
         )
     jax.block_until_ready(program(leaves))
-    measured = _measure(program, leaves)
+    measurements = _measure(program, leaves)
 
-    timeline = _timeline(built.pipe.schedule, measured.actions)
-    costs = timeline.median_costs(stage_costs(program, built.pipe.schedule))
-    latency = statistics.median(measured.moves) if measured.moves else 0.0
+    timeline = _timeline(schedule, measurements.actions)
+    costs = timeline.median_costs(stage_costs(program, schedule))
+    latency = statistics.median(measurements.moves) if measurements.moves else 0.0
     return replace(
         timeline,
         costs=replace(costs, latency=latency, in_seconds=True),
-        memory=tuple(_memory_events(built, timeline)),
+        memory=tuple(_memory_events(specialization, timeline)),
     )
 
 
@@ -99,18 +100,21 @@ def _measure(program: Program, leaves: Sequence[Any]) -> Measurements:
     writer: dict[int, Future[Any]] = {}  # slot -> the run that writes it
     runs: list[Future[Span]] = []
     # A move runs where it comes from: the sender waits for it.
-    places = [i.source if i.is_move else i.place for i in program.instructions]
+    places = [
+        instruction.source if instruction.is_move else instruction.place
+        for instruction in program.instructions
+    ]
 
     with ExitStack() as stack:
         threads = {
             place: stack.enter_context(ThreadPoolExecutor(max_workers=1))
             for place in set(places)
         }
-        stack.callback(may_begin.cancel)  # or they would wait after an interrupt
+        stack.callback(may_begin.cancel)  # or threads would wait after an interrupt
         for place, instruction in zip(places, program.instructions, strict=True):
             awaited = [writer[slot] for slot in instruction.reads if slot in writer]
-            # Only the thread of a place reads what is there, in order. Arguments in no
-            # place belong to the caller, and other threads may still read them.
+            # Only the thread of a place reads the slots there, in order. Arguments in
+            # no place belong to the caller, and other threads may still read them.
             frees = [slot for slot in instruction.frees if program.places[slot] >= 0]
             run = threads[place].submit(
                 _run, instruction, slots, awaited=[may_begin, *awaited], frees=frees
@@ -137,7 +141,14 @@ def _run(
     awaited: Sequence[Future[Any]],
     frees: Sequence[int],
 ) -> Span:
-    """Runs an instruction after some others, and frees slots."""
+    """Runs an instruction, and frees slots.
+
+    Args:
+      instruction: the instruction.
+      slots: the arrays of the program.
+      awaited: the runs of the instructions that write its operands.
+      frees: the slots that no later instruction reads.
+    """
     for run in awaited:
         run.result()
     operands = jax.block_until_ready(instruction.take(slots))
@@ -176,17 +187,20 @@ def _timeline(schedule: Schedule, spans: Mapping[Action, Span]) -> Timeline:
     )
 
 
-def _memory_events(built: Specialization, timeline: Timeline) -> Iterator[MemoryEvent]:
+def _memory_events(
+    specialization: Specialization, timeline: Timeline
+) -> Iterator[MemoryEvent]:
     """The bytes of each rank when its actions end.
 
     All bytes of a device that serves several ranks count as those of the first.
     """
-    pipe = built.pipe
-    program = built.program
+    placement = specialization.pipe
+    program = specialization.program
     rank_of: dict[int, int] = {}  # place -> rank
-    for rank in sorted(itertools.chain.from_iterable(pipe.schedule.ranks_of)):
-        rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
+    for rank in sorted(itertools.chain.from_iterable(placement.schedule.ranks_of)):
+        rank_of.setdefault(placement.places.index(placement.ranks[rank]), rank)
 
+    # The live bytes of each place: at the start, then after each instruction.
     counts = live_bytes(program)
     nbytes = next(counts)
     time_of_rank = dict.fromkeys(rank_of.values(), 0.0)

@@ -1,4 +1,4 @@
-"""Train states: how they are made, and put where each part is used."""
+"""Train states: the one at step 0, and the devices of their parts."""
 
 from typing import Any
 
@@ -20,30 +20,34 @@ from .._train._train_state import TrainState
 from ._pipelined_model import PipelinedModel
 
 PyTree = Any
-# A stage, and a sharding there.
+# The stage of each leaf, and its sharding there.
 Locations = list[tuple[int, Sharding]]
 
 
 def place_train_state(
-    owner: PipelinedModel, state: TrainState, x: PyTree
+    pipelined: PipelinedModel, state: TrainState, x: PyTree
 ) -> TrainState:
     """Puts a train state in place: see `Pipeline.place`."""
-    pipe = owner.pipe
-    of_params, of_model_state = _locations(owner, state.variables, x)
-    step, rng = _put_on_first(pipe, [state.step, state.rng])
-    step, rng = _replicate(pipe, [step, rng])
+    placement = pipelined.placement
+    devices = placement.devices
+    param_locations, state_locations = _locations(pipelined, state.variables, x)
+    step, rng = _put_on_first(placement, [state.step, state.rng])
+    step, rng = _replicate(placement, [step, rng])
     return TrainState(
         step=step,
-        params=_transfer.put_tree(state.params, pipe.devices, of_params),
-        opt_state=place_opt_state(state.opt_state, state.params, pipe, of_params),
-        model_state=_transfer.put_tree(state.model_state, pipe.devices, of_model_state),
+        params=_transfer.put_tree(state.params, devices, param_locations),
+        opt_state=place_opt_state(
+            state.opt_state, state.params, placement, param_locations
+        ),
+        model_state=_transfer.put_tree(state.model_state, devices, state_locations),
         rng=rng,
     )
 
 
-def train_state(
-    owner: PipelinedModel,
+def initial_train_state(
+    pipelined: PipelinedModel,
     key: chex.PRNGKey,
+    *,
     variables: PyTree,
     x: PyTree,
     tx: Any,
@@ -52,38 +56,39 @@ def train_state(
     """The state at step 0.
 
     Args:
-      owner: the model.
+      pipelined: the model.
       key: a JAX random key.
       variables: the variables, in place; a step may overwrite them.
       x: an input, or specs of one.
       tx: the optax optimizer.
-      trainable: which parameters are trained.
+      trainable: the selection of parameters that are trained.
     """
     _rng.check_key(key)
-    pipe = owner.pipe
+    placement = pipelined.placement
     params = _variables.params(variables)
-    marks = _variables.params(owner.model.marks(variables, trainable))
+    marks = _variables.params(pipelined.model.marks(variables, trainable))
     if not jax.tree.leaves(params):
         warn(
             "nothing here has parameters, so steps with this state train nothing; a "
             "function holds arrays, or calls a module, as constants: list the module "
             "itself, or jpipe.Layer(init, apply)"
         )
-    if pipe.copies is not None:
+    if placement.copies is not None:
         agree_on_key(key)
 
-    first_key, step = _put_on_first(pipe, [key, np.int32(0)])
-    step, rng = _replicate(pipe, [step, _rng.training_key(first_key)])
+    first_key, step = _put_on_first(placement, [key, np.int32(0)])
+    step, rng = _replicate(placement, [step, _rng.training_key(first_key)])
 
-    locations, _ = _locations(owner, variables, x)
+    locations, _ = _locations(pipelined, variables, x)
     optimizer = Optimizer(
         tx,
         _microbatch.array_specs(params, "params"),
         trained=jax.tree.leaves(marks),
-        pipe=pipe,
+        pipe=placement,
         locations=locations,
     )
-    with jax.disable_jit(False):  # zeros made by hand are on the default device
+    # Without jit, zeros would be on the default device.
+    with jax.disable_jit(disable=False):
         opt_state = optimizer.init(params)
     return TrainState(
         step=step,
@@ -95,22 +100,22 @@ def train_state(
 
 
 def _locations(
-    owner: PipelinedModel, variables: PyTree, x: PyTree
+    pipelined: PipelinedModel, variables: PyTree, x: PyTree
 ) -> tuple[Locations, Locations]:
     """The locations of the parameters, and of the other leaves of the variables."""
-    layout = owner.layout(variables, x)
-    of_params = [layout.locations[index] for index in layout.params]
-    of_model_state = [layout.locations[index] for index in layout.state]
-    return of_params, of_model_state
+    layout = pipelined.layout(variables, x)
+    param_locations = [layout.locations[index] for index in layout.params]
+    state_locations = [layout.locations[index] for index in layout.state]
+    return param_locations, state_locations
 
 
-def _put_on_first(pipe: StagePlacement, leaves: list[Any]) -> list[Any]:
+def _put_on_first(placement: StagePlacement, leaves: list[Any]) -> list[Any]:
     """Puts leaves on the first device of the pipeline that this process has."""
-    return _transfer.put(leaves, pipe.own_places[0])
+    return _transfer.put(leaves, placement.own_places[0])
 
 
-def _replicate(pipe: StagePlacement, leaves: list[Any]) -> list[Any]:
+def _replicate(placement: StagePlacement, leaves: list[Any]) -> list[Any]:
     """Arrays with a copy in each process; the leaves, where there is one process."""
-    if pipe.copies is None:
+    if placement.copies is None:
         return leaves
-    return [replicated_array(leaf, pipe.copies) for leaf in leaves]
+    return [replicated_array(leaf, placement.copies) for leaf in leaves]

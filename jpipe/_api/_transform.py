@@ -43,70 +43,70 @@ def pipeline(
     """Turns a model, or a sequence of layers, into one program over many devices.
 
     The program gives the numbers of the same layers on one device. Each stage, a
-    group of neighbouring layers, is compiled onto its own device; a mini-batch is cut
-    in micro-batches, which pass through the stages in the order of a schedule.
+    group of neighbouring layers, is compiled for its own device; a mini-batch is split
+    into micro-batches, which pass through the stages in the order of a schedule.
 
     Args:
-      stages: the layers: linen modules, `Layer` objects, functions ``x -> y``; each
-        maps one pytree to one pytree. Or one of these alone, a whole model with inputs
-        of its own (several: `inputs`), which is divided by itself, where that balances
-        and few bytes cross, or where it calls `boundary`.
-      num_microbatches: into how many micro-batches a mini-batch is cut, at least 1.
-        Their sizes differ by at most one.
-      num_stages: of a model in how many stages it is divided; default: one for each
-        device, or as many as marks make.
-      balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
-        each layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers
-        finds the one with equal times.
-      plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
-        ``schedule`` and ``remat``, and of ``mesh`` where it has several devices per
-        stage: those of ``devices`` are laid out, stage by stage.
-      devices: one per rank, default `jax.devices`; repeat a device to let it serve
-        several stages. A rank may have a mesh of its own in place of a device.
+      stages: a sequence of layers: linen or nnx modules, `Layer` objects, functions
+        ``x -> y``; each maps one pytree to one pytree. Or one of these alone, a whole
+        model with its own inputs (several: `inputs`), which is divided where that
+        balances and few bytes cross, or where it calls `boundary`.
+      num_microbatches: the number of micro-batches of a mini-batch, at least 1. Their
+        sizes differ by at most one.
+      num_stages: the number of stages of one model; default: one for each device, or as
+        many as marks make.
+      balance: the number of layers of each stage, such as ``[3, 2, 4]``; default: each
+        layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers finds
+        the one with equal times.
+      plan: a plan of `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
+        ``schedule`` and ``remat``; and of ``mesh`` if it has several devices per stage,
+        over which ``devices`` are then laid out, stage by stage.
+      devices: one device per rank, default `jax.devices`; repeat a device to let it
+        serve several stages. A rank may have a mesh in place of a device.
       mesh: several devices per stage, in place of ``devices``: the stages are along its
-        axis ``"stage"``, all other axes are each stage's own. Examples are spread over
+        axis ``"stage"``, each stage has all other axes. Examples are spread over
         ``"data"``; parameters are sharded by ``sharding``.
       sharding: ``(path, spec) -> PartitionSpec`` of a parameter, or ``None``; the path
-        starts with the layer's number. Left out, the boxes of Flax
+        starts with the layer's index. Left out, the boxes of Flax
         (`flax.linen.with_partitioning`) and the metadata of nnx decide. A parameter
-        that is cut along ``"data"`` (FSDP) is gathered for use.
-      gather: when that is: once in a ``"step"``, or for each ``"microbatch"``, which
-        holds less.
-      replicas: how many ranks take turns at each stage, such as ``[3, 2, 2, 1]``:
-        micro-batch i runs on the (i mod r)-th of r, under ``"1f1b"`` or
-        ``"eager_1f1b"``. Variables stay on the first, whence the others get them once
-        in a step; gradients are added up there.
+        that is sharded along ``"data"`` (FSDP) is gathered for use.
+      gather: ``"step"`` to gather such parameters once in a step, ``"microbatch"`` to
+        gather them for each micro-batch, which holds less memory.
+      replicas: the number of ranks that take turns at each stage, such as
+        ``[3, 2, 2, 1]``: micro-batch i runs on the (i mod r)-th of r ranks, under
+        ``"1f1b"`` or ``"eager_1f1b"``. Variables stay on the first of them, which sends
+        them to the others once in a step and adds up their gradients.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
-      remat: what is stored between forward and backward. ``"min_cut"``: the fewest
-        bytes from which all that the backward reads follows without a product, a
-        convolution or a loop. ``"dots"``: the results of products and convolutions,
-        and the stage's inputs. ``"full"``: its inputs; the rest is computed again.
-        ``"none"``: all that the backward reads. ``"except_last"``: ``"full"``, but
-        ``"none"`` for the last micro-batch. Or a policy of `jax.checkpoint_policies`.
-        One for all stages, or one per stage.
+      remat: the residuals that are stored between forward and backward. ``"min_cut"``:
+        the fewest bytes from which all that the backward reads follows without a
+        product, a convolution or a loop. ``"dots"``: the results of products and
+        convolutions, and the stage's inputs. ``"full"``: the stage's inputs, from which
+        all else is computed again. ``"none"``: all that the backward reads.
+        ``"except_last"``: ``"full"``, but ``"none"`` for the last micro-batch. Or a
+        policy of `jax.checkpoint_policies`. One value for all stages, or one per stage.
       in_axes: the batch axis of the inputs, as `jax.vmap` takes it: an int, ``None``
-        for what every micro-batch gets whole, or a pytree prefix of these.
-      target_axes: the same for the targets.
+        for leaves that every micro-batch gets whole, or a pytree prefix of these.
+      target_axes: the batch axis of the targets, likewise.
       out_axes: the batch axis of the outputs, on which `Pipeline.apply` joins them, as
         `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these; or
         `jpipe.MEAN`, the mean over the examples, or `jpipe.SUM`, as for ``aux_axes``
         of `Pipeline.value_and_grad`. An output that follows from no example, such as a
         learned temperature or a codebook, is what one device returns; ``None`` is for
-        no other.
+        such outputs alone.
 
     Returns:
-      The pipeline; of a model its variables, gradients and states are trees of the
-      model's own. Nothing is compiled yet.
+      The pipeline. Nothing is compiled yet. The variables, gradients and states of a
+      list of layers have one entry per layer; those of one model are its own trees.
 
     Warns:
       UserWarning: if a schedule that runs several stages per rank leaves devices idle,
-        of which each stage could have its own.
+        though there is one for each stage.
 
     Raises:
-      ValueError: if a number, name or length does not fit; with all faults of a kind.
+      ValueError: if a number, name or length does not fit; it lists all such faults.
       TypeError: if a layer, device or number is of a wrong type.
       ScheduleError: if a schedule cannot run.
-      RuntimeError: if it is one of several processes and has not joined them, or has
+      RuntimeError: if the process is one of several and has not joined them, or has
         too few threads for meshes of CPU devices.
 
     Example:
@@ -127,23 +127,23 @@ def pipeline(
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
     check_joined()
-    is_one = is_model(stages)
-    layers = adapt_layers([stages] if is_one else stages)
-    if is_one:
+    is_one_model = is_model(stages)
+    layers = adapt_layers([stages] if is_one_model else stages)
+    if is_one_model:
         _setting_checks.check_no_balance(balance)
     elif num_stages is not None:
-        instead = (
+        advice = (
             "give the model as it is, not in a list"
             if len(layers) == 1
             else "of a list of layers type balance=, how many layers each stage takes"
         )
         raise ValueError(
             f"num_stages={num_stages} is for one model that is divided by itself; "
-            f"{instead}"
+            f"{advice}"
         )
     config = configure(
         plan=plan,
-        layers=None if is_one else layers,
+        layers=None if is_one_model else layers,
         num_microbatches=num_microbatches,
         num_stages=num_stages,
         devices=devices,
@@ -155,14 +155,17 @@ def pipeline(
         remat=remat,
         balance=balance,
     )
+
     groups = None if config.balance is None else group_layers(layers, config.balance)
-    partition = Partition(config, groups, is_lasting=is_one)
+    partition = Partition(config, groups, is_lasting=is_one_model)
     axes = Axes(in_axes, target_axes, out_axes)
     model = Model(layers, axes, partition.stage_of_layer)
     pipelined = PipelinedModel(model, partition)
-    is_chosen = isinstance(config.schedule, Schedule) or replicas is not None
-    if groups is not None and not is_chosen:
-        _setting_checks.warn_of_idle(config.ranks, pipelined.pipe.schedule)
+
+    # A `Schedule` and replicas fix the number of ranks: idle devices are meant.
+    has_fixed_ranks = isinstance(config.schedule, Schedule) or replicas is not None
+    if groups is not None and not has_fixed_ranks:
+        _setting_checks.warn_of_idle_devices(config.ranks, pipelined.placement.schedule)
     return Pipeline(pipelined, getattr(plan, "forecast", None))
 
 
@@ -175,7 +178,7 @@ def sequential(
     target_axes: Any = 0,
     out_axes: Any = 0,
 ) -> Pipeline:
-    """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
+    """Makes the unpipelined twin of `pipeline`: the layers as one stage on one device.
 
     With the same number of micro-batches it draws the same dropout. Each micro-batch
     is one compiled forward and backward; nothing is recomputed.
@@ -183,7 +186,7 @@ def sequential(
     Args:
       layers: as for `pipeline`.
       num_microbatches: as for `pipeline`; the gradients are accumulated.
-      devices: the device, as a sequence of one; default the first of this process.
+      devices: a sequence of one device; default: the first of this process.
       in_axes: as for `pipeline`.
       target_axes: as for `pipeline`.
       out_axes: as for `pipeline`.
@@ -201,16 +204,18 @@ def sequential(
       >>> jpipe.sequential([nn.Dense(8), nn.relu]).num_stages
       1
     """
+    num_stages = None
+    balance = None
     if is_model(layers):
-        one: dict[str, Any] = {"num_stages": 1}
-    else:
-        layers = list(layers) if hasattr(layers, "__iter__") else layers
-        size = len(layers) if isinstance(layers, list) else 0
-        one = {"balance": [size] if size else None}
+        num_stages = 1
+    elif hasattr(layers, "__iter__"):
+        layers = list(layers)
+        balance = [len(layers)] if layers else None
     return pipeline(
         layers,
         num_microbatches,
-        **one,
+        num_stages=num_stages,
+        balance=balance,
         devices=jax.local_devices()[:1] if devices is None else devices,
         remat="none",
         in_axes=in_axes,

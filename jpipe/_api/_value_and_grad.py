@@ -36,61 +36,62 @@ def value_and_grad(
     trainable: Any = None,
     plan: Plan | None = None,
 ) -> FunctionGradient:
-    """`jax.value_and_grad` of a whole training loss, through a pipeline.
+    """Makes `jax.value_and_grad` of a whole training loss, through a pipeline.
 
     The function is traced once for each size of a micro-batch, and its operations are
     divided in stages, where that balances and few bytes cross, or where
-    `jpipe.boundary` marks it. Nothing in it has to be rewritten: models of Flax,
-    Equinox or plain JAX, tied weights, masks and long skips are what reads which value.
+    `jpipe.boundary` marks it. Nothing in it has to be rewritten: it may call models of
+    Flax, Equinox or plain JAX, with tied weights, masks and long skips.
 
     Args:
       fun: ``(params, *args, **kwargs) -> loss``, a scalar; or ``(loss, aux)`` with
         ``has_aux``.
-      num_microbatches: into how many micro-batches a mini-batch is split.
-      num_stages: into how many stages the function is divided; default: one for each
-        device, or as many as marks make.
-      argnums: which argument of ``fun`` is ``params``, or, as in `jax.value_and_grad`,
-        which ones are: their gradients are a tuple.
-      has_aux: whether ``fun`` returns something besides the loss.
-      aux_axes: on which axes aux of micro-batches is joined, a prefix of it; ``None``:
-        on a new one; `jpipe.MEAN`: the mean over the examples, of integers what the
-        last micro-batch returns; `jpipe.SUM`: their sum. What follows from no example
-        is that of one device, where an axis is named.
-      in_axes: where the examples are in the arguments besides ``params``: a value for
-        all, or a tuple with one for each, as `jax.vmap` takes it; what is given by name
-        is then split along axis 0, unless axes are given as ``inputs(0, mask=None)``.
-        ``None``: each micro-batch is given the whole. A key of `jax.random.key` is
-        folded with the number of the micro-batch: see `jpipe.microbatch_key`. An
-        argument without arrays, such as ``True``, ``None``, a function or a number, is
-        fixed: another value is another program. A number is not if its axis is
-        ``None``.
-      reduction: what the loss is: a ``"mean"`` or a ``"sum"`` over the examples;
+      num_microbatches: the number of micro-batches of a mini-batch.
+      num_stages: the number of stages in which the function is divided; default: one
+        for each device, or as many as marks make.
+      argnums: the position of ``params`` among the arguments of ``fun``; or a sequence
+        of positions, as in `jax.value_and_grad`, whose gradients are a tuple.
+      has_aux: True if ``fun`` returns ``(loss, aux)``.
+      aux_axes: the axes on which aux of micro-batches is joined, a pytree prefix of it.
+        ``None``: a new axis. `jpipe.MEAN`: the mean over the examples; integers are
+        those of the last micro-batch. `jpipe.SUM`: the sum. Where an axis is named, a
+        leaf that follows from no example is what one device returns.
+      in_axes: the axes of the examples in the arguments besides ``params``: a value for
+        all, or a tuple with one for each, as `jax.vmap` takes it. With a tuple,
+        arguments by name are split along axis 0, unless ``inputs(0, mask=None)`` gives
+        their axes too. ``None``: each micro-batch gets the whole argument. A key of
+        `jax.random.key` is folded with the index of the micro-batch: see
+        `jpipe.microbatch_key`. An argument without arrays, such as ``True``, ``None``,
+        a function or a number, is static: another value is another program. A number
+        whose axis is ``None`` is an array.
+      reduction: the loss is a ``"mean"`` or a ``"sum"`` over the examples;
         ``"weighted"``, where ``fun`` returns ``(total, weight)`` in place of a loss:
-        the sum of totals by the sum of weights; or ``"microbatch_mean"``, the mean of
-        what each micro-batch gives by itself.
-        Summands that depend on no example, such as a penalty on weights, count once.
-      devices: one for each rank, default `jax.devices`.
+        the sum of totals over the sum of weights; or ``"microbatch_mean"``: the mean of
+        the losses of the micro-batches. Summands that depend on no example, such as a
+        penalty on weights, count once.
+      devices: one device for each rank, default `jax.devices`.
       mesh: several devices per stage, as for `jpipe.pipeline`.
       sharding: as for `jpipe.pipeline`, of paths such as ``("block_0", "kernel")``.
       gather: as for `jpipe.pipeline`.
       replicas: as for `jpipe.pipeline`.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
-      trainable: which parameters have a gradient, others have ``None``; as for
-        `Pipeline.value_and_grad`: by text such as ``"*/lora_*"``, or by
-        ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``. Optimizers
-        are given parameters with the same gaps.
+      trainable: a selection of the parameters that have a gradient, ``None`` stands for
+        that of others; as for `Pipeline.value_and_grad`: text such as ``"*/lora_*"``,
+        or ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``.
+        Optimizers take parameters with the same gaps.
       plan: the ``plan`` of such a ``grad_fn``, maybe from JSON, in place of
         ``num_microbatches``, ``num_stages``, ``schedule`` and ``remat``: the function
         is divided at the same places.
 
     Returns:
       ``grad_fn(params, *args, **kwargs) -> (loss, grads)``; ``((loss, aux), grads)``
-      with ``has_aux``. It has ``place`` and ``compile``, of the same arguments, and
-      ``jit`` and ``optimizer`` as a `Pipeline` has. ``print`` names its stages.
+      with ``has_aux``. It has ``place``, ``compile`` and ``check``, of the same
+      arguments, and ``jit`` and ``optimizer`` as a `Pipeline` has. ``print`` names its
+      stages.
 
     Raises:
-      ValueError: for options that do not exist.
+      ValueError: if an option does not exist or fit.
       TypeError: if ``fun`` is no function.
 
     Example:

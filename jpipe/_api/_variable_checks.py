@@ -1,6 +1,6 @@
-"""Whether variables and an input fit a model, on abstract values.
+"""Checks that variables and an input fit a model, on abstract values.
 
-Checks run before anything is compiled. What fits is remembered by its shapes, so that
+Checks run before anything is compiled. Shapes that fit are remembered, so that
 variables are checked once, and an error can name the input with which they were used.
 """
 
@@ -21,14 +21,14 @@ PyTree = Any
 
 
 class VariableChecks:
-    """The checks of what a model is given, and what they remember.
+    """The checks of the variables and inputs of a model, and the shapes that passed.
 
     Args:
       model: the model.
-      partition: the stages that it runs in.
+      partition: the stages in which it runs.
 
     Attributes:
-      specs: the variables that were seen last, as specs; ``None`` before the first.
+      specs: specs of the variables of the last call; ``None`` before the first.
     """
 
     def __init__(self, model: Model, partition: Partition) -> None:
@@ -48,7 +48,7 @@ class VariableChecks:
     def check_call(self, variables: PyTree, args: Sequence[PyTree]) -> None:
         """Checks variables of a list that were not seen before, before they are used.
 
-        Those of one model are not, which would be a trace of its initialization.
+        Variables of one model are not checked: that would trace its initialization.
 
         Raises:
           ValueError: if they are not those of the layers.
@@ -60,7 +60,7 @@ class VariableChecks:
         self.note(variables, args[0])
 
     def explain(self, variables: PyTree, args: Sequence[PyTree]) -> None:
-        """Says what is wrong with an input on which a call raised an error.
+        """Explains the error of a call by an input that does not fit its variables.
 
         Raises:
           ValueError: if the variables fit another input, and not this one.
@@ -70,12 +70,12 @@ class VariableChecks:
             return
         try:
             initial = self._initial(x)
-        except Exception:  # it is not for the variables
+        except Exception:  # the layers refuse this input with any variables
             return
         self._compare(initial, variables, x)
 
-    def by_owner(self, variables: PyTree, x: PyTree) -> PyTree:
-        """Checks variables; returns each in the entry that `Pipeline.init` gives it to.
+    def move_to_owners(self, variables: PyTree, x: PyTree) -> PyTree:
+        """Checks variables; returns each in the entry in which `init` returns it.
 
         Raises:
           ValueError: if they are not those of the model.
@@ -88,37 +88,38 @@ class VariableChecks:
         self.note(variables, x)
         return variables
 
-    def _initial(self, x: PyTree, given: Sequence[PyTree] | None = None) -> Initial:
-        return self._model.initial(self._model.sample(x, self._partition), given)
+    def _initial(self, x: PyTree, taken: Sequence[PyTree] | None = None) -> Initial:
+        """The initial variables for an input; those in ``taken`` stay as they are."""
+        return self._model.initial(self._model.sample(x, self._partition), taken)
 
     def _check(self, variables: PyTree, x: PyTree) -> Initial | None:
-        """Compares variables with what the layers would make for an input.
+        """Compares variables with those that the layers would make for an input.
 
-        Layers that cannot make such variables are given them as they are.
+        Layers that cannot make such variables take them as they are.
 
         Returns:
-          What the layers would make; ``None`` for one model that cannot make any, such
-          as one whose parameters follow from data.
+          The variables that the layers would make; ``None`` for one model that cannot
+          make any, such as one whose parameters follow from data.
 
         Raises:
           ValueError: if the variables are not those of the model.
         """
         entries = self._model.entries(variables)
-        given = entries
+        taken = entries
         initial = None
         try:
             initial = self._initial(x)
-            given = [*map(state_of, initial.specs, entries)]
+            taken = [*map(_matching_state, initial.specs, entries)]
             return self._compare(initial, variables, x)
         except Exception:
-            with suppress(Exception):  # the first one says what is wrong
-                return self._compare(self._initial(x, given), variables, x)
+            with suppress(Exception):  # the first error says what is wrong
+                return self._compare(self._initial(x, taken), variables, x)
             if initial is None and not self._model.is_list:
                 return None
             raise
 
     def _compare(self, initial: Initial, variables: PyTree, x: PyTree) -> Initial:
-        """Checks that variables are like those which layers would make."""
+        """Checks that variables are like initial ones."""
         message = self._misfit(variables, x)
         if self._model.is_list:
             parent = self._model.parent
@@ -154,14 +155,13 @@ class VariableChecks:
         )
 
 
-def state_of(specs: Mapping[str, PyTree], entry: Any) -> dict[str, PyTree]:
-    """The collections of an entry that are no parameters, where leaves are the same.
+def _matching_state(specs: Mapping[str, PyTree], entry: Any) -> dict[str, PyTree]:
+    """The collections of state of an entry that have the same leaves as initial ones.
 
-    A layer is not held to the shapes that its state has at the start: a cache has room
-    for more tokens than the input has.
+    Their shapes may differ: a cache has room for more tokens than the input has.
 
     Args:
-      specs: the collections that the layer would make.
+      specs: the initial collections of the layer.
       entry: the variables of the layer, as the caller has them.
     """
     structure = jax.tree.structure

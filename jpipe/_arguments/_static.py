@@ -13,7 +13,7 @@ PyTree = Any
 class StaticArgument:
     """An argument that is compared by type and value; in a tree it has no leaves."""
 
-    kind: type
+    value_type: type
     value: Any
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A stage: neighbouring layers."""
+"""Groups of neighbouring layers, one for each stage."""
 
 import operator
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from ._adapter import LayerAdapter
 from ._text import abbreviate
 
 PyTree = Any
-# `abbreviate` lists so many runs of equal names; of more runs the first and the last.
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,15 @@ class LayerGroup:
         """The slice of its layers in a sequence with one entry per layer."""
         return slice(self.first, self.first + len(self.layers))
 
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of its layers."""
+        return [layer.name for layer in self.layers]
+
     def __str__(self) -> str:
         if not self.layers:  # a stage of a model
             return f"stage {self.index}"
-        names = abbreviate([layer.name for layer in self.layers])
+        names = abbreviate(self.layer_names)
         return f"layers {self.first} to {self.span.stop - 1} ({names})"
 
 
@@ -83,10 +87,10 @@ def group_layers(
       layers: all layers.
       balance: the number of layers of each stage.
     """
-    stages = []
+    groups = []
     first = 0
     for index, size in enumerate(balance):
         stage_layers = tuple(layers[first : first + size])
-        stages.append(LayerGroup(index=index, first=first, layers=stage_layers))
+        groups.append(LayerGroup(index=index, first=first, layers=stage_layers))
         first += size
-    return tuple(stages)
+    return tuple(groups)
