@@ -113,9 +113,10 @@ def _takeable(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
         for i, value in enumerate(instruction.writes):
             if i not in aliases:
                 takeable.add(value)
-    # What was sent to another process may not have left yet; what comes is watched.
-    for move in filter(graph.crosses, instructions):
-        takeable -= {*move.reads, *move.writes}
+    # Values on the way to another process may not have left yet, or are watched there.
+    for instruction in instructions:
+        if graph.crosses_processes(instruction):
+            takeable -= {*instruction.reads, *instruction.writes}
     return takeable
 
 

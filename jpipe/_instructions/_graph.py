@@ -1,8 +1,13 @@
-"""What a program computes and where, before anything is compiled.
+"""Graphs: calls of computations on values, in places, before anything is compiled.
 
-Values are leaves: each is made once, in one place. Whoever reads a value elsewhere
-gets a copy, which leaves as soon as the value is made; so transfers are written by
-nobody.
+    a = call(f, place 0, [x])            call f on 0:       x      -> a
+    b = call(g, place 1, [a])      ->    move from 0 to 1:  a      -> a'
+    c = call(h, place 1, [a, b])         call g on 1:       a'     -> b
+                                         call h on 1:       a', b  -> c
+
+A value is a leaf. It is made once, in one place, by one call. A call that reads a value
+of another place reads a copy of it there. Moves make the copies: they are derived from
+what calls read, and each runs as soon as its values are made.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,23 +24,23 @@ from ._transfer import Device
 
 Value = int
 Key = TypeVar("Key", bound=Hashable)
-# What is wanted in each process: its copy there.
+# A value that each process reads: its copy in each, in the order of `first_places`.
 Copies = tuple[Value, ...]
 
 
 @dataclass
 class Graph:
-    """Calls of functions in the order in which they run, over values.
+    """Calls of computations in the order in which they run, over values.
 
     Attributes:
       devices: the device of each place.
-      facts: what it was made of, in words, by which processes compare theirs.
-      specs: the shape and dtype of each value; of what is stacked, of one shard.
-      places: where each value is made.
-      shardings: of each value there.
-      arguments: the values that a run is given, in order.
-      donated: those of them that it may overwrite.
-      constants: the values that stay from run to run.
+      facts: the facts that it follows from, in words; processes compare theirs.
+      specs: the shape and dtype of each value; of one shard, if it is stacked.
+      places: the place of each value.
+      shardings: the sharding of each value there.
+      arguments: the values that a caller passes to a run, in order.
+      donated: the arguments that a run may overwrite.
+      constants: the values that stay from run to run, and their arrays.
       calls: the calls.
     """
 
@@ -48,15 +53,20 @@ class Graph:
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     calls: list[Instruction] = field(default_factory=list)
+    # (value, place, cut) -> its copy there
     _copies: dict[tuple[Value, Place, MicrobatchCut | None], Value] = field(
         default_factory=dict
     )
+    # copy -> the value that it is a copy of
     _source: dict[Value, Value] = field(default_factory=dict)
-    _sent: dict[Value, Value] = field(default_factory=dict)
-    _alike: dict[Value, dict[int, Value]] = field(default_factory=dict)
+    # argument -> its copy in the same place, which is sent to other processes
+    _sent_copies: dict[Value, Value] = field(default_factory=dict)
+    # result of `call_everywhere` -> process -> the result there
+    _process_results: dict[Value, dict[int, Value]] = field(default_factory=dict)
+    # (dtype, shape, contents, place, whether it is stacked) -> constant
     _constants: dict[Any, Value] = field(default_factory=dict)
 
-    def _make(self, spec: Any, place: Place, sharding: Sharding = WHOLE) -> Value:
+    def _add_value(self, spec: Any, place: Place, sharding: Sharding = WHOLE) -> Value:
         if len(sharding.spec) and isinstance(device := self.devices[place], StageMesh):
             sharding = device.fitting(sharding, spec.shape)
         self.specs.append(spec)
@@ -65,27 +75,35 @@ class Graph:
         return len(self.specs) - 1
 
     def argument(
-        self, spec: Any, place: Place, donated: bool = False, sharding: Sharding = WHOLE
+        self,
+        spec: Any,
+        place: Place,
+        *,
+        donated: bool = False,
+        sharding: Sharding = WHOLE,
     ) -> Value:
-        """A value that each run is given."""
-        value = self._make(spec, place, sharding)
+        """Adds an argument: a value that a caller passes to each run."""
+        value = self._add_value(spec, place, sharding)
         self.arguments[value] = None
         if donated:
             self.donated.add(value)
         return value
 
     def constant(self, array: Any, place: Place, stacked: bool = False) -> Value:
-        """A value that is the same in each run: an array, maybe of all shards.
+        """Returns the constant of an array; equal arrays of NumPy are one constant.
 
-        Of arrays of NumPy equal ones are one.
+        Args:
+          array: the array; with ``stacked`` it has a first axis of shards.
+          place: its place.
+          stacked: True if each shard has a value of its own.
         """
-        text = id(array) if isinstance(array, jax.Array) else array.tobytes()
-        key = array.dtype, array.shape, text, place, stacked
+        contents = id(array) if isinstance(array, jax.Array) else array.tobytes()
+        key = array.dtype, array.shape, contents, place, stacked
         if key not in self._constants:
             shape = array.shape[1:] if stacked else array.shape
             dtype = jax.dtypes.canonicalize_dtype(array.dtype)
             spec = jax.ShapeDtypeStruct(shape, dtype)
-            value = self._make(spec, place, STACKED if stacked else WHOLE)
+            value = self._add_value(spec, place, STACKED if stacked else WHOLE)
             self._constants[key] = value
             self.constants[value] = array
         return self._constants[key]
@@ -95,6 +113,7 @@ class Graph:
         function: Computation,
         place: Place,
         reads: Sequence[Value],
+        *,
         label: Any = "",
         layers: str = "",
         mapped: bool = False,
@@ -104,32 +123,43 @@ class Graph:
 
         Args:
           function: the function.
-          place: where it runs.
+          place: the place in which it runs.
           reads: its arguments.
-          label: what the call is: an action of the schedule, or words.
-          layers: what runs, for messages.
-          mapped: whether each shard of the place calls it by itself.
-          shardings: of its results; default: stacked if it is mapped, else whole.
+          label: an action of the schedule, or words; default: the function's name.
+          layers: the layers that run, for messages.
+          mapped: True if each shard of the place calls it by itself.
+          shardings: the shardings of its results; default: stacked if it is mapped,
+            else whole.
 
         Returns:
           Its results.
         """
-        shardings = shardings or [STACKED if mapped else WHOLE] * len(function.results)
+        if not shardings:
+            shardings = [STACKED if mapped else WHOLE] * len(function.results)
         if function.reads is not None:
             reads = [reads[i] for i in function.reads]
-        here = [self.at(value, place) for value in reads]
+        operands = [self.at(value, place) for value in reads]
+
         writes: list[Value] = []
         for i, spec in enumerate(function.results):
             match function.aliases.get(i):
                 case ArgumentSource(index):
-                    writes.append(here[index])
+                    writes.append(operands[index])
                 case ResultSource(index):
                     writes.append(writes[index])
                 case None:
-                    writes.append(self._make(spec, place, shardings[i]))
-        label = label or function.name
+                    writes.append(self._add_value(spec, place, shardings[i]))
         self.calls.append(
-            Instruction(place, None, function, here, writes, label, layers, mapped)
+            Instruction(
+                place=place,
+                source=None,
+                function=function,
+                reads=operands,
+                writes=writes,
+                label=label or function.name,
+                layers=layers,
+                mapped=mapped,
+            )
         )
         return writes
 
@@ -139,58 +169,63 @@ class Graph:
         return [device.process_index for device in self.devices]
 
     @cached_property
-    def heads(self) -> dict[int, Place]:
-        """The first place of each process, in order; empty if there is one."""
-        found = {p: self.processes.index(p) for p in sorted(set(self.processes))}
-        return found if len(found) > 1 else {}
+    def first_places(self) -> dict[int, Place]:
+        """The first place of each process, in order; empty if there is one process."""
+        processes = sorted(set(self.processes))
+        if len(processes) == 1:
+            return {}
+        return {process: self.processes.index(process) for process in processes}
 
     def call_everywhere(
         self, function: Computation, place: Place, reads: Sequence[Value]
     ) -> list[Value]:
-        """Calls a function in a place, or in each process once.
+        """Calls a function in a place, or once in each process if there are several.
 
-        Whoever reads a result has the one of its process: nothing is sent.
+        A reader of a result reads that of its process: nothing is sent.
         """
-        if not self.heads:
+        if not self.first_places:
             return self.call(function, place, reads)
-        every = [self.call(function, head, reads) for head in self.heads.values()]
-        for alike in zip(*every, strict=True):
-            of_process = dict(zip(self.heads, alike, strict=True))
-            self._alike |= dict.fromkeys(alike, of_process)
-        return every[0]
+        results = [
+            self.call(function, first_place, reads)
+            for first_place in self.first_places.values()
+        ]
+        for equal_results in zip(*results, strict=True):
+            result_of = dict(zip(self.first_places, equal_results, strict=True))
+            self._process_results |= dict.fromkeys(equal_results, result_of)
+        return results[0]
 
     def everywhere(self, value: Value) -> Value | Copies:
-        """The value in each process; itself where there is one."""
-        found = tuple(self.at(value, head) for head in self.heads.values())
-        return found or value
+        """Returns the value in each process; itself if there is one process."""
+        if not self.first_places:
+            return value
+        return tuple(self.at(value, place) for place in self.first_places.values())
 
     def at(self, value: Value, place: Place) -> Value:
-        """The value in a place: itself, or a copy."""
-        if value in self._alike:
-            value = self._alike[value].get(self.processes[place], value)
+        """Returns the value in a place: itself, or a copy."""
+        if value in self._process_results:
+            value = self._process_results[value].get(self.processes[place], value)
         if self.places[value] == place:
             return value
         value = self._source.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
-        value = self._lasting(value, place)
+        if value in self.arguments and self._is_far(value, place):
+            value = self._copy_sent_argument(value)
         return self._copy(value, place, self.specs[value], self.shardings[value])
 
-    def _lasting(self, value: Value, place: Place) -> Value:
-        """What is sent to another process: of an argument a copy.
+    def _copy_sent_argument(self, value: Value) -> Value:
+        """Copies an argument in its place, before it is sent to another process.
 
         The next program may overwrite the argument before it has left.
         """
-        if value not in self.arguments or not self._is_far(value, place):
-            return value
-        if value not in self._sent:
-            (self._sent[value],) = self._with_copies_of([value], [0])
-        return self._sent[value]
+        if value not in self._sent_copies:
+            (self._sent_copies[value],) = self._copy_some([value], [0])
+        return self._sent_copies[value]
 
     def cut(self, value: Value, place: Place, cut: MicrobatchCut) -> Value:
-        """Micro-batches of a leaf of the mini-batch, spread over the shards of a place.
+        """Returns the micro-batches of a leaf of the mini-batch, in a place.
 
-        For each shard it is ``[M, ..., size, ...]``.
+        They are spread over the shards of the place: each has ``[M, ..., size, ...]``.
         """
         spec = self.specs[value]
         shape = list(spec.shape)
@@ -203,67 +238,76 @@ class Graph:
     def _copy(self, value: Value, place: Place, spec: Any, sharding: Sharding) -> Value:
         key = value, place, sharding.cut
         if key not in self._copies:
-            copy = self._make(spec, place, sharding)
-            self._copies[key], self._source[copy] = copy, value
+            copy = self._add_value(spec, place, sharding)
+            self._copies[key] = copy
+            self._source[copy] = value
         return self._copies[key]
 
     def own(self, outputs: Sequence[Value]) -> list[Value]:
-        """Outputs as `jax.jit` gives them: arrays of their own.
+        """Returns outputs as those of `jax.jit`: arrays that share no memory.
 
-        What is an argument, or comes from outside and may have been here already, is
-        copied, and what stands there twice: nobody deletes one by deleting another.
+        An output is copied if it is an argument, a copy of a value from outside, which
+        may be the caller's array itself, or an earlier output: nobody deletes an array
+        by deleting another.
         """
         taken = set(self.arguments) - self.donated
-        taken |= {v for v, own in self._source.items() if self.places[own] == OUTSIDE}
-        shared = []
+        for copy, source in self._source.items():
+            if self.places[source] == OUTSIDE:
+                taken.add(copy)
+
+        shared_indices = []
         for i, value in enumerate(outputs):
             if value in taken:
-                shared.append(i)
+                shared_indices.append(i)
             taken.add(value)
-        return self._with_copies_of(outputs, shared)
+        return self._copy_some(outputs, shared_indices)
 
-    def lasting(self, outputs: Sequence[Value | Copies]) -> list[Any]:
-        """Outputs of which none is sent to another process: see `_lasting`."""
+    def copy_sent_outputs(self, outputs: Sequence[Value | Copies]) -> list[Any]:
+        """Returns outputs with copies of those that are sent to another process.
+
+        A caller may overwrite an output before it has left.
+        """
         sent = {value for value, place, _ in self._copies if self._is_far(value, place)}
-        return self._with_copies_of(
-            outputs, [i for i, value in enumerate(outputs) if value in sent]
-        )
+        sent_indices = [i for i, value in enumerate(outputs) if value in sent]
+        return self._copy_some(outputs, sent_indices)
 
-    def _with_copies_of(self, outputs: Sequence[Any], at: Sequence[int]) -> list[Any]:
-        """Outputs, with a copy in place of those at some positions."""
-        found = list(outputs)
-        for place, own in self.by_place({i: outputs[i] for i in at}).items():
-            reads = [outputs[i] for i in own]
+    def _copy_some(self, outputs: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        """Returns outputs with copies of those of some indices, in their places."""
+        new_outputs = list(outputs)
+        copied = {i: outputs[i] for i in indices}
+        for place, place_indices in self._group_by_place(copied).items():
+            reads = [outputs[i] for i in place_indices]
             copy = Computation("copy", lambda *x: x, [self.specs[v] for v in reads])
             shardings = [self.shardings[v] for v in reads]
             copies = self.call(copy, place, reads, shardings=shardings)
-            for i, value in zip(own, copies, strict=True):
-                found[i] = value
-        return found
+            for i, value in zip(place_indices, copies, strict=True):
+                new_outputs[i] = value
+        return new_outputs
 
-    def by_place(self, values: Mapping[Key, Value]) -> dict[Place, list[Key]]:
-        """The keys of some values, grouped by the places of these."""
+    def _group_by_place(self, values: Mapping[Key, Value]) -> dict[Place, list[Key]]:
+        """The keys of values, by the places of these."""
         keys: dict[Place, list[Key]] = {}
         for key, value in values.items():
             keys.setdefault(self.places[value], []).append(key)
         return keys
 
-    def crosses(self, instruction: Instruction) -> bool:
-        """Whether it is a move from one process to another."""
-        place, reads = instruction.place, instruction.reads
-        return instruction.is_move and self._is_far(reads[0], place)
+    def crosses_processes(self, instruction: Instruction) -> bool:
+        """True if an instruction is a move from one process to another."""
+        return instruction.is_move and self._is_far(
+            instruction.reads[0], instruction.place
+        )
 
     def _is_far(self, value: Value, place: Place) -> bool:
-        """Whether a place is of another process than a value, which is somewhere."""
+        """True if a value is in a place of another process than ``place``."""
         source = self.places[value]
-        if source < 0 or not self.heads:
+        if source < 0 or not self.first_places:
             return False
         return self.processes[source] != self.processes[place]
 
-    def with_copies(self, outputs: Sequence[Value]) -> list[Instruction]:
-        """The calls that the outputs need, or that have effects, and all moves.
+    def instructions(self, outputs: Sequence[Value]) -> list[Instruction]:
+        """The calls that outputs need, or that have effects, and all moves.
 
-        A move comes right after what makes its values.
+        A move comes right after the call that makes its values.
         """
         needed: set[Value] = set()
 
@@ -272,33 +316,50 @@ class Graph:
             needed.update(self._source.get(value, value) for value in values)
 
         need(outputs)
-        live = []
+        live_calls = []
         for call in reversed(self.calls):
             assert call.function
-            made = set(call.writes) - set(call.reads)
-            if call.function.has_effects or not needed.isdisjoint(made):
-                live.append(call)
+            new_values = set(call.writes) - set(call.reads)
+            if call.function.has_effects or not needed.isdisjoint(new_values):
+                live_calls.append(call)
                 need(call.reads)
+
+        # value -> its copies that no move has made yet
         copies: dict[Value, list[Value]] = {}
         for copy, value in self._source.items():
             if copy in needed:
                 copies.setdefault(value, []).append(copy)
 
-        def moves(values: Iterable[Value], label: Any) -> list[Instruction]:
-            """One from each place to each where some of the values are wanted."""
-            ways: dict[tuple[Place, Place], list[Value]] = {}
-            for value in values:
-                for copy in copies.pop(value, ()):
-                    way = self.places[value], self.places[copy]
-                    ways.setdefault(way, []).append(copy)
-            return [
-                Instruction(
-                    place, source, None, [self._source[v] for v in own], own, label
-                )
-                for (source, place), own in ways.items()
-            ]
+        ordered = self._moves([*self.arguments, *self.constants], copies, "arguments")
+        for call in reversed(live_calls):
+            ordered.append(call)
+            ordered += self._moves(call.writes, copies, call.label)
+        return ordered
 
-        done = moves([*self.arguments, *self.constants], "arguments")
-        for call in reversed(live):
-            done += [call, *moves(call.writes, call.label)]
-        return done
+    def _moves(
+        self, values: Iterable[Value], copies: dict[Value, list[Value]], label: Any
+    ) -> list[Instruction]:
+        """The moves that make the copies of values: one for each pair of places.
+
+        Args:
+          values: the values.
+          copies: value -> its copies that no move has made yet; the values are removed.
+          label: the label of the moves.
+        """
+        # (place of the values, place of the copies) -> copies
+        copies_of_move: dict[tuple[Place, Place], list[Value]] = {}
+        for value in values:
+            for copy in copies.pop(value, ()):
+                places = self.places[value], self.places[copy]
+                copies_of_move.setdefault(places, []).append(copy)
+        return [
+            Instruction(
+                place=target,
+                source=source,
+                function=None,
+                reads=[self._source[copy] for copy in moved],
+                writes=moved,
+                label=label,
+            )
+            for (source, target), moved in copies_of_move.items()
+        ]

@@ -62,11 +62,11 @@ class Program:
     def __init__(self, graph: Graph, outputs: Sequence[Value | Copies]) -> None:
         self.devices = graph.devices
         self._facts = graph.facts
-        self.is_shared = bool(graph.heads)
+        self.is_shared = bool(graph.first_places)
 
-        outputs = graph.lasting(outputs)
+        outputs = graph.copy_sent_outputs(outputs)
         output_values: list[Value] = jax.tree.leaves(outputs)
-        over_values = graph.with_copies(output_values)
+        over_values = graph.instructions(output_values)
         last = last_uses(over_values, output_values)
         self.programs = assign_programs(graph, over_values, last)
 
@@ -97,7 +97,7 @@ class Program:
         slot_of: Mapping[Value, Slot],
     ) -> None:
         """Notes the slots of outputs, and which are copies in several processes."""
-        processes = list(graph.heads)
+        processes = list(graph.first_places)
         process = jax.process_index()
         # The index of this process among the copies of an output.
         copy_index = processes.index(process) if process in processes else 0
@@ -116,7 +116,7 @@ class Program:
         self._copies_sharding: NamedSharding | None = None
         if self._copied_outputs:
             devices: list[Any] = []
-            for place in graph.heads.values():
+            for place in graph.first_places.values():
                 devices += _transfer.devices_of(graph.devices[place])
             self._copies_sharding = replicated_sharding(devices)
 
@@ -330,7 +330,7 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
 
     source = graph.devices[move.source]
     specs = [graph.specs[v] for v in move.writes]
-    if not graph.crosses(move):
+    if not graph.crosses_processes(move):
         return sender(
             source=source,
             target=target,

@@ -21,7 +21,7 @@ def function(run, *specs, name="function"):
 def arguments(count, place=0, donated=False):
     """A graph with so many arguments."""
     graph = Graph(jax.devices()[:2])
-    return graph, [graph.argument(SPEC, place, donated) for _ in range(count)]
+    return graph, [graph.argument(SPEC, place, donated=donated) for _ in range(count)]
 
 
 def program(graph, outputs):

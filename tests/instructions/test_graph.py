@@ -22,7 +22,7 @@ def test_what_nobody_needs_is_not_done():
     (unread,) = graph.call(DOUBLE, 1, [x])
     graph.call(DOUBLE, 1, [unread])
     (y,) = graph.call(ADD, 0, [x, x])
-    assert names(graph.with_copies([y])) == ["add"]
+    assert names(graph.instructions([y])) == ["add"]
 
 
 def test_effects_are_kept_and_what_they_need():
@@ -34,7 +34,7 @@ def test_effects_are_kept_and_what_they_need():
     graph, (x,) = arguments(1)
     (y,) = graph.call(DOUBLE, 0, [x])
     graph.call(printing, 1, [y])
-    assert names(graph.with_copies([x])) == ["double", None, "printing"]
+    assert names(graph.instructions([x])) == ["double", None, "printing"]
 
 
 def test_a_copy_is_made_once_right_after_its_source():
@@ -42,7 +42,7 @@ def test_a_copy_is_made_once_right_after_its_source():
     sine, cosine = graph.call(BOTH, 0, [x])
     (double,) = graph.call(DOUBLE, 0, [sine])
     outputs = [*graph.call(ADD, 1, [sine, cosine]), *graph.call(ADD, 1, [sine, double])]
-    done = graph.with_copies(outputs)
+    done = graph.instructions(outputs)
     assert names(done) == ["both", None, "double", None, "add", "add"]
     # All that goes one way leaves at once.
     assert done[1].reads == [sine, cosine]
@@ -60,7 +60,7 @@ def test_what_is_in_no_place_is_read_where_it_is():
 def test_batches_arrive_first_each_place_at_one_stroke():
     graph, (x, y) = arguments(2, OUTSIDE)
     outputs = [*graph.call(ADD, 0, [x, y]), *graph.call(DOUBLE, 1, [y])]
-    first, second, *rest = graph.with_copies(outputs)
+    first, second, *rest = graph.instructions(outputs)
     assert (first.place, first.reads, first.label) == (0, [x, y], "arguments")
     assert (second.place, second.reads, second.label) == (1, [y], "arguments")
     assert names(rest) == ["add", "double"]

@@ -28,8 +28,8 @@ def donated(graph, outputs):
 class TestDonation:
     def test_of_what_the_list_made_and_reads_there_for_the_last_time(self):
         graph, (x,) = arguments(1)
-        (a,) = graph.call(DOUBLE, 0, [x], "first")
-        (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a], "second")
+        (a,) = graph.call(DOUBLE, 0, [x], label="first")
+        (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a], label="second")
         made = program_of(graph, [b])
         assert [len(call.donates) for call in calls(made)] == [0, 1]
         given, seen = leaf(1), {}
@@ -133,9 +133,13 @@ class TestDonation:
 class TestTheList:
     def made(self):
         graph, (x,) = arguments(1)
-        sine, cosine = graph.call(BOTH, 0, [x], Action("F", 0, 0), "Both")
-        (there,) = graph.call(DOUBLE, 1, [sine], Action("F", 1, 0), "Double")
-        (out,) = graph.call(ADD, 0, [there, cosine], Action("B", 0, 0), "Both")
+        sine, cosine = graph.call(BOTH, 0, [x], label=Action("F", 0, 0), layers="Both")
+        (there,) = graph.call(
+            DOUBLE, 1, [sine], label=Action("F", 1, 0), layers="Double"
+        )
+        (out,) = graph.call(
+            ADD, 0, [there, cosine], label=Action("B", 0, 0), layers="Both"
+        )
         return program_of(graph, [out])
 
     def test_frees_at_the_last_use(self):
@@ -200,7 +204,7 @@ class TestErrors:
 
         graph, (x,) = arguments(1)
         (a,) = graph.call(DOUBLE, 0, [x])
-        made = program_of(graph, graph.call(DOUBLE, 1, [a], label, layers))
+        made = program_of(graph, graph.call(DOUBLE, 1, [a], label=label, layers=layers))
         with pytest.raises(Broken) as caught:
             made([leaf(1)], observe=observe)
         return caught.value.__notes__
