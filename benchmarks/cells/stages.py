@@ -65,7 +65,7 @@ def gradient_of(
     """
     known = pipe._pipelined
     layers = PipelinedModel(
-        known.model, _PartitionApart(known.partition.config, known.pipe.stages)
+        known.model, _PartitionApart(known.partition.config, known.placement.stages)
     )
     sample = layers.model.sample(x, layers.partition)
     variables = layers.model.initial(sample).specs

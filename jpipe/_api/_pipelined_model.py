@@ -93,7 +93,7 @@ class PipelinedModel:
         def placement() -> StagePlacement | None:
             return self.placement if self.num_stages else None
 
-        return Feed(placement, self.model.is_list)
+        return Feed(placement, is_local=self.model.is_list)
 
     def describe(self, last: Specialization | None) -> PipelineInfo | None:
         """Returns the facts about the pipeline; ``None`` before it is divided.

@@ -47,21 +47,26 @@ Location = tuple[Place, Sharding]
 class StageSums(NamedTuple):
     """Sums over the micro-batches of a stage, or over those that one place runs.
 
-    Leaves are values of a graph, or arrays.
+    Leaves are values of a graph, arrays, or specs.
 
     Attributes:
-      grads: of each weight that the stage trains.
-      loss: the sum of the losses, in the last stage; else empty.
-      state: of what micro-batches write: see `StateUpdate.sum_specs`.
+      grads: the gradient of each weight that the stage trains.
+      loss: the loss, in the last stage; else empty.
+      state: the running sums of state leaves: see `StateUpdate.sum_specs`.
     """
 
     grads: list[Any]
     loss: list[Any]
     state: list[Any]
 
+    @property
+    def results(self) -> list[Any]:
+        """The sums to which forwards add: the loss, then the state."""
+        return [*self.loss, *self.state]
+
 
 class EpilogueInputs(NamedTuple):
-    """What the epilogue reads. Leaves are values of a graph, or arrays.
+    """The inputs of the epilogue. Leaves are values of a graph, or arrays.
 
     Attributes:
       loss: the sum of the losses of micro-batches; ``None`` if there is no loss.
@@ -69,10 +74,10 @@ class EpilogueInputs(NamedTuple):
       loss_divisor: the sum of the weights of a weighted loss, if backwards have divided
         by it.
       loss_weights: otherwise the weight of each micro-batch and shard.
-      grads: the number of a parameter -> the terms of its gradient.
-      old_state: by stage, the old values of the leaves that micro-batches write.
-      state: by stage, the running sums of these.
-      aux: by leaf, what each micro-batch and shard returned.
+      grads: parameter index -> the terms of its gradient.
+      old_state: for each stage, the state leaves before the step.
+      state: for each stage, the running sums of its state leaves.
+      aux: for each leaf of aux, the arrays of all micro-batches and shards.
     """
 
     loss: Any
@@ -86,19 +91,19 @@ class EpilogueInputs(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a mini-batch comes to. Leaves are values of a graph, or arrays.
+    """The results of a step. Leaves are values of a graph, or arrays.
 
     Attributes:
       loss: the loss of the whole mini-batch, if there is one.
-      aux: what is returned beside it.
-      grads: the gradient of each trained parameter, by its number.
-      changed: the new value of each parameter that micro-batches write, likewise.
+      aux: the leaves of aux.
+      grads: parameter index -> its gradient, if it is trained.
+      new_state: parameter index -> its new value, if micro-batches write it.
     """
 
     loss: list[Any]
     aux: list[Any]
     grads: dict[int, Any]
-    changed: dict[int, Any]
+    new_state: dict[int, Any]
 
 
 # ------------------------------------------------------------------ functions of arrays
@@ -112,14 +117,14 @@ def epilogue(
     states: Sequence[StateUpdate],
     joins: Sequence[Join],
 ) -> StepOutputs:
-    """The results of a step, of the sums over its micro-batches.
+    """The results of a step, from the sums over its micro-batches.
 
     Args:
       inputs: these sums.
       loss_dtype: the dtype of the loss.
       weight_specs: the shape and dtype of each parameter, and so of its gradient.
-      states: by stage, what micro-batches write.
-      joins: how each leaf of aux is joined.
+      states: the state that each stage writes.
+      joins: the join of each leaf of aux.
     """
     total_weight = _sum(inputs.loss_weights) if inputs.loss_weights else None
     grads = {
@@ -135,12 +140,12 @@ def epilogue(
         divisor = inputs.loss_divisor if total_weight is None else total_weight
         loss = [_divide(total, divisor).astype(loss_dtype)]
 
-    changed = dict[int, jax.Array]()
+    new_state = dict[int, jax.Array]()
     for state, old, sums in zip(states, inputs.old_state, inputs.state, strict=True):
-        changed |= zip(state.at, state.commit(old, sums), strict=True)
+        new_state |= zip(state.param_indices, state.commit(old, sums), strict=True)
 
     aux = [join.run(x) for join, x in zip(joins, inputs.aux, strict=True)]
-    return StepOutputs(loss, aux, grads, changed)
+    return StepOutputs(loss=loss, aux=aux, grads=grads, new_state=new_state)
 
 
 def sum_terms(terms: Sequence[jax.Array], spec: Any, divisor: Any = None) -> jax.Array:
@@ -159,9 +164,9 @@ def reduce_sums(
     """The sums of a stage.
 
     Args:
-      replicas: the sums of each place that runs it, of which gradients are read.
-      shards: those of each shard of these, of which all else is read.
-      state: what micro-batches write.
+      replicas: the sums of each place that runs it; their gradients are read.
+      shards: the sums of each shard of these places; all but gradients is read.
+      state: the state that the stage writes.
       is_stacked: whether gradients have a leading axis of shards.
     """
     grads = list[jax.Array]()
@@ -179,8 +184,7 @@ def reduce_sums(
 
 def _sum(terms: Sequence[jax.Array]) -> jax.Array:
     """The sum of at least one term, in order."""
-    first, *others = terms
-    return sum(others, first)
+    return sum(terms[1:], terms[0])
 
 
 def _divide(total: jax.Array, divisor: Any) -> jax.Array:
@@ -195,10 +199,10 @@ class Epilogue:
     """The end of a step, written into a graph.
 
     Attributes:
-      prologue: the weights, and where they are.
+      prologue: the prologue of the step; it knows where each weight is.
       batch: the mini-batch.
       weights: the weights, as stages read them.
-      joins: how each leaf of aux is joined.
+      joins: the join of each leaf of aux.
     """
 
     prologue: Prologue
@@ -215,7 +219,7 @@ class Epilogue:
         """Writes the end of a forward pass.
 
         Args:
-          aux: what each micro-batch returned.
+          aux: the leaves of aux, for each micro-batch.
 
         Returns:
           The results, as values, each where it belongs.
@@ -235,6 +239,7 @@ class Epilogue:
 
     def write(
         self,
+        *,
         sums: Sequence[Sequence[StageSums]],
         loss_weights: Values,
         loss_divisor: Value | None,
@@ -243,21 +248,26 @@ class Epilogue:
         """Writes the end of a training step.
 
         Args:
-          sums: by stage, those of each place that runs it.
-          loss_weights: of a weighted loss, of each micro-batch.
+          sums: for each stage, the sums of each place that runs it.
+          loss_weights: the weight of each micro-batch, for a weighted loss.
           loss_divisor: their sum, where backwards have divided by it.
-          aux: what each micro-batch returned.
+          aux: the leaves of aux, for each micro-batch.
 
         Returns:
           The results, as values, each where it belongs.
         """
         reduced = [self._reduce(s, replicas) for s, replicas in enumerate(sums)]
         terms = self._terms(reduced)
-        grads = {i: v for i, v in terms.items() if i < len(self.prologue.params)}
+        num_params = len(self.prologue.params)
+        grads = {i: of_param for i, of_param in terms.items() if i < num_params}
         for i, grad in self._terms_of_prologue(terms, loss_divisor).items():
             grads[i].append(grad)
 
-        graph, stages = self.prologue.graph, self.prologue.stages
+        graph = self.prologue.graph
+        stages = self.prologue.stages
+        old_state = list[Values]()
+        for state in stages.states:
+            old_state.append([self.weights[i] for i in state.param_indices])
         if loss_divisor is not None:
             loss_weights = []
         return self._write_epilogue(
@@ -265,32 +275,39 @@ class Epilogue:
                 loss=reduced[-1].loss[0],
                 penalty=self.weights[-1] if stages.first.rest else None,
                 loss_divisor=loss_divisor,
-                loss_weights=[graph.at(value, self._last) for value in loss_weights],
+                loss_weights=[
+                    graph.at(value, self._last_place) for value in loss_weights
+                ],
                 grads=grads,
-                old_state=[[self.weights[i] for i in x.at] for x in stages.states],
+                old_state=old_state,
                 state=[stage_sums.state for stage_sums in reduced],
                 aux=self._columns(aux),
             )
         )
 
     @property
-    def _last(self) -> Place:
+    def _last_place(self) -> Place:
         """The place of the last stage."""
-        return self.prologue.pipe.place(self.prologue.stages.num_stages - 1)
+        return self.prologue.placement.place(self.prologue.stages.num_stages - 1)
 
     def _columns(self, aux: Sequence[Values]) -> list[Values]:
-        """By leaf, what each micro-batch returned, where the first of them did."""
+        """The values of all micro-batches, for each leaf of aux.
+
+        They are brought to the place where the first micro-batch has the leaf.
+        """
         graph = self.prologue.graph
         columns = list[Values]()
         for join in self.joins:
-            place = graph.places[aux[0][join.leaf]]
-            columns.append([graph.at(row[join.leaf], place) for row in aux])
+            i = join.leaf_index
+            place = graph.places[aux[0][i]]
+            columns.append([graph.at(row[i], place) for row in aux])
         return columns
 
     def _reduce(self, stage: int, replicas: Sequence[StageSums]) -> StageSums:
         """The sums of the replicas and shards of a stage as one."""
-        prologue, num_shards = self.prologue, self.batch.num_shards
+        prologue = self.prologue
         graph = prologue.graph
+        num_shards = self.batch.num_shards
         leaves, tree = jax.tree.flatten(list(replicas))
         if not leaves or (len(replicas) == 1 and num_shards == 1):
             return replicas[0]
@@ -300,7 +317,7 @@ class Epilogue:
         shardings = [prologue.sharding(i) for i in prologue.stages.trained_by(stage)]
         shardings += [WHOLE] * (len(first) - len(shardings))
 
-        # What a mapped call hands on as it came is not stacked.
+        # A result of a mapped call that is an argument of it is not stacked.
         is_stacked = [
             jax.tree.map(lambda value: graph.shardings[value].stacked, sums)
             for sums in replicas
@@ -313,48 +330,55 @@ class Epilogue:
                 losses = self._unstack(sums.loss, flags.loss)
                 states = self._unstack(sums.state, flags.state)
                 for d in range(num_shards):
-                    part = StageSums([], losses[d::num_shards], states[d::num_shards])
-                    shards.append(part)
+                    shards.append(
+                        StageSums(
+                            grads=[],
+                            loss=losses[d::num_shards],
+                            state=states[d::num_shards],
+                        )
+                    )
             sums = reduce_sums(replicas, shards, state, is_stacked=num_shards > 1)
             return jax.tree.leaves(sums)
 
         values = graph.call(
             Computation("reduce_sums", run, [graph.specs[value] for value in first]),
-            prologue.pipe.place(stage),
+            prologue.placement.place(stage),
             leaves,
             shardings=shardings,
         )
         return jax.tree.unflatten(result_tree, values)
 
     def _terms(self, sums: Sequence[StageSums]) -> dict[int, Values]:
-        """The number of a trained weight -> the terms of its gradient, by stage."""
+        """Weight index -> the terms of its gradient, one per stage that trains it."""
         stages = self.prologue.stages
         terms: dict[int, Values] = {
             i: [] for i, is_trained in enumerate(stages.trained) if is_trained
         }
         for stage, stage_sums in enumerate(sums):
-            for weight, value in zip(
-                stages.trained_by(stage), stage_sums.grads, strict=True
-            ):
+            trained = stages.trained_by(stage)
+            for weight, value in zip(trained, stage_sums.grads, strict=True):
                 terms[weight].append(value)
         return terms
 
     def _terms_of_prologue(
         self, terms: Mapping[int, Values], loss_divisor: Value | None
     ) -> dict[int, Value]:
-        """The number of a parameter -> the term of its gradient from prologue values.
+        """Parameter index -> the term of its gradient that comes from prologue values.
 
         Args:
-          terms: those of the gradients of all weights, from stages.
-          loss_divisor: what backwards have divided by.
+          terms: weight index -> the terms of its gradient from stages.
+          loss_divisor: the sum of loss weights, if backwards have divided by it.
         """
-        prologue, graph = self.prologue, self.prologue.graph
-        num_params, penalty = len(prologue.params), len(self.weights) - 1
-        value_terms = {i: v for i, v in terms.items() if i >= num_params and v}
+        prologue = self.prologue
+        graph = prologue.graph
+        num_params = len(prologue.params)
+        # weight index of a prologue value -> the terms of its cotangent
+        value_terms = {i: x for i, x in terms.items() if i >= num_params and x}
+        penalty = len(self.weights) - 1
         # A penalty is added to the loss as it is: its cotangent is that of the loss.
         if prologue.stages.first.rest and penalty in terms:
-            one = np.ones((), graph.specs[self.weights[penalty]].dtype)
-            value_terms[penalty] = [graph.constant(one, self._last)]
+            loss_grad = np.ones((), graph.specs[self.weights[penalty]].dtype)
+            value_terms[penalty] = [graph.constant(loss_grad, self._last_place)]
         specs = [graph.specs[value] for value in self.weights]
 
         def value_grads(
@@ -368,38 +392,38 @@ class Epilogue:
         cotangents = self._call(
             "value_grads",
             value_grads,
-            (value_terms, loss_divisor),
-            lambda grads: [self._location(i) for i in grads],
+            args=(value_terms, loss_divisor),
+            locations=lambda grads: [self._location(i) for i in grads],
         )
-        return prologue.vjp(cotangents)
+        return prologue.write_vjp(cotangents)
 
     def _write_epilogue(self, inputs: EpilogueInputs) -> StepOutputs:
-        graph, stages = self.prologue.graph, self.prologue.stages
+        graph = self.prologue.graph
+        stages = self.prologue.stages
         is_stacked = jax.tree.map(lambda value: graph.shardings[value].stacked, inputs)
-        loss = stages.first.closed.out_avals[: stages.first.has_loss]
+        first = stages.first
+        loss_dtype = first.closed.out_avals[0].dtype if first.has_loss else None
         aux_locations = [(graph.places[column[0]], WHOLE) for column in inputs.aux]
 
         def run(inputs: EpilogueInputs) -> StepOutputs:
-            pairs = zip(inputs.aux, is_stacked.aux, strict=True)
+            loss_weights = self._unstack(inputs.loss_weights, is_stacked.loss_weights)
+            aux = list[list[jax.Array]]()
+            for column, flags in zip(inputs.aux, is_stacked.aux, strict=True):
+                aux.append(self._unstack(column, flags))
             return epilogue(
-                inputs._replace(
-                    loss_weights=self._unstack(
-                        inputs.loss_weights, is_stacked.loss_weights
-                    ),
-                    aux=[self._unstack(*pair) for pair in pairs],
-                ),
-                loss_dtype=loss[0].dtype if loss else None,
+                inputs._replace(loss_weights=loss_weights, aux=aux),
+                loss_dtype=loss_dtype,
                 weight_specs=[graph.specs[value] for value in self.weights],
                 states=stages.states[: len(inputs.state)],
                 joins=self.joins,
             )
 
         def locations(outputs: StepOutputs) -> list[Location]:
-            of_loss = [(self._last, WHOLE) for _ in outputs.loss]
-            weights = [*outputs.grads, *outputs.changed]
-            return [*of_loss, *aux_locations, *map(self._location, weights)]
+            loss_locations = [(self._last_place, WHOLE) for _ in outputs.loss]
+            weights = [*outputs.grads, *outputs.new_state]
+            return [*loss_locations, *aux_locations, *map(self._location, weights)]
 
-        return self._call("epilogue", run, (inputs,), locations)
+        return self._call("epilogue", run, args=(inputs,), locations=locations)
 
     def _location(self, weight: int) -> Location:
         """The location of a weight between steps, and so of its gradient."""
@@ -418,26 +442,28 @@ class Epilogue:
         self,
         name: str,
         function: Callable[..., Any],
+        *,
         args: tuple[Any, ...],
         locations: Callable[[Any], list[Location]],
     ) -> Any:
         """Writes a function of leaves on all places.
 
         Args:
-          name: how profiles call its programs.
-          function: of pytrees.
-          args: these, with values as leaves.
-          locations: specs of its result -> where each leaf belongs.
+          name: the name of its programs in profiles.
+          function: the function, ``(*pytrees) -> pytree``.
+          args: its arguments, with values as leaves.
+          locations: ``specs of the result -> location of each leaf``.
 
         Returns:
-          Its result, with values as leaves.
+          The result, with values as leaves.
         """
         graph = self.prologue.graph
         values, tree = jax.tree.flatten(args)
         specs = [spec_of(graph, value, self.batch.num_shards) for value in values]
 
         def results(result: Any) -> tuple[list[Place], list[Sharding]]:
-            places, shardings = list[Place](), list[Sharding]()
+            places = list[Place]()
+            shardings = list[Sharding]()
             for place, sharding in locations(result):
                 places.append(place)
                 shardings.append(sharding)

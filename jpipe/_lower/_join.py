@@ -1,19 +1,22 @@
-"""How what micro-batches return becomes what the mini-batch returns.
+"""Joins the results of micro-batches to those of the mini-batch, leaf by leaf.
 
-Each leaf by itself, and it is what follows from what that decides:
+    (leaf of micro-batch 0, leaf of micro-batch 1, ...) -> leaf of the mini-batch
 
-* A leaf that follows from an example differs between micro-batches. They are joined on
-  the axis of the examples, stacked (aux), or reduced by `MEAN` or `SUM`. There is no
-  single value for it, so that ``out_axes=None`` is refused, as by `jax.vmap`.
-* A leaf that follows from none is what one device returns. Its shape there is that of
-  a trace of the whole mini-batch: a codebook of shape ``(2, 3)`` keeps it, and
+Each leaf is joined by itself, and its join depends on what it follows from:
+
+* A leaf that follows from an example differs between micro-batches. Its values are
+  concatenated on the axis of the examples, stacked (aux), or reduced by `MEAN` or
+  `SUM`. There is no single value for it, so that ``out_axes=None`` is refused, as by
+  `jax.vmap`.
+* A leaf that follows from no example is what one device returns. Its shape there is
+  that of a trace of the whole mini-batch: a codebook of shape ``(2, 3)`` keeps it, and
   ``jnp.zeros((len(x), 3))`` has a row for each example.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +50,14 @@ SUM: Any = Reduction("SUM")
 
 @dataclass(frozen=True)
 class Join:
-    """A leaf of what micro-batches return, as one.
+    """The join of one leaf.
 
     Attributes:
-      leaf: which of what is returned it is.
-      run: of the values of all micro-batches one.
+      leaf_index: the index of the leaf among the results besides the loss.
+      run: ``values of all micro-batches -> value of the mini-batch``.
     """
 
-    leaf: int
+    leaf_index: int
     run: Run
 
 
@@ -63,29 +66,28 @@ def of_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
 
     Args:
       axes: a prefix of aux: an axis, `MEAN`, `SUM`, or ``None`` for a new axis.
-      results: what micro-batches return.
+      results: the results of micro-batches.
 
     Raises:
       ValueError: if aux of micro-batches cannot be joined.
     """
-    flat = _flat_axes(axes, results, "aux", "aux_axes")
-    _check_aux(flat, results)
-    runs = [
-        jnp.stack if axis is None else _run(i, axis, results)
-        for i, axis in enumerate(flat)
-    ]
-    for i, axis in enumerate(flat):
+    leaf_axes = _leaf_axes(axes, results, label="aux", name="aux_axes")
+    _check_aux(leaf_axes, results)
+    runs = list[Run | None]()
+    for i, axis in enumerate(leaf_axes):
+        run = jnp.stack if axis is None else _choose_run(i, axis, results)
         # Several rows to an example, such as one for each token.
-        if runs[i] is None and _is_axis(axis) and results.joins_to_whole(i, axis):
-            runs[i] = _along(axis)
-    return _joins(
+        if run is None and _is_axis(axis) and results.joins_to_whole(i, axis):
+            run = _concatenate_along(axis)
+        runs.append(run)
+    return _make_joins(
         runs,
         results,
-        f"aux of a micro-batch of {results.sizes[0]} cannot be joined on aux_axes="
-        f"{axes!r}; return the examples on that axis, or type aux_axes= with None for "
-        f"what each micro-batch returns, jpipe.MEAN for a mean over the examples, "
-        f"jpipe.SUM for a sum or a count, as in aux_axes=(0, jpipe.MEAN)",
-        "aux",
+        title=f"aux of a micro-batch of {results.sizes[0]} cannot be joined on "
+        f"aux_axes={axes!r}; return the examples on that axis, or type aux_axes= with "
+        f"None for what each micro-batch returns, jpipe.MEAN for a mean over the "
+        f"examples, jpipe.SUM for a sum or a count, as in aux_axes=(0, jpipe.MEAN)",
+        label="aux",
     )
 
 
@@ -95,52 +97,55 @@ def of_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     Args:
       axes: a prefix of outputs: an axis, `MEAN`, `SUM`, or ``None`` for what follows
         from no example.
-      results: what micro-batches return.
+      results: the results of micro-batches.
 
     Raises:
       ValueError: if outputs of micro-batches cannot be joined.
     """
-    flat = _flat_axes(axes, results, "outputs", "out_axes")
+    leaf_axes = _leaf_axes(axes, results, label="outputs", name="out_axes")
+    varying = list[str]()  # leaves that have no single value
+    not_floating = list[str]()  # leaves that have no mean of their dtype
+    for (path, leaf), axis, follows in zip(
+        results.leaves, leaf_axes, results.depends_on_examples, strict=True
+    ):
+        if axis is None and follows and len(results.sizes) > 1:
+            varying.append(_describe_shape("outputs", path, leaf))
+        if axis is MEAN and follows and not is_inexact(leaf):
+            not_floating.append(_describe_dtype("outputs", path, leaf))
     raise_all(
         "out_axes=None is for what follows from no example, as in jax.vmap; of these "
         "outputs each micro-batch makes another. Type jpipe.MEAN for a mean over the "
         "examples, jpipe.SUM for a sum or a count, or the axis of the examples, as in "
         "out_axes=(0, jpipe.MEAN); for all else, such as a maximum, return it for each "
         "example, or type num_microbatches=1",
-        [
-            _label("outputs", path, leaf)
-            for (path, leaf), axis, follows in zip(
-                results.leaves, flat, results.depends_on_examples, strict=True
-            )
-            if axis is None and follows and len(results.sizes) > 1
-        ],
+        varying,
     )
     raise_all(
         "out_axes=jpipe.MEAN is for floating dtypes; of a count type jpipe.SUM, else "
         "x.astype(float)",
-        [
-            f"outputs{jax.tree_util.keystr(path)} is {leaf.dtype}"
-            for (path, leaf), axis, follows in zip(
-                results.leaves, flat, results.depends_on_examples, strict=True
-            )
-            if axis is MEAN and follows and not is_inexact(leaf)
-        ],
+        not_floating,
     )
-    return _joins(
-        [_run(i, axis, results) for i, axis in enumerate(flat)],
+    return _make_joins(
+        [_choose_run(i, axis, results) for i, axis in enumerate(leaf_axes)],
         results,
-        f"outputs of a micro-batch of {results.sizes[0]} cannot be joined on out_axes="
-        f"{axes!r}; return the examples on that axis, or type num_microbatches=1, or "
-        f"out_axes=, with jpipe.MEAN for a mean over the examples, jpipe.SUM for a sum "
-        f"or a count, as in out_axes=(0, jpipe.MEAN)",
-        "outputs",
+        title=f"outputs of a micro-batch of {results.sizes[0]} cannot be joined on "
+        f"out_axes={axes!r}; return the examples on that axis, or type "
+        f"num_microbatches=1, or out_axes=, with jpipe.MEAN for a mean over the "
+        f"examples, jpipe.SUM for a sum or a count, as in out_axes=(0, jpipe.MEAN)",
+        label="outputs",
     )
 
 
-def _flat_axes(
-    axes: Any, results: MicrobatchOutputs, what: str, name: str
+def _leaf_axes(
+    axes: Any, results: MicrobatchOutputs, *, label: str, name: str
 ) -> list[Any]:
     """An axis, `MEAN`, `SUM` or ``None`` for each leaf.
+
+    Args:
+      axes: the value of ``out_axes`` or ``aux_axes``.
+      results: the results of micro-batches.
+      label: the word for the results in errors.
+      name: the name of the argument that `axes` is.
 
     Raises:
       ValueError: if they do not fit, or micro-batches return other trees.
@@ -148,39 +153,45 @@ def _flat_axes(
     if jax.tree.structure(results.first) != jax.tree.structure(results.last):
         raise ValueError(
             f"the sizes {tuple(results.sizes)} of micro-batches differ and so does "
-            f"what is in {what}: {shape_text(results.first)} and "
+            f"what is in {label}: {shape_text(results.first)} and "
             f"{shape_text(results.last)}; return the same for each, or give a batch "
             f"that num_microbatches divides"
         )
-    flat = _microbatch.leaf_axes(axes, results.first, what, name, (MEAN, SUM))
-    pairs = zip(results.leaves, flat, strict=True)
-    raise_all(
-        "jpipe.SUM is for numbers; type x.astype(int)",
-        [
-            f"{what}{jax.tree_util.keystr(path)} is {leaf.dtype}"
-            for (path, leaf), axis in pairs
-            if axis is SUM and not jnp.issubdtype(leaf.dtype, jnp.number)
-        ],
-    )
-    return flat
+    leaf_axes = _microbatch.leaf_axes(axes, results.first, label, name, (MEAN, SUM))
+    not_numbers = list[str]()
+    for (path, leaf), axis in zip(results.leaves, leaf_axes, strict=True):
+        if axis is SUM and not jnp.issubdtype(leaf.dtype, jnp.number):
+            not_numbers.append(_describe_dtype(label, path, leaf))
+    raise_all("jpipe.SUM is for numbers; type x.astype(int)", not_numbers)
+    return leaf_axes
 
 
-def _joins(
-    runs: Sequence[Run | None], results: MicrobatchOutputs, title: str, what: str
+def _make_joins(
+    runs: Sequence[Run | None], results: MicrobatchOutputs, *, title: str, label: str
 ) -> list[Join]:
-    """Joins of all leaves; refuses those that cannot be joined."""
-    pairs = zip(results.leaves, runs, strict=True)
-    raise_all(title, [_label(what, *leaf) for leaf, run in pairs if run is None])
-    return [Join(i, run) for i, run in enumerate(runs) if run is not None]
+    """Makes the joins of all leaves.
+
+    Raises:
+      ValueError: with the title, and every leaf that cannot be joined.
+    """
+    joins = list[Join]()
+    faults = list[str]()
+    for i, ((path, leaf), run) in enumerate(zip(results.leaves, runs, strict=True)):
+        if run is None:
+            faults.append(_describe_shape(label, path, leaf))
+        else:
+            joins.append(Join(i, run))
+    raise_all(title, faults)
+    return joins
 
 
-def _run(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
-    """The function that joins the values of a leaf; ``None`` if there is none.
+def _choose_run(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
+    """Chooses the function that joins the values of a leaf; ``None`` if there is none.
 
     Args:
-      i: which leaf.
-      axis: an axis, `MEAN` or `SUM`; or ``None``, of what follows from no example.
-      results: what micro-batches return.
+      i: the index of the leaf.
+      axis: an axis, `MEAN` or `SUM`; ``None`` if the leaf follows from no example.
+      results: the results of micro-batches.
     """
     if len(results.sizes) == 1:
         return _first
@@ -191,24 +202,27 @@ def _run(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
         run = _mean(shares) if is_inexact(leaf) else _last
         return run if first == last else None
     if not results.depends_on_examples[i]:
-        return _of_one_device(i, axis, results)
+        return _choose_run_without_examples(i, axis, results)
     if axis is SUM:
         return _sum if first == last else None
-    is_joined = results.has_row_per_example(i, axis)
-    is_joined &= _without_axis(first, axis) == _without_axis(last, axis)
-    return _along(axis) if is_joined else None
+    can_concatenate = results.has_row_per_example(i, axis) and (
+        _without_axis(first, axis) == _without_axis(last, axis)
+    )
+    return _concatenate_along(axis) if can_concatenate else None
 
 
-def _of_one_device(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
-    """The function that joins a leaf without examples as one device returns it.
+def _choose_run_without_examples(
+    i: int, axis: Any, results: MicrobatchOutputs
+) -> Run | None:
+    """Chooses the function that joins a leaf without examples as one device returns it.
 
     Args:
-      i: which leaf.
-      axis: what ``out_axes`` or ``aux_axes`` says of it.
-      results: what micro-batches return.
+      i: the index of the leaf.
+      axis: its axis in ``out_axes`` or ``aux_axes``.
+      results: the results of micro-batches.
 
     Returns:
-      What makes it; ``None`` if micro-batches do not.
+      The function; ``None`` if the leaf cannot be made from micro-batches.
     """
     if results.is_input(i):
         return _first
@@ -216,8 +230,8 @@ def _of_one_device(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
         return lambda values: core.jaxpr_as_fun(closed)()[0]
     if results.has_fixed_shape(i):
         return _first
-    is_joined = _is_axis(axis) and results.joins_to_whole(i, axis)
-    return _along(axis) if is_joined else None
+    can_concatenate = _is_axis(axis) and results.joins_to_whole(i, axis)
+    return _concatenate_along(axis) if can_concatenate else None
 
 
 def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
@@ -226,9 +240,10 @@ def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
     Raises:
       ValueError: with every leaf that lacks the axis or differs elsewhere.
     """
-    lacking, ragged = [], []
     if len(results.sizes) == 1:
         return
+    lacking = list[str]()
+    ragged = list[str]()
     for i, ((path, leaf), axis) in enumerate(zip(results.leaves, axes, strict=True)):
         label = f"aux{jax.tree_util.keystr(path)}"
         first, last = results.shapes_of(i)
@@ -238,10 +253,10 @@ def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
         if is_axis and not -leaf.ndim <= axis < leaf.ndim:
             lacking.append(f"{label} of shape {first} has no axis {axis}")
             continue
-        along = axis if is_axis else None
-        if _without_axis(first, along) != _without_axis(last, along):
-            on = f", joined on axis {axis}" if is_axis else ""
-            ragged.append(f"{label}{on}: {first} and {last}")
+        joined_axis = axis if is_axis else None
+        if _without_axis(first, joined_axis) != _without_axis(last, joined_axis):
+            axis_text = f", joined on axis {axis}" if is_axis else ""
+            ragged.append(f"{label}{axis_text}: {first} and {last}")
     if lacking:
         raise ValueError("cannot join aux on aux_axes: " + "; ".join(lacking))
     if ragged:
@@ -253,12 +268,16 @@ def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
         )
 
 
-def _is_axis(axis: Any) -> bool:
+def _is_axis(axis: Any) -> TypeGuard[int]:
     return axis is not None and not isinstance(axis, Reduction)
 
 
-def _label(what: str, path: Any, leaf: Any) -> str:
-    return f"{what}{jax.tree_util.keystr(path)} has shape {leaf.shape}"
+def _describe_shape(label: str, path: Any, leaf: Any) -> str:
+    return f"{label}{jax.tree_util.keystr(path)} has shape {leaf.shape}"
+
+
+def _describe_dtype(label: str, path: Any, leaf: Any) -> str:
+    return f"{label}{jax.tree_util.keystr(path)} is {leaf.dtype}"
 
 
 def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
@@ -266,8 +285,8 @@ def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     return shape if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
-def _along(axis: int) -> Run:
-    """A function that joins values on an axis."""
+def _concatenate_along(axis: int) -> Run:
+    """The function that concatenates values on an axis."""
     return lambda values: jnp.concatenate(values, axis)
 
 
@@ -293,9 +312,11 @@ def _mean(shares: Sequence[float]) -> Any:
 
 def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:
     """The mean over the examples; that of equal values is that value to the bit."""
-    so_far, seen = values[0], shares[0]
+    mean_so_far = values[0]
+    share_so_far = shares[0]
     for value, share in zip(values[1:], shares[1:], strict=True):
-        seen += share
-        weight = jnp.asarray(share / seen, jnp.result_type(so_far, jnp.float32))
-        so_far = extend_mean(so_far, value, weight)
-    return so_far
+        share_so_far += share
+        weight_dtype = jnp.result_type(mean_so_far, jnp.float32)
+        weight = jnp.asarray(share / share_so_far, weight_dtype)
+        mean_so_far = extend_mean(mean_so_far, value, weight)
+    return mean_so_far

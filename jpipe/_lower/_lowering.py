@@ -1,22 +1,22 @@
 """Lowers a schedule to a graph of calls, one for each action.
 
     F(s, m):  p, x, b             -> y, residuals[s, m]
-    B(s, m):  residuals[s, m], dy -> dp, added to grads[s], and dx
+    B(s, m):  residuals[s, m], dy -> dp, added to the sums of s, and dx
     I(s, m):  residuals[s, m], dy -> dx, more residuals[s, m]     (B in two halves)
-    W(s, m):  residuals[s, m], dy -> dp, added to grads[s]
+    W(s, m):  residuals[s, m], dy -> dp, added to the sums of s
 
-p are the weights of stage s, x the activations of earlier stages and b the leaves of
-micro-batch m that it reads. Among the residuals is all that the forward read. dy is the
-sum of the dx of the stages that read y; for the loss it is what the loss is divided by.
-A forward also adds the loss, and what it writes, such as statistics, to sums[s]. The
-last stage runs F and B, or F and I, as one call where nothing comes between them.
+p are the weights of stage s, x its input activations and b its batch inputs of
+micro-batch m. Among the residuals is all that the forward read. dy is the sum of the dx
+of the stages that read y; for the loss it is the loss divisor. A forward also adds the
+loss, and the state that it writes, such as statistics, to the sums of s. The last stage
+runs F and B, or F and I, as one call where nothing comes between them: they are fused.
 
 No transfer is written here: where a value is read in another place, `Graph.at` makes a
 copy, sent as soon as the value is there.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from ._microbatch_inputs import MicrobatchInputs
 from ._prologue import Prologue
 
 Values = list[Value]
+# A stage and a micro-batch.
 Cell = tuple[int, int]
 
 
@@ -49,207 +50,243 @@ class Lowering:
     """The actions of a mini-batch, written into a graph.
 
     Args:
-      graph: where they are written.
-      pipe: the schedule and the devices.
-      stages: what runs.
+      graph: the graph that is written.
+      placement: the schedule and the devices.
+      stages: the stages that run.
       batch: the mini-batch.
       params: the parameters, as values.
-      given: the leaves of the mini-batch, likewise.
-      joins: how each leaf of aux is joined.
+      batch_leaves: the leaves of the mini-batch, as values.
+      joins: the join of each leaf of aux.
     """
 
     def __init__(
         self,
         graph: Graph,
-        pipe: StagePlacement,
+        *,
+        placement: StagePlacement,
         stages: Stages,
         batch: Batch,
         params: Values,
-        given: Values,
+        batch_leaves: Values,
         joins: Sequence[Join],
     ) -> None:
-        self._graph, self._pipe, self._stages = graph, pipe, stages
-        self._batch, self._count, self._params = batch, len(batch.sizes), params
-        # Whether each shard of a stage runs its actions by itself.
+        self._graph = graph
+        self._placement = placement
+        self._stages = stages
+        self._batch = batch
+        self._num_microbatches = len(batch.sizes)
+        # True if each shard of a stage runs its actions by itself.
         self._is_mapped = batch.num_shards > 1
-        self._is_spread = any(isinstance(device, StageMesh) for device in pipe.places)
-        incoming = MicrobatchInputs(graph, pipe, batch)
-        self._prologue = Prologue(graph, pipe, stages, params)
-        self._weights = [*incoming.weights(params), *self._prologue.values()]
-        self._epilogue = Epilogue(self._prologue, batch, self._weights, joins)
-        # By stage, of each micro-batch what it reads of what that is given.
-        self._given = [
-            self._rows(incoming, batch, given, s) for s in range(stages.num_stages)
+        # True if a stage has several devices.
+        self._has_meshes = any(isinstance(x, StageMesh) for x in placement.places)
+
+        microbatch_inputs = MicrobatchInputs(graph, placement, batch)
+        self._prologue = Prologue(graph, placement, stages, params)
+        self._weights = [
+            *microbatch_inputs.gather_weights(params),
+            *self._prologue.write_values(),
         ]
-        # By variable and micro-batch: what was made, and the cotangents from readers.
-        self._made: dict[tuple[core.Var, int], Value] = {}
+        self._epilogue = Epilogue(self._prologue, batch, self._weights, joins)
+        # [stage][microbatch] -> the batch inputs of the stage
+        self._batch_inputs = [
+            self._split_inputs(microbatch_inputs, batch_leaves, stage)
+            for stage in range(stages.num_stages)
+        ]
+        # (variable, microbatch) -> the value that its stage computes
+        self._outputs: dict[tuple[core.Var, int], Value] = {}
+        # (variable, microbatch) -> {reader stage -> its cotangent}
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
+        # (stage, microbatch) -> operands and residuals of the forward, and of I
         self._residuals: dict[Cell, Values] = {}
-        # By stage and place, the sums of what runs there: of gradients; of the loss and
-        # of what micro-batches write.
-        self._grads: dict[tuple[int, Place], Values] = {}
-        self._sums: dict[tuple[int, Place], Values] = {}
+        # (stage, place) -> the sums over the micro-batches of the stage that run there
+        self._sums: dict[tuple[int, Place], StageSums] = {}
         # (number of cotangents, shape, dtype) -> the function that adds them
         self._cotangent_sums: dict[Any, Computation] = {}
-        # (stage, size of the micro-batch) -> how its results are added to the sums
-        self._known_result_sums: dict[tuple[int, int], ResultSums] = {}
-        self._names = [str(stage) for stage in pipe.stages]
+        # (stage, size of the micro-batch) -> the function that adds results to sums
+        self._result_sums_cache: dict[tuple[int, int], ResultSums] = {}
+        self._stage_names = [str(stage) for stage in placement.stages]
 
     @property
-    def _last(self) -> Place:
-        return self._pipe.place(self._stages.num_stages - 1)
+    def _last_stage(self) -> int:
+        return self._stages.num_stages - 1
 
-    # --------------------------------------------------------------- what comes with m
+    @property
+    def _last_place(self) -> Place:
+        return self._placement.place(self._last_stage)
 
-    def _rows(
-        self, incoming: MicrobatchInputs, batch: Batch, given: Values, stage: int
+    # ------------------------------------------------------------------- batch inputs
+
+    def _split_inputs(
+        self, microbatch_inputs: MicrobatchInputs, batch_leaves: Values, stage: int
     ) -> list[Values]:
-        """Of each micro-batch what a stage reads of its leaves and its number."""
-        position = {v: i for i, v in enumerate(self._stages.first.given)}
-        shards = self._batch.num_shards
-        wanted = [position[v] for v in self._stages.part(stage).given]
-        leaves = [i for i in wanted if i < len(given)]
-        axes = [batch.axes[i] for i in leaves]
-        rows = incoming.split([given[i] for i in leaves], axes, stage)
-        place = self._pipe.place(stage)
-        found = []
-        for m, row in enumerate(rows):
-            own = dict(zip(leaves, row, strict=True))
-            # Its number, of shards those of each; and those that are folded into keys.
-            first = m * shards
-            number = np.arange(first, first + shards, dtype=np.int32)
-            number = number if self._is_mapped else number[0]
-            numbers = [number, *self._stages.program(m).numbers]
-            for i in wanted:
-                if i not in own:
-                    stacked = self._is_mapped and i == len(given)
-                    array = np.asarray(numbers[i - len(given)])
-                    own[i] = self._graph.constant(array, place, stacked)
-            found.append([own[i] for i in wanted])
-        return found
+        """The batch inputs of a stage, for each micro-batch.
 
-    # --------------------------------------------------------------------- the schedule
+        Batch inputs of the whole program are the leaves of the mini-batch, the index of
+        the micro-batch, and numbers that are folded into keys.
+        """
+        index_of_var = {var: i for i, var in enumerate(self._stages.first.given)}
+        indices = [index_of_var[var] for var in self._stages.part(stage).given]
+        num_leaves = len(batch_leaves)
+        leaf_indices = [i for i in indices if i < num_leaves]
+        rows = microbatch_inputs.split(
+            [batch_leaves[i] for i in leaf_indices],
+            axes=[self._batch.axes[i] for i in leaf_indices],
+            stage=stage,
+        )
+
+        inputs_of_microbatches = list[Values]()
+        for m, parts in enumerate(rows):
+            # index of a batch input of the program -> its value
+            values = dict(zip(leaf_indices, parts, strict=True))
+            for i in indices:
+                if i >= num_leaves:
+                    values[i] = self._number(stage, m, i - num_leaves)
+            inputs_of_microbatches.append([values[i] for i in indices])
+        return inputs_of_microbatches
+
+    def _number(self, stage: int, m: int, number_index: int) -> Value:
+        """The index of a micro-batch, or after it a number that is folded into a key.
+
+        Shards count as micro-batches: each has an index.
+        """
+        place = self._placement.place(stage)
+        if number_index > 0:
+            folded_numbers = self._stages.program(m).numbers
+            array = np.asarray(folded_numbers[number_index - 1])
+            return self._graph.constant(array, place)
+
+        num_shards = self._batch.num_shards
+        first = m * num_shards
+        shard_indices = np.arange(first, first + num_shards, dtype=np.int32)
+        if self._is_mapped:
+            return self._graph.constant(shard_indices, place, stacked=True)
+        return self._graph.constant(np.asarray(shard_indices[0]), place)
+
+    # ------------------------------------------------------------------- the schedule
 
     def run(self) -> StepOutputs:
-        """The whole schedule."""
+        """Writes the whole schedule of a training step."""
         self._start_sums()
-        last_inputs = self._given[self._stages.num_stages - 1]
-        self._divisor = self._prologue.loss_divisor(self._batch, last_inputs)
-        joined = self._joined()
-        for action in self._pipe.schedule.order():
-            cell = _cell(action)
+        self._loss_divisor = self._prologue.write_loss_divisor(
+            self._batch, self._batch_inputs[self._last_stage]
+        )
+        fused_cells = self._find_fused_cells()
+        for action in self._placement.schedule.order():
+            is_fused = _cell(action) in fused_cells
             if action.op == FORWARD:
-                if cell not in joined:
-                    self._forward(action, self._stages.mode(*cell))
-            elif cell in joined and action.op != WEIGHT:
+                if not is_fused:
+                    self._forward(action, self._mode(action, is_fused=False))
+            elif is_fused and action.op != WEIGHT:
                 self._forward_backward(action)
             else:
-                self._backward(action, self._mode(action, joined))
+                self._backward(action, self._mode(action, is_fused=is_fused))
 
         loss_weights = Values()
-        for m in range(self._count):
+        for m in range(self._num_microbatches):
             for atom in self._stages.program(m).weight:
                 loss_weights.append(self._returned(atom, m))
         return self._epilogue.write(
-            sums=[self._stage_sums(s) for s in range(self._stages.num_stages)],
+            sums=[self._sums_of_places(s) for s in range(self._stages.num_stages)],
             loss_weights=loss_weights,
-            loss_divisor=self._divisor[0] if self._divisor else None,
+            loss_divisor=self._loss_divisor[0] if self._loss_divisor else None,
             aux=self._aux(),
         )
 
-    def forwards(self) -> StepOutputs:
-        """The forwards of the schedule alone."""
-        for action in self._pipe.schedule.order():
+    def run_forwards(self) -> StepOutputs:
+        """Writes the forwards of the schedule alone."""
+        for action in self._placement.schedule.order():
             if action.op == FORWARD:
-                function = self._stages.forward(*_cell(action))
-                results = self._call(function, action, self._operands(*_cell(action)))
-                self._keep_outputs(action.stage, action.microbatch, results)
+                stage, m = _cell(action)
+                forward = self._stages.forward(stage, m)
+                results = self._call(forward, action, self._operands(stage, m))
+                self._keep_outputs(stage, m, results)
         return self._epilogue.write_outputs(self._aux())
 
-    def _stage_sums(self, stage: int) -> list[StageSums]:
-        """The sums of a stage, of each place that runs it."""
-        num_losses = int(stage == self._stages.num_stages - 1)
-        replicas = list[StageSums]()
-        for place in self._pipe.places_of(stage):
-            sums = self._sums[stage, place]
-            replicas.append(
-                StageSums(
-                    grads=self._grads[stage, place],
-                    loss=sums[:num_losses],
-                    state=sums[num_losses:],
-                )
-            )
-        return replicas
+    def _sums_of_places(self, stage: int) -> list[StageSums]:
+        """The sums of each place that runs a stage."""
+        places = self._placement.places_of(stage)
+        return [self._sums[stage, place] for place in places]
 
     def _aux(self) -> list[Values]:
-        """What each micro-batch returned besides the loss and what it writes."""
+        """The aux of each micro-batch, without the state that it writes."""
         rows = list[Values]()
-        for m in range(self._count):
+        for m in range(self._num_microbatches):
             atoms = self._stages.program(m).aux_vars[: self._epilogue.num_aux]
             rows.append([self._returned(atom, m) for atom in atoms])
         return rows
 
     def _returned(self, atom: Any, m: int) -> Value:
+        """The value of a result of the program for a micro-batch."""
         if isinstance(atom, core.Literal):
-            return self._graph.constant(np.asarray(atom.val), self._last)
+            return self._graph.constant(np.asarray(atom.val), self._last_place)
         params = self._stages.program(m).params
         if atom in params:
             return self._weights[params.index(atom)]
-        return self._made[atom, m]
+        return self._outputs[atom, m]
 
-    def _joined(self) -> set[Cell]:
-        """Forwards of the last stage that run as one program with their backwards."""
-        schedule, last = self._pipe.schedule, self._stages.num_stages - 1
-        full = {
-            (last, m)
-            for m in range(self._count)
-            if _remat.keeps_nothing(self._stages.mode(last, m))
-        }
-        if full and self._stages.states[last].has_integers:
+    def _find_fused_cells(self) -> set[Cell]:
+        """Finds forwards of the last stage that run as one program with B, or with I.
+
+        These are the ones that would store nothing, and those that come right before
+        their backwards.
+        """
+        last = self._last_stage
+        fused_cells = set[Cell]()
+        for m in range(self._num_microbatches):
+            if _remat.keeps_nothing(self._stages.mode(last, m)):
+                fused_cells.add((last, m))
+        if fused_cells and self._stages.states[last].has_integers:
             # All of them, or one that is not would run before those that are.
-            full = {(last, m) for m in range(self._count)}
-        rows = [
-            [action for action in schedule.rows[rank] if self._does(action)]
-            for rank in schedule.ranks_of[last]
-        ]
-        return full | {
-            _cell(action)
-            for row in rows
-            for action, after in itertools.pairwise(row)
-            if action.op == FORWARD
-            and action.stage == last
-            and _cell(after) == _cell(action)
-        }
+            fused_cells |= {(last, m) for m in range(self._num_microbatches)}
 
-    def _does(self, action: Action) -> bool:
+        schedule = self._placement.schedule
+        for rank in schedule.ranks_of[last]:
+            actions = [x for x in schedule.rows[rank] if self._has_work(x)]
+            for action, next_action in itertools.pairwise(actions):
+                is_last_forward = action.op == FORWARD and action.stage == last
+                if is_last_forward and _cell(next_action) == _cell(action):
+                    fused_cells.add(_cell(action))
+        return fused_cells
+
+    def _has_work(self, action: Action) -> bool:
+        """True if an action has anything to compute."""
         if action.op == FORWARD:
             return True
-        return self._stages.does(*_cell(action), action.op == WEIGHT)
+        stage, m = _cell(action)
+        return self._stages.does(stage, m, weights_only=action.op == WEIGHT)
+
+    def _mode(self, action: Action, *, is_fused: bool) -> Any:
+        """The remat mode of an action: what its forward stores."""
+        mode = self._stages.mode(*_cell(action))
+        if is_fused:
+            return _remat.mode_in_one_program(
+                mode, is_whole_backward=action.op == BACKWARD
+            )
+        return mode
+
+    # ---------------------------------------------------------------------- the sums
 
     def _start_sums(self) -> None:
         """Starts all sums at zero, those of a place with one call."""
         num_stages = self._stages.num_stages
-        # Specs of the loss and of what micro-batches write, by stage; shardings of
-        # sums of gradients.
-        self._sum_specs = [*map(self._specs_of_sums, range(num_stages))]
-        self._grads_shardings = [*map(self._shardings_of_grads, range(num_stages))]
+        # For each stage the specs of its sums, and the shardings of those of gradients.
+        self._sum_specs = [self._specs_of_sums(s) for s in range(num_stages)]
+        self._grad_shardings = [self._shardings_of_grads(s) for s in range(num_stages)]
         stages_of_place = dict[Place, list[int]]()
         for s in range(num_stages):
-            for place in self._pipe.places_of(s):
+            for place in self._placement.places_of(s):
                 stages_of_place.setdefault(place, []).append(s)
 
         for place, stages in stages_of_place.items():
-            specs, shardings = list[Any](), list[Sharding]()
+            shardings = list[Sharding]()
             for s in stages:
-                specs += [*self._specs_of_grads(s), *self._sum_specs[s]]
-                shardings += self._grads_shardings[s]
-                shardings += [Sharding(self._is_mapped)] * len(self._sum_specs[s])
-            zeros = iter(self._zeros(place, specs, shardings))
-            for s in stages:
-                num_grads = len(self._grads_shardings[s])
-                self._grads[s, place] = [*itertools.islice(zeros, num_grads)]
-                num_sums = len(self._sum_specs[s])
-                self._sums[s, place] = [*itertools.islice(zeros, num_sums)]
+                num_results = len(self._sum_specs[s].results)
+                shardings += self._grad_shardings[s]
+                shardings += [Sharding(stacked=self._is_mapped)] * num_results
+            specs, tree = jax.tree.flatten([self._sum_specs[s] for s in stages])
+            zeros = jax.tree.unflatten(tree, self._zeros(place, specs, shardings))
+            for s, sums in zip(stages, zeros, strict=True):
+                self._sums[s, place] = sums
 
     def _zeros(
         self, place: Place, specs: Sequence[Any], shardings: Sequence[Sharding]
@@ -269,226 +306,196 @@ class Lowering:
             shardings=shardings,
         )
 
-    def _specs_of_grads(self, stage: int) -> list[Any]:
+    def _specs_of_sums(self, stage: int) -> StageSums:
+        """Specs of the sums of a stage."""
         trained = self._stages.trained_by(stage)
-        return [sum_spec(self._graph.specs[self._weights[i]]) for i in trained]
-
-    def _specs_of_sums(self, stage: int) -> list[Any]:
-        """Of the loss, where it is, and of what micro-batches write."""
-        is_last = stage == self._stages.num_stages - 1
-        loss = [sum_spec(self._stages.first.closed.out_avals[0])] * is_last
-        return [*loss, *self._stages.states[stage].sum_specs]
+        losses = self._stages.first.loss if stage == self._last_stage else []
+        return StageSums(
+            grads=[sum_spec(self._graph.specs[self._weights[i]]) for i in trained],
+            loss=[sum_spec(loss.aval) for loss in losses],
+            state=self._stages.states[stage].sum_specs,
+        )
 
     def _shardings_of_grads(self, stage: int) -> list[Sharding]:
         """The shardings of the sums of gradients of a stage: those of their weights."""
-        known = self._graph.shardings
-        found = [
-            known[self._weights[i]].gathered() for i in self._stages.trained_by(stage)
-        ]
-        return [each._replace(stacked=self._is_mapped) for each in found]
+        shardings = list[Sharding]()
+        for i in self._stages.trained_by(stage):
+            weight_sharding = self._graph.shardings[self._weights[i]].gathered()
+            shardings.append(weight_sharding._replace(stacked=self._is_mapped))
+        return shardings
+
+    # -------------------------------------------------------- operands and results
 
     def _call(
         self,
         function: Computation,
         action: Action,
-        reads: Values,
+        operands: Values,
         shardings: Sequence[Sharding] | None = None,
     ) -> Values:
+        """Writes the call of an action."""
         return self._graph.call(
             function,
-            self._pipe.place(action.stage, action.microbatch),
-            reads,
+            self._placement.place(action.stage, action.microbatch),
+            operands,
             label=action,
-            layers=self._names[action.stage],
+            layers=self._stage_names[action.stage],
             mapped=self._is_mapped,
             shardings=shardings,
         )
 
     def _operands(self, stage: int, m: int) -> Values:
-        """What a forward reads: weights, activations and leaves of the micro-batch."""
+        """The operands of a forward: weights, input activations and batch inputs."""
         part = self._stages.part(stage, m)
         weights = zip(part.weights, self._stages.weights(stage, m), strict=True)
+        # variable of the stage -> its value
         values = {var: self._weights[i] for var, i in weights}
-        values |= {var: self._made[var, m] for var in part.arrives}
-        values |= zip(part.given, self._given[stage][m], strict=True)
+        values |= {var: self._outputs[var, m] for var in part.arrives}
+        values |= zip(part.given, self._batch_inputs[stage][m], strict=True)
         return [values[var] for var in part.closed.jaxpr.invars]
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
-        """Notes what a forward made for other stages, or for the user."""
+        """Keeps the results of a forward that other stages read, or the user."""
         part = self._stages.part(stage, m)
         outputs = [*part.leaves, *part.aux]
         for var, value in zip(outputs, results, strict=False):
-            self._made[var, m] = value
+            self._outputs[var, m] = value
 
     def _keep_forward(self, action: Action, functions: Stage, results: Values) -> None:
-        """Notes the results of `Stage.forward_adding`."""
-        stage, m = cell = _cell(action)
+        """Keeps the results of `Stage.forward_adding`."""
+        stage, m = _cell(action)
         part = self._stages.part(stage, m)
         num_outputs = len(part.leaves) + len(part.aux)
         num_saved = num_outputs + functions.num_residuals
 
         self._keep_outputs(stage, m, results)
         residuals = results[num_outputs:num_saved]
-        self._residuals[cell] = [*self._operands(stage, m), *residuals]
-        if self._sum_specs[stage]:
-            self._sums[stage, self._pipe.place(stage, m)] = results[num_saved:]
+        self._residuals[stage, m] = [*self._operands(stage, m), *residuals]
+        new_sums = results[num_saved:]
+        if new_sums:
+            place = self._placement.place(stage, m)
+            num_losses = len(self._sum_specs[stage].loss)
+            self._sums[stage, place] = self._sums[stage, place]._replace(
+                loss=new_sums[:num_losses], state=new_sums[num_losses:]
+            )
 
     def _keep_backward(self, action: Action, functions: Stage, results: Values) -> None:
-        """Notes the results of `Stage.backward_adding`."""
-        stage, m = cell = _cell(action)
+        """Keeps the results of `Stage.backward_adding`."""
+        stage, m = _cell(action)
         num_input_grads = 0 if action.op == WEIGHT else functions.num_differentiated
-        input_grads, others = results[:num_input_grads], results[num_input_grads:]
+        input_grads = results[:num_input_grads]
+        grad_sums_or_residuals = results[num_input_grads:]
 
         if action.op == INPUT:
-            self._residuals[cell] += others
-        elif others:
-            self._grads[stage, self._pipe.place(stage, m)] = others
+            self._residuals[stage, m] += grad_sums_or_residuals
+        elif grad_sums_or_residuals:
+            place = self._placement.place(stage, m)
+            self._sums[stage, place] = self._sums[stage, place]._replace(
+                grads=grad_sums_or_residuals
+            )
 
         activations = self._stages.part(stage, m).arrives[:num_input_grads]
         for var, value in zip(activations, input_grads, strict=True):
             self._cotangents.setdefault((var, m), {})[stage] = value
 
+    # ------------------------------------------------------------------- the actions
+
     def _forward(self, action: Action, mode: Any) -> None:
-        """A forward by itself."""
+        """Writes a forward by itself."""
         stage, m = _cell(action)
         functions = self._stages.functions(stage, m, mode)
         function = functions.forward_adding(self._result_sums(stage, m))
-        reads = [*self._operands(stage, m), *self._result_operands(stage, m)]
-        results = self._call(function, action, reads)
+        operands = [*self._operands(stage, m), *self._result_operands(stage, m)]
+        results = self._call(function, action, operands)
         self._keep_forward(action, functions, results)
 
     def _forward_backward(self, action: Action) -> None:
-        """A forward, and the backward, or its first half, that comes right after it."""
+        """Writes a forward fused with its backward, or with the first half of it."""
         stage, m = _cell(action)
-        mode = self._mode(action, {_cell(action)})
-        if not self._does(action):
+        mode = self._mode(action, is_fused=True)
+        if not self._has_work(action):
             self._forward(action, mode)
             return
         functions = self._stages.functions(stage, m, mode)
-        result_sums = self._result_sums(stage, m)
-        cotangents = self._received(action)
+        output_grads = self._output_grads(action)
 
-        function = functions.forward_backward(action.op, result_sums)
+        function = functions.forward_backward(action.op, self._result_sums(stage, m))
         results = self._call(
             function,
             action,
             [
                 *self._operands(stage, m),
                 *self._result_operands(stage, m),
-                *cotangents,
-                *self._grads_of(action),
+                *output_grads,
+                *self._grad_sums(action),
             ],
             self._backward_shardings(action, function),
         )
 
         num_outputs = len(self._stages.part(stage, m).closed.jaxpr.outvars)
-        num_sums = len(self._sum_specs[stage])
+        num_sums = len(self._sum_specs[stage].results)
         num_forward = num_outputs + functions.num_residuals + num_sums
         self._keep_forward(action, functions, results[:num_forward])
-        self._residuals[stage, m] += cotangents
+        self._residuals[stage, m] += output_grads
         self._keep_backward(action, functions, results[num_forward:])
 
     def _backward(self, action: Action, mode: Any) -> None:
-        """A backward, or a half of one, by itself."""
-        if not self._does(action):
+        """Writes a backward, or a half of one, by itself."""
+        if not self._has_work(action):
             return
         stage, m = _cell(action)
         functions = self._stages.functions(stage, m, mode)
         if action.op != WEIGHT:
-            self._residuals[stage, m] += self._received(action)
+            self._residuals[stage, m] += self._output_grads(action)
 
         function = functions.backward_adding(action.op)
-        reads = [*self._residuals[stage, m], *self._grads_of(action)]
+        operands = [*self._residuals[stage, m], *self._grad_sums(action)]
         shardings = self._backward_shardings(action, function)
-        results = self._call(function, action, reads, shardings)
+        results = self._call(function, action, operands, shardings)
         self._keep_backward(action, functions, results)
 
-    def _mode(self, action: Action, joined: Collection[Cell]) -> Any:
-        """What the forward stored that a backward follows."""
-        mode = self._stages.mode(*_cell(action))
-        if _cell(action) in joined:
-            return _remat.mode_in_one_program(mode, whole=action.op == BACKWARD)
-        return mode
-
-    def _grads_of(self, action: Action) -> Values:
+    def _grad_sums(self, action: Action) -> Values:
         """The sums to which a backward adds the gradients of weights."""
         if action.op == INPUT:
             return []
-        return self._grads[action.stage, self._pipe.place(*_cell(action))]
+        stage, m = _cell(action)
+        return self._sums[stage, self._placement.place(stage, m)].grads
 
     def _backward_shardings(
         self, action: Action, function: Computation
     ) -> list[Sharding] | None:
         """The shardings of results, of which the last are sums of gradients."""
-        if not self._is_spread or action.op == INPUT:
+        if not self._has_meshes or action.op == INPUT:
             return None
-        sums = self._grads_shardings[action.stage]
-        others = len(function.results) - len(sums)
-        return [*[Sharding(stacked=self._is_mapped)] * others, *sums]
+        grad_shardings = self._grad_shardings[action.stage]
+        num_other_results = len(function.results) - len(grad_shardings)
+        sharding = Sharding(stacked=self._is_mapped)
+        return [*[sharding] * num_other_results, *grad_shardings]
 
-    def _summed(self, stage: int, m: int) -> list[Any]:
-        """What a forward adds to sums: the loss, where it is, and what it writes."""
-        program = self._stages.program(m)
-        is_last = stage == self._stages.num_stages - 1
-        losses = program.loss if is_last else []
-        written = [program.aux_vars[i] for i in self._stages.states[stage].leaves]
-        return [*losses, *written]
+    def _output_grads(self, action: Action) -> Values:
+        """The cotangents of a stage's outputs, each the sum over its readers.
 
-    def _result_sums(self, stage: int, m: int) -> ResultSums | None:
-        """The function that adds these; ``None`` if there are none."""
-        key = stage, self._batch.sizes[m]
-        if self._sum_specs[stage] and key not in self._known_result_sums:
-            self._known_result_sums[key] = self._new_result_sums(stage, m)
-        return self._known_result_sums.get(key)
-
-    def _new_result_sums(self, stage: int, m: int) -> ResultSums:
-        state, sum_specs = self._stages.states[stage], self._sum_specs[stage]
-        summed = self._summed(stage, m)
-        num_losses = len(summed) - len(state.leaves)
-
-        def add(sums: list[Any], new: list[Any], share: list[Any]) -> list[Any]:
-            total = accumulate(sums[:num_losses], new[:num_losses])
-            return [*total, *state.add(sums[num_losses:], new[num_losses:], *share)]
-
-        new_specs = [_spec(atom) for atom in summed]
-        share = jax.ShapeDtypeStruct((), jnp.result_type(float))
-        share_specs = [share] if state.has_means else []
-        closed, _ = _jaxpr.trace(add, sum_specs, new_specs, share_specs)
-
-        # variable that the stage reads or makes -> which argument or result it is
-        part = self._stages.part(stage, m)
-        reads = part.closed.jaxpr.invars
-        sources: dict[Any, Source] = {v: ArgumentSource(i) for i, v in enumerate(reads)}
-        outputs = [*part.leaves, *part.aux]
-        sources |= {v: ResultSource(i) for i, v in enumerate(outputs)}
-        return ResultSums(
-            closed,
-            [
-                *[None] * len(sum_specs),
-                *[_source(atom, sources) for atom in summed],
-                *[None] * len(share_specs),
-            ],
-        )
-
-    def _result_operands(self, stage: int, m: int) -> Values:
-        """What `_result_sums` reads besides arguments and results of the forward."""
-        if (adds := self._result_sums(stage, m)) is None:
-            return []
-        place = self._pipe.place(stage, m)
-        sums = self._sums[stage, place]
-        new = zip(self._summed(stage, m), adds.sources[len(sums) :], strict=False)
-        others = [self._returned(atom, m) for atom, source in new if source is None]
-        has_means = self._stages.states[stage].has_means
-        return [*sums, *others, *([self._share(m, place)] if has_means else [])]
-
-    def _share(self, m: int, place: Place) -> Value:
-        """The part of the examples that a micro-batch has, of one shard."""
-        sizes = self._batch.sizes
-        part = sizes[m] / sum(sizes) / self._batch.num_shards
-        return self._graph.constant(np.asarray(part, jnp.result_type(float)), place)
+        For the last stage it is the loss divisor, if there is one.
+        """
+        if action.stage == self._last_stage:
+            return self._loss_divisor
+        stage, m = _cell(action)
+        output_grads = Values()
+        for var in self._stages.part(stage, m).leaves:
+            of_readers = self._cotangents.pop((var, m))
+            terms = [of_readers[s] for s in sorted(of_readers, reverse=True)]
+            if len(terms) > 1:
+                terms = self._graph.call(
+                    self._add_cotangents(len(terms), self._graph.specs[terms[0]]),
+                    self._placement.place(stage, m),
+                    terms,
+                    mapped=self._is_mapped,
+                )
+            output_grads.append(terms[0])
+        return output_grads
 
     def _add_cotangents(self, count: int, spec: Any) -> Computation:
-        """``(*cotangents) -> sum`` of so many of one spec."""
+        """``(*cotangents) -> sum``, of so many of one spec."""
         key = count, spec.shape, spec.dtype
         if key not in self._cotangent_sums:
             self._cotangent_sums[key] = Computation(
@@ -496,27 +503,79 @@ class Lowering:
             )
         return self._cotangent_sums[key]
 
-    def _received(self, action: Action) -> Values:
-        """The cotangents of what a stage made: of each the sum over its readers.
+    # ---------------------------------------------- sums of losses and of new state
 
-        Of the loss what it is divided by.
-        """
-        if action.stage == self._stages.num_stages - 1:
-            return self._divisor
-        stage, m = _cell(action)
-        cotangents = []
-        for var in self._stages.part(stage, m).leaves:
-            of_readers = self._cotangents.pop((var, m))
-            terms = [of_readers[s] for s in sorted(of_readers, reverse=True)]
-            if len(terms) > 1:
-                terms = self._graph.call(
-                    self._add_cotangents(len(terms), self._graph.specs[terms[0]]),
-                    self._pipe.place(stage, m),
-                    terms,
-                    mapped=self._is_mapped,
-                )
-            cotangents.append(terms[0])
-        return cotangents
+    def _summed_results(self, stage: int, m: int) -> list[Any]:
+        """The results that a forward adds to sums: the loss, then the state."""
+        program = self._stages.program(m)
+        losses = program.loss if stage == self._last_stage else []
+        state = [program.aux_vars[i] for i in self._stages.states[stage].aux_indices]
+        return [*losses, *state]
+
+    def _result_sums(self, stage: int, m: int) -> ResultSums | None:
+        """The function that adds these; ``None`` if there are none."""
+        if not self._sum_specs[stage].results:
+            return None
+        key = stage, self._batch.sizes[m]
+        if key not in self._result_sums_cache:
+            self._result_sums_cache[key] = self._trace_result_sums(stage, m)
+        return self._result_sums_cache[key]
+
+    def _trace_result_sums(self, stage: int, m: int) -> ResultSums:
+        """Traces ``(sums, results, share of the examples) -> sums``."""
+        state = self._stages.states[stage]
+        sum_specs = self._sum_specs[stage].results
+        num_losses = len(self._sum_specs[stage].loss)
+        results = self._summed_results(stage, m)
+
+        def add(sums: list[Any], new: list[Any], share: list[Any]) -> list[Any]:
+            total = accumulate(sums[:num_losses], new[:num_losses])
+            return [*total, *state.add(sums[num_losses:], new[num_losses:], *share)]
+
+        result_specs = [_spec(atom) for atom in results]
+        share_spec = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        share_specs = [share_spec] if state.has_means else []
+        closed, _ = _jaxpr.trace(add, sum_specs, result_specs, share_specs)
+
+        # variable of the stage -> the operand or the result of the forward that it is
+        part = self._stages.part(stage, m)
+        sources = dict[core.Var, Source]()
+        for i, var in enumerate(part.closed.jaxpr.invars):
+            sources[var] = ArgumentSource(i)
+        for i, var in enumerate([*part.leaves, *part.aux]):
+            sources[var] = ResultSource(i)
+        return ResultSums(
+            closed,
+            [
+                *[None] * len(sum_specs),
+                *[_source(atom, sources) for atom in results],
+                *[None] * len(share_specs),
+            ],
+        )
+
+    def _result_operands(self, stage: int, m: int) -> Values:
+        """The operands of `_result_sums` that the forward neither reads nor makes."""
+        result_sums = self._result_sums(stage, m)
+        if result_sums is None:
+            return []
+        place = self._placement.place(stage, m)
+        sums = self._sums[stage, place].results
+        results = self._summed_results(stage, m)
+        result_sources = result_sums.sources[len(sums) : len(sums) + len(results)]
+
+        operands = [*sums]
+        for atom, source in zip(results, result_sources, strict=True):
+            if source is None:
+                operands.append(self._returned(atom, m))
+        if self._stages.states[stage].has_means:
+            operands.append(self._share(m, place))
+        return operands
+
+    def _share(self, m: int, place: Place) -> Value:
+        """The share of the examples that one shard of a micro-batch has."""
+        sizes = self._batch.sizes
+        share = sizes[m] / sum(sizes) / self._batch.num_shards
+        return self._graph.constant(np.asarray(share, jnp.result_type(float)), place)
 
 
 def _cell(action: Action) -> Cell:
@@ -524,7 +583,7 @@ def _cell(action: Action) -> Cell:
 
 
 def _spec(atom: Any) -> Any:
-    """The spec of what a program returns, as a value of the graph."""
+    """The spec of a result of a program, as a value of the graph."""
     is_literal = isinstance(atom, core.Literal)
     return _jaxpr.spec(np.asarray(atom.val) if is_literal else atom.aval)
 

@@ -25,24 +25,24 @@ class MicrobatchInputs:
 
     Args:
       graph: the graph that is written.
-      pipe: the stages, and where they run.
+      placement: the stages, and where they run.
       batch: the mini-batch.
     """
 
-    def __init__(self, graph: Graph, pipe: StagePlacement, batch: Batch) -> None:
+    def __init__(self, graph: Graph, placement: StagePlacement, batch: Batch) -> None:
         self._graph = graph
-        self._pipe = pipe
+        self._placement = placement
         self._batch = batch
         self._is_mapped = batch.num_shards > 1
 
-    def weights(self, variables: Sequence[Value]) -> list[Value]:
-        """All variables as actions read them.
+    def gather_weights(self, variables: Sequence[Value]) -> list[Value]:
+        """Gathers variables that are cut along `DATA`; returns all variables.
 
-        Variables that are cut along `DATA` are gathered here, once in a step; or later,
-        by each program that reads them.
+        They are gathered here, once in a step; or later, by each program that reads
+        them.
         """
         weights = list(variables)
-        if self._pipe.gather == "microbatch":
+        if self._placement.gather == "microbatch":
             return weights
         # place -> the indices of its variables that are cut
         cut_indices: dict[Place, list[int]] = {}
@@ -65,7 +65,7 @@ class MicrobatchInputs:
         return weights
 
     def split(
-        self, leaves: Sequence[Value], axes: Sequence[int | None], stage: int
+        self, leaves: Sequence[Value], *, axes: Sequence[int | None], stage: int
     ) -> list[Values]:
         """The leaves of each micro-batch where a stage reads them.
 
@@ -76,7 +76,7 @@ class MicrobatchInputs:
           axes: the batch axis of each leaf.
           stage: the stage.
         """
-        place = self._pipe.place(stage)
+        place = self._placement.place(stage)
         sizes = self._batch.sizes
         has_axis = [axis is not None for axis in axes]
         is_whole = len(sizes) == 1 and not self._is_mapped

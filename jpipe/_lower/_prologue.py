@@ -1,12 +1,12 @@
-"""The begin of a step: what is computed once, before any micro-batch.
+"""The start of a step: values that are computed once, before any micro-batch.
 
     prologue:      params -> values                    such as a product of two weights
     prologue_vjp:  params, value_grads -> param_grads
     loss_divisor:  batch_inputs -> sum of loss weights       where these alone tell it
 
 The first two are functions of leaves on all places, which `PlacedFunction` cuts by
-place. *Weights* are what stages read: the parameters, and after them the values of the
-prologue.
+place. *Weights* are the parameters, and after them the values of the prologue: a weight
+index counts both.
 
 On one device total / weight is differentiated, and cotangents are as small as that
 makes them. So each backward of a weighted loss divides by the sum of all weights, where
@@ -32,37 +32,37 @@ from .._stage._stages import Stages, pull_once
 from ._shards import unstack
 
 Values = list[Value]
-# The loss weights of so many micro-batches are added by one call.
-_AT_ONCE = 16
+# The number of micro-batches whose loss weights one call adds.
+_MICROBATCHES_PER_CALL = 16
 
 
 @dataclass(frozen=True)
 class Prologue:
-    """The begin of a step, written into a graph.
+    """The start of a step, written into a graph.
 
     Attributes:
-      graph: where it is written.
-      pipe: the schedule and the devices.
-      stages: the stages, which say what they read.
+      graph: the graph that is written.
+      placement: the schedule and the devices.
+      stages: the stages, which know which weights they read.
       params: the parameters, as values.
     """
 
     graph: Graph
-    pipe: StagePlacement
+    placement: StagePlacement
     stages: Stages
     params: Values
 
     def place(self, weight: int) -> Place:
-        """The place of a weight, by its number."""
-        return self.pipe.place(self.stages.owner_stages[weight])
+        """The place of a weight, by its index."""
+        return self.placement.place(self.stages.owner_stages[weight])
 
     def sharding(self, weight: int) -> Sharding:
-        """The sharding of the gradient of a weight: that between steps."""
+        """The sharding of a weight between steps, and so of its gradient."""
         is_param = weight < len(self.params)
         return self.graph.shardings[self.params[weight]] if is_param else WHOLE
 
-    def values(self) -> Values:
-        """The values of the prologue, each where it is read first."""
+    def write_values(self) -> Values:
+        """Writes the values of the prologue, each where it is read first."""
         closed = self.stages.once
         num_params = len(self.params)
         num_values = len(closed.jaxpr.outvars)
@@ -83,14 +83,15 @@ class Prologue:
         )
         return prologue.into(self.graph, self.params)
 
-    def vjp(self, value_grads: Mapping[int, Value]) -> dict[int, Value]:
-        """The gradients of parameters that come from those of the prologue's values.
+    def write_vjp(self, value_grads: Mapping[int, Value]) -> dict[int, Value]:
+        """Writes the gradients of parameters that come from the prologue's values.
 
         Args:
-          value_grads: the cotangent of each value that has one, by its weight number.
+          value_grads: weight index of a prologue value -> its cotangent.
 
         Returns:
-          The gradient of each trained parameter that these follow from, by its number.
+          Parameter index -> the gradient, for trained parameters that the prologue
+          reads.
         """
         if not value_grads:
             return {}
@@ -99,45 +100,49 @@ class Prologue:
         pairs = zip(
             self.stages.trained[:num_params], _jaxpr.used_inputs(closed), strict=True
         )
-        is_free = [is_trained and is_read for is_trained, is_read in pairs]
+        is_differentiated = [is_trained and is_read for is_trained, is_read in pairs]
         has_grad = [
             num_params + k in value_grads for k in range(len(closed.jaxpr.outvars))
         ]
-        free = [i for i, yes in enumerate(is_free) if yes]
+        indices = [i for i, has_result in enumerate(is_differentiated) if has_result]
 
         # Cotangents in the order of the values, as `pull_once` takes them.
         cotangents = [value_grads[weight] for weight in sorted(value_grads)]
         places = [self.place(i) for i in range(num_params)]
         places += [self.place(weight) for weight in sorted(value_grads)]
-        grad_places = [self.place(i) for i in free]
-        grad_shardings = [self.sharding(i) for i in free]
-        specs = [
-            [self.graph.specs[value] for value in values]
-            for values in (self.params, cotangents)
-        ]
+        grad_places = [self.place(i) for i in indices]
+        grad_shardings = [self.sharding(i) for i in indices]
+        param_specs = [self.graph.specs[value] for value in self.params]
+        cotangent_specs = [self.graph.specs[value] for value in cotangents]
         prologue_vjp = PlacedFunction(
-            pull_once(closed, is_free, has_grad),
-            specs,
+            pull_once(closed, is_differentiated, has_grad),
+            [param_specs, cotangent_specs],
             LeafPlacement(
                 arguments=places, results=lambda _: (grad_places, grad_shardings)
             ),
             "once_backward",
         )
         grads = prologue_vjp.into(self.graph, [*self.params, *cotangents])
-        return dict(zip(free, grads, strict=True))
+        return dict(zip(indices, grads, strict=True))
 
-    def loss_divisor(self, batch: Batch, batch_inputs: Sequence[Values]) -> Values:
-        """The sum of all weights of a weighted loss; nothing if it is not known yet.
+    def write_loss_divisor(
+        self, batch: Batch, batch_inputs: Sequence[Values]
+    ) -> Values:
+        """Writes the sum of all weights of a weighted loss.
 
         Args:
           batch: the mini-batch.
-          batch_inputs: what each micro-batch brings to the last stage.
+          batch_inputs: the batch inputs of the last stage, for each micro-batch.
+
+        Returns:
+          The sum; nothing if it follows from more than batch inputs.
         """
         if not self.stages.divides:
             return []
-        place = self.pipe.place(self.stages.num_stages - 1)
+        place = self.placement.place(self.stages.num_stages - 1)
         num_shards = batch.num_shards
-        functions = dict[Any, Computation]()  # sizes of micro-batches -> their sum
+        # sizes of the micro-batches of a call -> the function that adds their weights
+        functions = dict[Any, Computation]()
         loss_weights = list[Computation]()
         for m in range(len(batch.sizes)):
             loss_weight = self.stages.weight(m)
@@ -146,38 +151,44 @@ class Prologue:
         specs = loss_weights[0].results
         total = [self.graph.constant(np.zeros((), specs[0].dtype), place)]
 
-        for begin in range(0, len(batch.sizes), _AT_ONCE):
-            chunk = slice(begin, begin + _AT_ONCE)
-            rows = [
-                [inputs[i] for i in loss_weight.reads or ()]
-                for inputs, loss_weight in zip(
-                    batch_inputs[chunk], loss_weights[chunk], strict=True
-                )
-            ]
+        for begin in range(0, len(batch.sizes), _MICROBATCHES_PER_CALL):
+            chunk = slice(begin, begin + _MICROBATCHES_PER_CALL)
+            operands = [*total]
+            rows = list[Values]()  # for each micro-batch, the operands of its weight
+            for inputs, loss_weight in zip(
+                batch_inputs[chunk], loss_weights[chunk], strict=True
+            ):
+                row = [inputs[i] for i in loss_weight.reads or ()]
+                operands += row
+                rows.append(row)
             sizes = batch.sizes[chunk]
             if sizes not in functions:
-                add = self._adding(loss_weights[chunk], rows, num_shards)
+                add = self._make_adder(loss_weights[chunk], rows, num_shards)
                 functions[sizes] = Computation("weights", add, specs)
-            reads = [*total, *(value for row in rows for value in row)]
-            total = self.graph.call(functions[sizes], place, reads)
+            total = self.graph.call(functions[sizes], place, operands)
         return total
 
-    def _adding(
+    def _make_adder(
         self,
         loss_weights: Sequence[Computation],
         rows: Sequence[Values],
         num_shards: int,
     ) -> Any:
-        """``(total, *inputs of micro-batches) -> total``, with the weight of each."""
+        """Makes ``(total, *inputs of micro-batches) -> total + their loss weights``."""
         shardings = self.graph.shardings
-        is_stacked = [[shardings[value].stacked for value in row] for row in rows]
+        # for each micro-batch: True for each operand that has an axis of shards
+        is_stacked = list[list[bool]]()
+        for row in rows:
+            is_stacked.append([shardings[value].stacked for value in row])
 
         def add(total: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-            rest = iter(leaves)
+            remaining = iter(leaves)
             for loss_weight, flags in zip(loss_weights, is_stacked, strict=True):
-                columns = [
-                    unstack(next(rest), num_shards, is_stacked=flag) for flag in flags
-                ]
+                # for each operand, its array for each shard
+                columns = list[list[jax.Array]]()
+                for flag in flags:
+                    leaf = next(remaining)
+                    columns.append(unstack(leaf, num_shards, is_stacked=flag))
                 for shard in range(num_shards):
                     inputs = [column[shard] for column in columns]
                     total = total + loss_weight.run(*inputs)[0]

@@ -1,7 +1,7 @@
 """Values of all shards, in functions of a whole place.
 
-Where the examples of a stage are spread over shards, what each shard has made is
-stacked: a function of the whole place reads it with a leading axis of shards.
+Where the examples of a stage are spread over shards, the results of its shards are
+stacked: a function of the whole place reads them with a leading axis of shards.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from .._jaxprs import _jaxpr
 
 
 def spec_of(graph: Graph, value: Value, num_shards: int) -> Any:
-    """The spec of a value: of what is stacked, with the axis of shards."""
+    """The spec of a value, with an axis of shards if it is stacked."""
     spec = _jaxpr.spec(graph.specs[value])
     if not graph.shardings[value].stacked:
         return spec
@@ -21,7 +21,7 @@ def spec_of(graph: Graph, value: Value, num_shards: int) -> Any:
 
 
 def unstack(array: jax.Array, num_shards: int, *, is_stacked: bool) -> list[jax.Array]:
-    """The array of each shard: what is not stacked is the same for all."""
+    """The array of each shard; one that is not stacked is the same for all."""
     if not is_stacked:
         return [array] * num_shards
     return [array[shard] for shard in range(num_shards)]

@@ -1,4 +1,4 @@
-"""Which residuals a stage stores between its forward and its backward."""
+"""Remat modes: the residuals that a stage stores between forward and backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,8 +26,8 @@ def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
       ValueError: with every setting that is none of these, or if their number is
         not that of the stages.
     """
-    several = isinstance(remat, Sequence) and not isinstance(remat, str)
-    settings = tuple(remat) if several else (remat,) * num_stages
+    is_per_stage = isinstance(remat, Sequence) and not isinstance(remat, str)
+    settings = tuple(remat) if is_per_stage else (remat,) * num_stages
     if len(settings) != num_stages:
         raise ValueError(
             f"remat has {len(settings)} entries for {num_stages} stages; give one for "
@@ -48,37 +48,37 @@ def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
 
 
 def mode(setting: Any, microbatch: int, num_microbatches: int) -> Mode:
-    """What one micro-batch does: ``"except_last"`` has residuals of the last only."""
+    """The mode of one micro-batch: ``"except_last"`` stores those of the last only."""
     if setting == "except_last":
         return "none" if microbatch == num_microbatches - 1 else "full"
     return setting
 
 
 def keeps_nothing(mode: Mode) -> bool:
-    """Whether no residual is stored: a forward by itself makes only its output."""
+    """True if no residual is stored: a forward by itself makes only its output."""
     return mode == "full"
 
 
 def keeps_fewest(mode: Mode) -> bool:
-    """Whether of what a backward reads the fewest bytes are stored that it needs."""
+    """True if the fewest bytes are stored from which a backward can run."""
     return mode == "min_cut"
 
 
-def mode_in_one_program(setting: Any, whole: bool) -> Mode:
-    """What a forward stores that is one program with its backward, or with I of it.
+def mode_in_one_program(setting: Any, *, is_whole_backward: bool) -> Mode:
+    """The mode of a forward that is one program with its backward, or with I of it.
 
     Nothing is stored between the two; W comes later, and reads what I leaves.
     """
-    return "none" if whole or setting == "none" else "min_cut"
+    return "none" if is_whole_backward or setting == "none" else "min_cut"
 
 
 def halves_keep_fewest(mode: Mode) -> bool:
-    """Whether I leaves to W the fewest bytes that it needs."""
+    """True if I stores the fewest bytes from which W can run."""
     return mode != "none"
 
 
 def make_wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The transform that makes `jax.vjp` store the residuals of the mode.
+    """Makes a transform of functions; `jax.vjp` then stores the mode's residuals.
 
     Forward and backward are different programs: XLA needs no barrier against finding
     common subexpressions.
@@ -90,7 +90,7 @@ def make_wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def mode_name(setting: Any) -> str:
-    """How a plan prints a setting."""
+    """The name of a setting, as plans print it."""
     if isinstance(setting, str):
         return setting
     return getattr(setting, "__name__", None) or type(setting).__name__

@@ -1,5 +1,6 @@
 """Finds parameters that a loss closes over: as constants they have no gradient."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,28 +15,37 @@ PyTree = Any
 
 
 def check_captured_params(
-    params: PyTree, built: Specialization, *, model: Model | None, warnings: WarnOnce
+    params: PyTree,
+    specialization: Specialization,
+    *,
+    model: Model | None,
+    warnings: WarnOnce,
 ) -> None:
     """Checks that a loss closes over no array by which it is differentiated.
 
     Args:
       params: the parameters of the call.
-      built: the function, traced for them.
-      model: the model that has these variables. ``None``: they are the parameters of a
-        loss function, where this is a warning: `jax.value_and_grad` takes them as
-        constants too, and a penalty on the distance from the start closes over the
-        parameters that it starts from.
+      specialization: the function, traced for them.
+      model: the model that has these variables; ``None`` for the parameters of a loss
+        function. There this is a warning: `jax.value_and_grad` takes them as constants
+        too, and a penalty on the distance from the start closes over the parameters
+        that it starts from.
       warnings: the warnings of the function.
 
     Raises:
       TypeError: with the parameters that modules or their loss close over.
     """
-    program = built.stages.first
-    if not program.has_loss or not program.constants:
+    traced = specialization.stages.first
+    if not traced.has_loss or not traced.constants:
         return
-    constant_ids = set(map(id, program.constants))
+    constant_ids = set(map(id, traced.constants))
     tree_name = "variables" if model else "params"
-    captured = _captured_leaves(params, built, constant_ids, tree_name)
+    captured = _captured_leaves(
+        params,
+        specialization.layout.marks,
+        constant_ids=constant_ids,
+        tree_name=tree_name,
+    )
     if model is None:
         if captured:
             warnings(
@@ -61,13 +71,13 @@ def check_captured_params(
 
 
 def _captured_leaves(
-    params: PyTree, built: Specialization, constant_ids: set[int], tree_name: str
+    params: PyTree, marks: Sequence[bool], *, constant_ids: set[int], tree_name: str
 ) -> list[str]:
     """The trained parameters of the call that are among the constants."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
         f"{tree_name}{jax.tree_util.keystr(path)}"
-        for (path, leaf), is_trained in zip(leaves, built.layout.marks, strict=True)
+        for (path, leaf), is_trained in zip(leaves, marks, strict=True)
         if is_trained and id(leaf) in constant_ids
     ]
 

@@ -33,15 +33,16 @@ class Feed:
     """The arguments of a function of mini-batches, in this process and in others.
 
     Args:
-      pipe: returns the stages, and where they run; ``None`` before they are decided.
+      get_placement: returns the stages and their devices; ``None`` before they are
+        decided.
       is_local: True if the first stage alone reads the input and the last the targets;
         else each process passes all of the batch, which is compared.
     """
 
     def __init__(
-        self, pipe: Callable[[], StagePlacement | None], is_local: bool
+        self, get_placement: Callable[[], StagePlacement | None], *, is_local: bool
     ) -> None:
-        self._pipe = pipe
+        self._get_placement = get_placement
         self._is_local = is_local
         # name of an argument -> the stage that reads it, and the process of that stage
         self._reader_stages: dict[str, int] = {}
@@ -65,19 +66,19 @@ class Feed:
           ValueError: if a process lacks what it reads.
           TimeoutError: if a process does not come.
         """
-        pipe = self._pipe()
-        if pipe is None or pipe.copies is None:
+        placement = self._get_placement()
+        if placement is None or placement.copies is None:
             return x, targets
         if self._is_local:
             args = {"x": x, "targets": targets}
-            stages = {"x": 0, "targets": len(pipe.stages) - 1}
+            stages = {"x": 0, "targets": len(placement.stages) - 1}
         else:
             args = {"x": (x, targets)}
             stages = {"x": 0}
         if self._lacking is None:
             self._reader_stages = stages
             self._readers = {
-                name: pipe.processes[pipe.place(stage)]
+                name: placement.processes[placement.place(stage)]
                 for name, stage in stages.items()
             }
             self._lacking = self._compare_first(args, rngs)

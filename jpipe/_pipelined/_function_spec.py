@@ -1,4 +1,4 @@
-"""A function of parameters and a mini-batch, and what a pipeline has to know of it."""
+"""A function of parameters and a mini-batch, and all that a pipeline knows of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,19 +25,20 @@ class FunctionSpec:
 
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``; the last of
-        ``args`` of a loss function is a dict of those by name.
-      joins: says how what micro-batches return besides the loss is joined.
-      in_axes: where the examples are in the arguments after ``params``.
-      has_loss: whether it returns a loss, which is differentiated.
-      has_aux: whether it returns something besides the loss.
-      reduction: what the loss is: see `jpipe.value_and_grad`.
-      model: the model of which it is a function: then its first argument after
-        ``params`` is the input, and its aux a pair, of aux and what the model writes.
-      names: how errors call the arguments, of a model.
-      argnums: which arguments of a loss function are its parameters.
+        ``args`` of a loss function is a dict of the arguments by name.
+      joins: ``results of micro-batches besides the loss -> join of each leaf``.
+      in_axes: the axes of the examples in the arguments after ``params``.
+      has_loss: True if it returns a loss, which is differentiated.
+      has_aux: True if it returns something besides the loss.
+      reduction: the loss over the examples: see `jpipe.value_and_grad`.
+      model: the model that it calls, if any: then its first argument after ``params``
+        is the input, and its aux a pair, of aux and the state that the model writes.
+      names: the names of the arguments in errors, for a model.
+      argnums: the indices of the arguments of a loss function that are its parameters.
       writes: ``(trace, specs of the parameters) -> (index in aux of the first leaf that
-        is written to a parameter, these leaves)``; ``None``: none is.
-      discards: is given the same where nobody is given what is written.
+        is written to a parameter, these leaves)``; ``None`` if none is.
+      discards: warns of state that is written and not returned; its arguments are those
+        of `writes`. ``None`` if state is returned.
       check: checks parameters and arguments of a new signature, before it is built.
       explain: raises a better error than one that was raised on such arguments.
     """
@@ -71,7 +72,7 @@ class FunctionSpec:
         return self.model.advice
 
     def check_params(self, params: PyTree) -> None:
-        """Notices what is no tree of parameters, as arguments in another order.
+        """Checks that a tree may be one of parameters: arguments may be exchanged.
 
         Raises:
           ValueError: if it is none.
@@ -84,7 +85,7 @@ class FunctionSpec:
     def note_order(
         self, error: Exception, params: PyTree, args: Sequence[PyTree]
     ) -> None:
-        """Notes where the parameters of a loss function may not be the first."""
+        """Adds a note to an error if parameters may not be the first argument."""
         if self.model is None:
             _call.note_order(error, params, args)
 
@@ -100,8 +101,8 @@ class FunctionSpec:
 
         Args:
           args: the arguments.
-          num_microbatches: how many micro-batches they are split in.
-          num_shards: how many devices the examples of each are spread over.
+          num_microbatches: the number of micro-batches.
+          num_shards: the number of devices over which the examples of each are spread.
           few: see `_arguments.batch`.
 
         Raises:
@@ -111,9 +112,9 @@ class FunctionSpec:
         names = self.names
         in_axes = self.in_axes
         if self.model is None:
-            *by_position, keywords = args
-            names = _call.argument_names(len(by_position), self.argnums)
-            in_axes = _call.axes_of_call(in_axes, by_position, keywords)
+            *positional, keywords = args
+            names = _call.argument_names(len(positional), self.argnums)
+            in_axes = _call.axes_of_call(in_axes, positional, keywords)
         elif args[-1] is not None:
             _rng.check_rngs(args[-1])
         return _call.batch(
@@ -126,14 +127,16 @@ class FunctionSpec:
         )
 
     def shardings(
-        self, pipe: StagePlacement, params: PyTree, owner_stages: Sequence[int]
+        self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]
     ) -> list[Sharding]:
         """Returns the sharding of each parameter in its stage."""
         if self.model is not None:
-            return self.model.shardings(pipe, params, owner_stages)
-        devices = [pipe.devices[stage] for stage in owner_stages]
-        return _param_sharding.tree_shardings(pipe, params, devices, inside=("params",))
+            return self.model.shardings(placement, params, owner_stages)
+        devices = [placement.devices[stage] for stage in owner_stages]
+        return _param_sharding.tree_shardings(
+            placement, params, devices, inside=("params",)
+        )
 
     def aux_of(self, traced: TracedFunction) -> PyTree:
-        """Returns specs of what is returned besides the loss and what is written."""
+        """Returns specs of aux, without the state that a model writes."""
         return traced.aux if self.model is None else traced.aux[0]

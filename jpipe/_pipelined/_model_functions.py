@@ -22,12 +22,12 @@ PyTree = Any
 
 
 def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
-    """``(variables, x, rngs) -> (outputs, changed)``; nobody keeps what changed."""
+    """``(variables, x, rngs) -> (outputs, changed)``; the changed state is dropped."""
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
         return model.call(variables, x, rngs, train=train)
 
-    def join(results: MicrobatchOutputs) -> list[_join.Join]:
+    def joins(results: MicrobatchOutputs) -> list[_join.Join]:
         try:
             return _join.of_outputs(model.axes.out_axes, results)
         except ValueError as error:
@@ -36,8 +36,8 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
 
     return FunctionSpec(
         call,
-        join,
-        (model.axes.in_axes, None),
+        joins,
+        in_axes=(model.axes.in_axes, None),
         has_loss=False,
         model=model,
         names=("x", "rngs"),
@@ -54,8 +54,8 @@ def loss_spec(
     Args:
       model: the model.
       objective: the loss of its outputs.
-      outputs: receives specs of what the loss is given, of each trace.
-      train: whether this is training; evaluation writes nothing.
+      outputs: receives specs of the outputs of the model, from each trace.
+      train: True in training; evaluation writes nothing.
     """
 
     def call(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
@@ -64,7 +64,7 @@ def loss_spec(
         value, aux = objective.of_part(y, targets)
         return value, (aux, changed)
 
-    def join(results: MicrobatchOutputs) -> list[_join.Join]:
+    def joins(results: MicrobatchOutputs) -> list[_join.Join]:
         return _join.of_aux(objective.aux_axes, results)
 
     discards = None
@@ -72,8 +72,8 @@ def loss_spec(
         discards = functools.partial(_warn_of_discarded, model, train)
     return FunctionSpec(
         call,
-        join,
-        (model.axes.in_axes, model.axes.target_axes, None),
+        joins,
+        in_axes=(model.axes.in_axes, model.axes.target_axes, None),
         has_aux=True,
         reduction=objective.reduction,
         model=model,
@@ -86,26 +86,28 @@ def loss_spec(
 def _writes(
     model: Model, traced: TracedFunction, variables: PyTree
 ) -> tuple[int, list[StateLeaf]]:
-    """The index in aux of the first leaf that is written, and which these are."""
+    """The index in aux of the first leaf that is written, and the written leaves."""
     aux, changed = traced.aux
     paths = [path for path, _ in tree_leaves_with_path(variables)]
-    written = [
-        StateLeaf(i, paths[i], model.name_written(paths[i])) for i in sorted(changed)
-    ]
+    written = list[StateLeaf]()
+    for i in sorted(changed):
+        text = model.name_written(paths[i])
+        written.append(StateLeaf(i, path=paths[i], text=text))
     return len(jax.tree.leaves(aux)), written
 
 
 def _warn_of_discarded(
     model: Model, train: bool, traced: TracedFunction, variables: PyTree
 ) -> None:
-    """Warns of what is written, where nobody is given it."""
+    """Warns of state that is written and not returned."""
+    first_index, written = _writes(model, traced, variables)
     _discarded_state.check_discarded_state(
-        traced, *_writes(model, traced, variables), variables, train
+        traced, first_index, written, variables=variables, train=train
     )
 
 
 def _note_axes(error: ValueError, axes: Axes) -> None:
-    """Notes where outputs may have their examples, if the input has them elsewhere."""
+    """Adds a note to an error: outputs may have their examples where the input has."""
     if isinstance(axes.in_axes, int) and axes.in_axes and axes.out_axes == 0:
         error.add_note(
             f"in_axes={axes.in_axes} splits the input along axis {axes.in_axes}; where "

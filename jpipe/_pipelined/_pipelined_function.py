@@ -1,9 +1,9 @@
 """A function of parameters and a mini-batch as a program over many devices.
 
-    signature of the arguments -> Built:  check, trace, cut, lay out the parameters
+    (params, *args) -> Specialization:  check, trace, cut, lay out the parameters
 
-What was built is kept by all that it depends on, so that a second call of the same
-signature traces nothing.
+There is one `Specialization` for each signature of the arguments. It is cached by all
+that it depends on, so that a second call of the same signature traces nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,8 @@ class PipelinedFunction:
         gradient.
 
     Attributes:
-      last: what was built last, without a whole mini-batch if there was none yet.
+      last: the specialization that was used last; before the first call one that
+        cannot run, or ``None``.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class PipelinedFunction:
         self._spec = spec
         self._partition = partition
         self._trained = trained
-        # (settings, signature of the arguments) -> what runs for them
+        # (settings, signature of the arguments) -> specialization
         self._cache = RecentCache[Any, Specialization]()
         self.last: Specialization | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Specialization:
-        """Returns what runs for such arguments, built once for each signature."""
+        """Returns the specialization for arguments, built once for each signature."""
         key = _signature.settings(), _signature.tree_signature(params, args)
         if key not in self._cache:
             self._cache[key] = self._build_checked(params, *args)
@@ -69,23 +70,27 @@ class PipelinedFunction:
         return self.last
 
     def clear(self) -> None:
-        """Forgets what was built."""
+        """Removes all specializations."""
         self._cache.clear()
 
     # --------------------------------------------------------------------- parameters
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        built = self(params, *args)
-        return _transfer.put_tree(params, built.pipe.devices, built.layout.locations)
+        specialization = self(params, *args)
+        return _transfer.put_tree(
+            params,
+            specialization.pipe.devices,
+            specialization.layout.locations,
+        )
 
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
-        """Returns where parameters stay, the same for all functions of a partition.
+        """Returns the layout of parameters, the same for all functions of a partition.
 
         Args:
           params: the parameters, or specs of them.
-          args: a mini-batch, or specs; it may have few examples, and is only looked at
-            where nothing was cut yet.
+          args: a mini-batch, or specs; it may have few examples, and is only read if
+            nothing was cut yet.
 
         Raises:
           ValueError: if there are not as many parameters as there were, or others
@@ -102,21 +107,26 @@ class PipelinedFunction:
                 f"the variables have {count} arrays, those of the model "
                 f"{len(owner_stages)}; give a tree such as init makes"
             )
-        pipe = partition.placement(partition.num_stages or 1)
-        return self._layout(pipe, params, owner_stages, [False] * count)
+        return self._layout(
+            partition.placement(partition.num_stages or 1),
+            params,
+            owner_stages=owner_stages,
+            is_trained=[False] * count,
+        )
 
     def _layout(
         self,
-        pipe: StagePlacement,
+        placement: StagePlacement,
         specs: PyTree,
+        *,
         owner_stages: Sequence[int],
         is_trained: Sequence[bool],
     ) -> ParamLayout:
         return ParamLayout(
-            pipe,
+            placement,
             specs,
             owner_stages=owner_stages,
-            shardings=self._spec.shardings(pipe, specs, owner_stages),
+            shardings=self._spec.shardings(placement, specs, owner_stages),
             marks=is_trained,
             has_collections=self._spec.model is not None,
             advice=self._spec.advice,
@@ -134,7 +144,7 @@ class PipelinedFunction:
 
     @pause_collector()
     def _build_checked(self, params: PyTree, *args: PyTree) -> Specialization:
-        """Checks arguments, and builds what runs for them."""
+        """Checks arguments, and builds the specialization for them."""
         spec = self._spec
         _variables.check_concrete(jax.tree.leaves((params, args)))
         spec.check_params(params)
@@ -147,16 +157,16 @@ class PipelinedFunction:
             spec.check(params, args)
 
         try:
-            built = self.build(params, batch)
+            specialization = self.build(params, batch)
         except Exception as error:
             if spec.explain is not None:
                 spec.explain(params, args)
             spec.note_order(error, params, args)
             raise
         _captured_params.check_captured_params(
-            params, built, model=spec.model, warnings=self._partition.warnings
+            params, specialization, model=spec.model, warnings=self._partition.warnings
         )
-        return built
+        return specialization
 
     def _batch(self, args: Sequence[PyTree], *, few: bool = False) -> Batch:
         return self._spec.batch(
@@ -167,18 +177,18 @@ class PipelinedFunction:
         )
 
     def divide(self, params: PyTree, args: Sequence[PyTree]) -> Specialization:
-        """Builds what cannot run, of arguments that may have few examples."""
+        """Builds a specialization that cannot run: there may be too few examples."""
         return self.build(params, self._batch(args, few=True), runs=False)
 
     def build(
         self, params: PyTree, batch: Batch, *, runs: bool = True
     ) -> Specialization:
-        """Builds what runs for a mini-batch, whose micro-batches may have any sizes.
+        """Builds a specialization for a mini-batch, whose micro-batches have any sizes.
 
         Args:
           params: the parameters, or specs of them.
           batch: the mini-batch.
-          runs: whether it has enough examples to run.
+          runs: True if it has enough examples to run.
         """
         spec = self._spec
         specs = _microbatch.array_specs(params, "params")
@@ -188,19 +198,22 @@ class PipelinedFunction:
             self._check_planned(specs)
             count = len(is_trained)
             cuts, positions = self._partition.cut(programs, count)
-            pipe = self._partition.placement(len(positions[batch.sizes[0]]) + 1)
+            num_stages = len(positions[batch.sizes[0]]) + 1
+            placement = self._partition.placement(num_stages)
             stages = Stages(
                 programs=programs,
                 cuts=positions,
                 sizes=batch.sizes,
-                remat=pipe.remat,
+                remat=placement.remat,
                 trained=is_trained,
                 owner_stages=self._partition.owner_stages(specs) or (),
                 state=state,
             )
             owner_stages = stages.owner_stages[:count]
             self._partition.keep_owner_stages(owner_stages)
-            layout = self._layout(pipe, specs, owner_stages, is_trained)
+            layout = self._layout(
+                placement, specs, owner_stages=owner_stages, is_trained=is_trained
+            )
             leaf_names = [
                 f"{spec.params_name}{jax.tree_util.keystr(path)}"
                 for path in layout.paths
@@ -210,10 +223,10 @@ class PipelinedFunction:
             )
 
         if spec.has_loss:
-            pipe.check_trains()
+            placement.check_trains()
         joins = spec.joins(self._results(stages, specs, batch)) if runs else None
         return Specialization(
-            pipe=pipe,
+            placement=placement,
             stages=stages,
             layout=layout,
             cuts=cuts,
@@ -225,9 +238,11 @@ class PipelinedFunction:
     def _trace(
         self, specs: PyTree, batch: Batch, *, runs: bool
     ) -> tuple[dict[int, TracedFunction], StateUpdate]:
-        """Traces the function; returns also what of its aux is written to parameters.
+        """Traces the function on micro-batches of each size.
 
-        The traces return no other aux that could be written.
+        Returns:
+          The traces by these sizes, and the state that they write. All other aux that
+          could be written is returned unchanged.
         """
         spec = self._spec
         programs = trace_sizes(spec, self._partition, specs, batch)
@@ -237,24 +252,29 @@ class PipelinedFunction:
 
         first = programs[batch.sizes[0]]
         if spec.discards is None:
-            first_leaf, written = spec.writes(first, specs)
-            state = find_updates(first, first_leaf, written)
+            first_index, written = spec.writes(first, specs)
+            state = find_updates(first, first_index, written)
         elif runs:
             spec.discards(first, specs)
         for size, traced in programs.items():
-            first_leaf, written = spec.writes(traced, specs)
-            programs[size] = drop_unwritten_aux(traced, first_leaf, written, state)
+            first_index, written = spec.writes(traced, specs)
+            programs[size] = drop_unwritten_aux(
+                traced, first_index, written, state=state
+            )
         return programs, state
 
     def _results(
         self, stages: Stages, specs: PyTree, batch: Batch
     ) -> MicrobatchOutputs:
-        """Returns what micro-batches return besides the loss, which is to be joined."""
+        """Returns the results of micro-batches that are joined."""
+        sizes = list[int]()  # shards count as micro-batches
+        for size in batch.sizes:
+            sizes += [size] * batch.num_shards
         return MicrobatchOutputs(
             program=stages.first,
             has_examples=[axis is not None for axis in batch.axes],
             first=self._spec.aux_of(stages.first),
             last=self._spec.aux_of(stages.program(-1)),
-            sizes=[size for size in batch.sizes for _ in range(batch.num_shards)],
+            sizes=sizes,
             trace_whole=lambda: trace_whole(self._spec, specs, batch),
         )

@@ -1,4 +1,4 @@
-"""A function on mini-batches of one kind: divided, and written into a graph."""
+"""A function on mini-batches of one signature: divided, and lowered to a program."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -31,19 +31,26 @@ class Specialization:
     """A function on a mini-batch, divided.
 
     Args:
-      pipe: the schedule and the devices.
-      stages: the slices.
-      layout: where the parameters are.
-      cuts: where it is divided; ``None`` of a list of layers.
-      batch: the mini-batch, all that is given of it as one tree.
-      aux: specs of what is returned beside the loss, without what is written.
-      joins: how that is joined; ``None`` where the batch may have too few examples,
-        so that nothing of this runs.
+      placement: the schedule and the devices.
+      stages: the stages.
+      layout: the stage and the sharding of each parameter.
+      cuts: the cut points; ``None`` for a list of layers.
+      batch: the mini-batch; its arguments are one tree.
+      aux: specs of aux, without the state that is written.
+      joins: the join of each leaf of aux; ``None`` if the batch may have too few
+        examples to run.
+
+    Attributes:
+      runs: True if the batch has enough examples to run.
+      aux_tree: the structure of aux.
+      written: ``(parameter index, index in aux of its new value)`` of each state leaf
+        that is written, in the order of parameters.
     """
 
     def __init__(
         self,
-        pipe: StagePlacement,
+        *,
+        placement: StagePlacement,
         stages: Stages,
         layout: ParamLayout,
         cuts: CutPoints | None,
@@ -51,67 +58,76 @@ class Specialization:
         aux: PyTree,
         joins: Sequence[Join] | None,
     ) -> None:
-        self.pipe, self.stages, self.layout, self.cuts = pipe, stages, layout, cuts
-        self.batch, self.runs, self._joins = batch, joins is not None, joins or ()
+        self.pipe = placement
+        self.stages = stages
+        self.layout = layout
+        self.cuts = cuts
+        self.batch = batch
+        self.runs = joins is not None
+        self._joins = () if joins is None else joins
         self.aux_tree = jax.tree.structure(aux)
-        # Of what is written, by its number, which leaf of what is returned it is.
-        leaves = (zip(own.at, own.leaves, strict=True) for own in stages.states)
-        self.written = sorted(pair for own in leaves for pair in own)
+        written = list[tuple[int, int]]()
+        for state in stages.states:
+            written += zip(state.param_indices, state.aux_indices, strict=True)
+        self.written = sorted(written)
 
     def into(
-        self, graph: Graph, params: Sequence[Value], given: Sequence[Value]
+        self, graph: Graph, params: Sequence[Value], batch_leaves: Sequence[Value]
     ) -> StepOutputs:
         """Writes the mini-batch into a graph.
 
         Args:
           graph: the graph.
           params: the leaves of the parameters, in place.
-          given: those of the mini-batch, anywhere.
+          batch_leaves: the leaves of the mini-batch, anywhere.
         """
-        pipe, stages, batch = self.pipe, self.stages, self.batch
-        graph.facts |= batch_facts(batch) | self.layout.facts
-        count = len(params)
-        constants = [
-            graph.constant(jnp.asarray(array), pipe.place(stage))
-            for array, stage in zip(
-                stages.first.constants, stages.owner_stages[count:], strict=False
-            )
-        ]
+        graph.facts |= batch_facts(self.batch) | self.layout.facts
+        # Arrays that the function closes over are weights behind the parameters.
+        constants = self.stages.first.constants
+        owner_stages = self.stages.owner_stages[len(params) :]
+        constant_values = list[Value]()
+        for array, stage in zip(constants, owner_stages, strict=False):
+            place = self.pipe.place(stage)
+            constant_values.append(graph.constant(jnp.asarray(array), place))
+
         lowering = Lowering(
-            graph=graph,
-            pipe=pipe,
-            stages=stages,
-            batch=batch,
-            params=[*params, *constants],
-            given=list(given),
+            graph,
+            placement=self.pipe,
+            stages=self.stages,
+            batch=self.batch,
+            params=[*params, *constant_values],
+            batch_leaves=list(batch_leaves),
             joins=self._joins,
         )
-        return lowering.run() if stages.first.has_loss else lowering.forwards()
+        if self.stages.first.has_loss:
+            return lowering.run()
+        return lowering.run_forwards()
 
-    def given(self, params: PyTree, args: PyTree, tree: str = "variables") -> list[Any]:
-        """What the program is given; ``tree`` is what errors call the parameters.
+    def given(
+        self, params: PyTree, args: PyTree, tree_name: str = "variables"
+    ) -> list[Any]:
+        """Checks the arguments of the program; returns their leaves.
+
+        Args:
+          params: the parameters.
+          args: the mini-batch.
+          tree_name: the name of the parameters in errors.
 
         Raises:
           ValueError: if parameters were overwritten or are not in place.
           TypeError: if a leaf belongs to a trace.
         """
-        leaves, batch = jax.tree.leaves(params), jax.tree.leaves(args)
-        _variables.check_concrete([*leaves, *batch])
-        self.layout.check(leaves, tree)
-        return [*leaves, *batch]
+        param_leaves = jax.tree.leaves(params)
+        batch_leaves = jax.tree.leaves(args)
+        _variables.check_concrete([*param_leaves, *batch_leaves])
+        self.layout.check(param_leaves, tree_name)
+        return [*param_leaves, *batch_leaves]
 
     def returned(self, outputs: Sequence[Any]) -> tuple[Any, PyTree, Iterator[Any]]:
-        """Of the outputs of a program the loss, aux, and what comes after these."""
-        loss, *rest = outputs
-        count = self.aux_tree.num_leaves
-        return loss, self.aux_tree.unflatten(rest[:count]), iter(rest[count:])
-
-    def arguments(self, graph: Graph) -> tuple[list[Value], list[Value]]:
-        """The parameters and the mini-batch as arguments of a graph."""
-        pairs = zip(self.layout.specs, self.layout.shardings, strict=True)
-        params = [graph.argument(*spec, sharding=sharding) for spec, sharding in pairs]
-        specs = jax.tree.leaves(self.batch.args)
-        return params, [graph.argument(spec, OUTSIDE) for spec in specs]
+        """Splits the outputs of a program: the loss, aux, and all that follows."""
+        num_metrics = 1 + self.aux_tree.num_leaves
+        aux = self.aux_tree.unflatten(outputs[1:num_metrics])
+        return outputs[0], aux, iter(outputs[num_metrics:])
 
     @cached_property
     def program(self) -> Program:
@@ -120,30 +136,46 @@ class Specialization:
 
     @cached_property
     def program_with_state(self) -> Program:
-        """The same, which gives what is no parameter too, as it is after training."""
+        """``(*params, *mini-batch) -> (*loss, *aux, *grads, *new state)``."""
         return self._lowered(self.layout.state)
 
     @cached_property
     def compiled_actions(self) -> tuple[Action, ...]:
-        """The actions of which a step runs a program."""
-        labels = [i.label for i in self.program.instructions if not i.is_move]
+        """The actions for which a step runs a program."""
+        labels = [x.label for x in self.program.instructions if not x.is_move]
         return tuple(label for label in labels if not isinstance(label, str))
 
     def residuals(self, stage: int) -> Residuals | None:
-        """What a stage stores of a micro-batch, if it has forwards of their own."""
-        by_itself = any(
-            a.op == FORWARD and a.stage == stage for a in self.compiled_actions
+        """The residuals of a stage, if its forwards are programs of their own."""
+        has_forwards = any(
+            action.op == FORWARD and action.stage == stage
+            for action in self.compiled_actions
         )
-        return self.stages.residuals(stage) if by_itself else None
+        return self.stages.residuals(stage) if has_forwards else None
 
     @pause_collector()
-    def _lowered(self, state: Sequence[int]) -> Program:
+    def _lowered(self, state_indices: Sequence[int]) -> Program:
+        """The program that also returns the new state of some leaves of the parameters.
+
+        Args:
+          state_indices: the indices of these leaves.
+        """
         graph = self.pipe.graph()
-        params, given = self.arguments(graph)
-        loss, aux, grads, changed = self.into(graph, params, given)
-        metrics, new = [*loss, *aux], [changed.get(i, params[i]) for i in state]
-        own = graph.own([*metrics, *(grads[i] for i in sorted(grads)), *new])
-        # Metrics are in each process; new values of parameters stay where these are.
-        count = len(metrics) if loss else 0
-        outputs = [*map(graph.everywhere, own[:count]), *own[count:]]
-        return Program(graph, outputs)
+        params = list[Value]()
+        for (spec, place), sharding in zip(
+            self.layout.specs, self.layout.shardings, strict=True
+        ):
+            params.append(graph.argument(spec, place, sharding=sharding))
+        batch_specs = jax.tree.leaves(self.batch.args)
+        batch_leaves = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
+
+        step = self.into(graph, params, batch_leaves)
+        metrics = [*step.loss, *step.aux]
+        ordered_grads = [step.grads[i] for i in sorted(step.grads)]
+        new_state = [step.new_state.get(i, params[i]) for i in state_indices]
+        outputs = graph.own([*metrics, *ordered_grads, *new_state])
+
+        # Each process gets the metrics of a loss; gradients and state stay in place.
+        num_metrics = len(metrics) if step.loss else 0
+        copies = [graph.everywhere(value) for value in outputs[:num_metrics]]
+        return Program(graph, [*copies, *outputs[num_metrics:]])

@@ -1,7 +1,7 @@
-"""Traces of a function on micro-batches of each size, made ready to be cut.
+"""Traces a function on micro-batches of each size, and makes the traces ready to cut.
 
-trace -> on the devices -> loss scaled to its part of the mini-batch -> equal arrays
--> equations behind what first reads them
+The steps for each size: trace, restrict meshes to places, count local inputs, scale the
+loss. Then for all: close over equal arrays, and sink equations to their first readers.
 """
 
 from dataclasses import replace
@@ -59,11 +59,11 @@ def trace_whole(
     """Traces a function on the mini-batch as one micro-batch.
 
     Returns:
-      The trace, and specs of what is returned besides the loss.
+      The trace, and specs of the results besides the loss.
     """
     size = sum(batch.sizes) * batch.num_shards
     try:
-        with _batch_norm.merge_statistics(True):
+        with _batch_norm.merge_statistics(are_merged=True):
             traced = _trace(spec, params, batch, size, num_stages=1)
     except Exception as error:
         error.add_note(
@@ -82,7 +82,7 @@ def _trace(
         spec.function,
         params,
         batch.part(size),
-        num_stages,
+        num_stages=num_stages,
         has_aux=spec.has_aux,
         has_loss=spec.has_loss,
         is_weighted=spec.reduction == "weighted",
@@ -94,12 +94,12 @@ def _trace(
 def _with_local_inputs(
     spec: FunctionSpec, traced: TracedFunction, args: Any
 ) -> TracedFunction:
-    """Notes which leaves are the input, and which the first and last stage alone read.
+    """Counts the leaves of the input, and those that the first or last stage reads.
 
     Args:
       spec: the function.
       traced: its trace.
-      args: specs of the arguments; of a model the input, maybe targets, and keys.
+      args: specs of the arguments; for a model the input, maybe targets, and keys.
     """
     if spec.model is None:
         return traced
@@ -124,4 +124,4 @@ def _with_scaled_loss(
     if spec.model is not None:
         return _penalty.scale_loss(traced, scale)
     is_split = [axis is not None for axis in batch.axes]
-    return _penalty.separate_penalty(traced, is_split, scale, share)
+    return _penalty.separate_penalty(traced, is_split, scale=scale, share=share)

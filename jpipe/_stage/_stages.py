@@ -258,7 +258,7 @@ class Stages:
         for index, stage in enumerate(self._stages[self._sizes[0]]):
             writer |= dict.fromkeys([*stage.leaves, *stage.aux], index)
         writers = list[int]()
-        for leaf in state.leaves:
+        for leaf in state.aux_indices:
             var = self.first.aux_vars[leaf]
             is_literal = isinstance(var, core.Literal)
             writers.append(self._last if is_literal else writer.get(var, self._last))

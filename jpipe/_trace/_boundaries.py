@@ -1,8 +1,8 @@
 """Marks the ends of stages in a jaxpr, by an identity primitive with a name.
 
 A user's mark, `boundary`, ends a stage where it stands. The marks of a list of layers
-have the number of the stage that they end, and which of the trees that leave it they
-belong to: 0 is its output, others are what skip connections stash.
+have the number of the stage that they end, and the number of the tree that leaves it: 0
+is its output, all others are stashed by skip connections.
 """
 
 from typing import Any
@@ -85,30 +85,25 @@ def boundary_positions(closed: core.ClosedJaxpr) -> list[int]:
 
 def has_inner_marks(eqn: core.JaxprEqn) -> bool:
     """True if there are marks in the jaxprs of an equation."""
-    inner_eqns = (
-        inner_eqn
-        for closed in _jaxpr.inner_jaxprs(eqn)
-        for inner_eqn in closed.jaxpr.eqns
-    )
-    return any(is_mark(inner) or has_inner_marks(inner) for inner in inner_eqns)
+    for closed in _jaxpr.inner_jaxprs(eqn):
+        for inner_eqn in closed.jaxpr.eqns:
+            if is_mark(inner_eqn) or has_inner_marks(inner_eqn):
+                return True
+    return False
 
 
 def stage_ends(closed: core.ClosedJaxpr) -> dict[int, int]:
-    """The end of each stage with a number: the index of the first equation behind it.
-
-    Returns:
-      By the number of the stage.
-    """
-    stage_ends = {}
+    """Number of a stage -> the index of the first equation behind its end."""
+    ends = dict[int, int]()
     for index, eqn in enumerate(closed.jaxpr.eqns):
         if numbers := _mark_numbers(eqn):
-            stage_ends[numbers[0]] = index + 1
-    return stage_ends
+            ends[numbers[0]] = index + 1
+    return ends
 
 
 def marked_variables(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[int, int]]:
-    """The variables that leave a stage with a number: its number, and their tree's."""
-    variables = {}
+    """Variable that leaves a stage -> the number of the stage, and of its tree."""
+    variables = dict[core.Var, tuple[int, int]]()
     for eqn in closed.jaxpr.eqns:
         numbers = _mark_numbers(eqn)
         if len(numbers) == 2:

@@ -13,32 +13,35 @@ PyTree = Any
 
 
 def check_discarded_state(
-    program: TracedFunction,
-    first: int,
+    traced: TracedFunction,
+    first_index: int,
     written: Sequence[StateLeaf],
+    *,
     variables: PyTree,
     train: bool,
 ) -> None:
     """Warns of variables that the forward pass of modules writes.
 
     Args:
-      program: its trace.
-      first: the index of the first leaf, among those that it returns, that may be
-        written to a variable.
+      traced: its trace.
+      first_index: the index of the first leaf, among its results, that may be written
+        to a variable.
       written: the variables that these leaves may be written to.
       variables: specs of the variables.
-      train: whether it runs as in training.
+      train: True if it runs as in training.
 
     Raises:
       ValueError: if it writes, in training, what no step would take from it.
     """
     if not train:
-        _warn_in_evaluation(
-            _state_updates.find_changes(program, first, written), variables
-        )
-    elif changed := _state_updates.find_updates(program, first, written).at:
+        changed = _state_updates.find_changes(traced, first_index, written)
+        _warn_in_evaluation(changed, variables)
+        return
+    state = _state_updates.find_updates(traced, first_index, written)
+    if state.param_indices:
+        collections = _variables.collections(variables, state.param_indices)
         warn(
-            f"apply leaves {_variables.collections(variables, changed)} as given, "
+            f"apply leaves {collections} as given, "
             f"which training changes; to go on from what it makes of them take "
             f"value_and_grad(..., has_state=True), or a train_step"
         )

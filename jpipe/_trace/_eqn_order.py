@@ -53,25 +53,29 @@ def sink_equations(
 
 def _common_kinds(programs: Sequence[TracedFunction]) -> list[EqnKind]:
     """The kinds of the equations of programs that have the same ones."""
-    kinds = list[EqnKind]()
+    first = programs[0]
+    kinds = list(first.kinds)
     # Variables whose shape differs between programs, or that follow from such; and
     # those that a stage makes because of that.
     varying = set[core.Var]()
     moved_to_stage = set[core.Var]()
-    columns = zip(*(program.closed.jaxpr.eqns for program in programs), strict=True)
-    for kind, (eqn, *other_eqns) in zip(programs[0].kinds, columns, strict=True):
+    for index, eqn in enumerate(first.closed.jaxpr.eqns):
         operands = _jaxpr.variables(eqn.invars)
-        avals = [var.aval for var in eqn.outvars]
-        differs = any(
-            [var.aval for var in other.outvars] != avals for other in other_eqns
-        )
-        if differs or not varying.isdisjoint(operands):
-            varying.update(eqn.outvars)
-            if kind == EqnKind.ONCE or not moved_to_stage.isdisjoint(operands):
-                kind = EqnKind.STAGE
-                moved_to_stage.update(eqn.outvars)
-        kinds.append(kind)
+        if not _has_varying_shape(programs, index) and varying.isdisjoint(operands):
+            continue
+        varying.update(eqn.outvars)
+        if kinds[index] == EqnKind.ONCE or not moved_to_stage.isdisjoint(operands):
+            kinds[index] = EqnKind.STAGE
+            moved_to_stage.update(eqn.outvars)
     return kinds
+
+
+def _has_varying_shape(programs: Sequence[TracedFunction], index: int) -> bool:
+    """True if the results of an equation have other shapes in some programs."""
+    avals = list[list[Any]]()
+    for program in programs:
+        avals.append([var.aval for var in program.closed.jaxpr.eqns[index].outvars])
+    return any(avals_of_program != avals[0] for avals_of_program in avals)
 
 
 def _fingerprint(program: TracedFunction) -> list[Any]:
@@ -105,19 +109,20 @@ def _sunk_order(program: TracedFunction) -> list[int]:
     """The order of the equations, each right before the first one that reads it."""
     jaxpr = program.closed.jaxpr
     returned = _jaxpr.variables(jaxpr.outvars)
-    of_stages = {
-        var
-        for eqn, kind in zip(jaxpr.eqns, program.kinds, strict=True)
-        if kind == EqnKind.STAGE
-        for var in eqn.outvars
-    }
-    # The equation before which each one is put; variable -> those of its readers.
+    of_stages = set[core.Var]()
+    for eqn, eqn_kind in zip(jaxpr.eqns, program.kinds, strict=True):
+        if eqn_kind == EqnKind.STAGE:
+            of_stages.update(eqn.outvars)
+    # index of an equation -> that of the equation before which it is put
     target = list(range(len(jaxpr.eqns)))
+    # variable -> the targets of the equations that read it
     reader_targets: dict[core.Var, list[int]] = {}
     for index in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[index]
         operands = _jaxpr.variables(eqn.invars)
-        readers = [i for var in eqn.outvars for i in reader_targets.get(var, ())]
+        readers = list[int]()
+        for var in eqn.outvars:
+            readers += reader_targets.get(var, [])
         if readers and not eqn.effects and returned.isdisjoint(eqn.outvars):
             first_reader = min(readers)
             # Operands that nobody else reads so late would be held in its place.

@@ -1,4 +1,7 @@
-"""Numbers that are folded into keys, as inputs: so equal draws are equal programs."""
+"""Makes numbers that are folded into keys inputs: so equal draws are equal programs.
+
+``(*inputs) -> outputs`` becomes ``(*inputs, *folded numbers) -> outputs``.
+"""
 
 from typing import Any
 
@@ -12,10 +15,13 @@ from .._jaxprs import _jaxpr
 def lift_folded_numbers(
     closed: core.ClosedJaxpr,
 ) -> tuple[core.ClosedJaxpr, list[np.ndarray]]:
-    """A jaxpr that is given such numbers, after its own inputs, and these.
+    """Makes literals that are folded into keys inputs, after all other inputs.
 
     Flax folds a number into a key for each variable and each dropout. Equal blocks
     differ in nothing else.
+
+    Returns:
+      The jaxpr, and the numbers.
     """
     reached = _jaxpr.descendants(closed.jaxpr, closed.jaxpr.invars)
 
@@ -31,14 +37,15 @@ def lift_folded_numbers(
         return closed, []
     literals: list[Any] = [eqn.invars[1] for eqn in folds]
     numbers: list[Any] = [np.asarray(x.val, x.aval.dtype) for x in literals]
-    place = {id(eqn): i for i, eqn in enumerate(folds)}
+    # id of an equation that folds -> the index of its number
+    number_index = {id(eqn): i for i, eqn in enumerate(folds)}
     count = len(closed.jaxpr.invars)
 
     def run(*args: Any) -> list[Any]:
         def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-            if id(eqn) not in place:
+            if id(eqn) not in number_index:
                 return None
-            number = args[count + place[id(eqn)]]
+            number = args[count + number_index[id(eqn)]]
             return lambda operands: [jax.random.fold_in(operands[0], number)]
 
         return _jaxpr.evaluate(closed, args[:count], rule)

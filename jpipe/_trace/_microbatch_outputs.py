@@ -1,4 +1,4 @@
-"""The values that micro-batches return besides the loss, and their dependences."""
+"""The results of micro-batches besides the loss, and what these follow from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class MicrobatchOutputs:
-    """The values that micro-batches return besides the loss.
+    """The results of micro-batches besides the loss.
 
     Attributes:
       program: the program of the first micro-batch.
-      has_examples: whether each leaf of what a micro-batch is given is split.
-      first: specs of what the first micro-batch returns.
-      last: specs of what the last one does.
+      has_examples: one bool per leaf of the batch; True if it is split by examples.
+      first: specs of the results of the first micro-batch.
+      last: specs of the results of the last micro-batch.
       sizes: the number of examples in each micro-batch, the larger ones first.
       trace_whole: traces the mini-batch as one micro-batch.
     """
@@ -37,14 +37,15 @@ class MicrobatchOutputs:
 
     @cached_property
     def leaves(self) -> list[tuple[Any, Any]]:
-        """The path and spec of each leaf that the first micro-batch returns."""
+        """The path and spec of each result of the first micro-batch."""
         return jax.tree_util.tree_leaves_with_path(self.first)
 
     @cached_property
     def depends_on_examples(self) -> list[bool]:
-        """Whether each leaf follows from an example."""
-        program, count = self.program, len(self.leaves)
-        jaxpr = program.closed.jaxpr.replace(outvars=program.aux_vars[:count])
+        """One bool per leaf; True if it follows from an example."""
+        program = self.program
+        outvars = program.aux_vars[: len(self.leaves)]
+        jaxpr = program.closed.jaxpr.replace(outvars=outvars)
         closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
         inputs = [False] * len(jaxpr.invars)
         end = program.num_params + len(self.has_examples)
@@ -53,7 +54,7 @@ class MicrobatchOutputs:
 
     @cached_property
     def _whole(self) -> tuple[TracedFunction, list[Any]]:
-        """The program of the mini-batch as one micro-batch, and what it returns."""
+        """The program of the whole mini-batch at once, and specs of its results."""
         program, specs = self.trace_whole()
         if jax.tree.structure(specs) != jax.tree.structure(self.first):
             raise ValueError(
@@ -68,7 +69,7 @@ class MicrobatchOutputs:
         return self.leaves[i][1].shape, jax.tree.leaves(self.last)[i].shape
 
     def has_row_per_example(self, i: int, axis: int) -> bool:
-        """Whether a leaf has a row for each example of a micro-batch on an axis."""
+        """True if a leaf has, on an axis, a row for each example of a micro-batch."""
         pairs = zip(self.shapes_of(i), (self.sizes[0], self.sizes[-1]), strict=True)
         return all(
             -len(shape) <= axis < len(shape) and shape[axis] == size
@@ -76,16 +77,16 @@ class MicrobatchOutputs:
         )
 
     def joins_to_whole(self, i: int, axis: int) -> bool:
-        """Whether a leaf of all micro-batches, joined, is as large as one device's."""
+        """True if the concatenation of a leaf has the shape that one device returns."""
         _, specs = self._whole
-        whole, (first, last) = specs[i].shape, self.shapes_of(i)
+        first, last = self.shapes_of(i)
         if not -len(first) <= axis < len(first):
             return False
-        count = list(self.sizes).count(self.sizes[0])
-        rows = first[axis] * count + last[axis] * (len(self.sizes) - count)
+        num_first = list(self.sizes).count(self.sizes[0])
+        num_last = len(self.sizes) - num_first
         joined = list(first)
-        joined[axis] = rows
-        return tuple(joined) == whole
+        joined[axis] = num_first * first[axis] + num_last * last[axis]
+        return tuple(joined) == specs[i].shape
 
     def constant(self, i: int) -> core.ClosedJaxpr | None:
         """``() -> leaf`` of one device, if it follows from no input at all."""
@@ -93,10 +94,10 @@ class MicrobatchOutputs:
         return program.constant(program.aux_vars[i])
 
     def is_input(self, i: int) -> bool:
-        """Whether a leaf is an input as it was given."""
+        """True if a leaf is an input, unchanged."""
         return self.program.aux_vars[i] in self.program.closed.jaxpr.invars
 
     def has_fixed_shape(self, i: int) -> bool:
-        """Whether a leaf has the same shape for any number of examples."""
+        """True if a leaf has the same shape for any number of examples."""
         _, specs = self._whole
         return {specs[i].shape} == {*self.shapes_of(i)}

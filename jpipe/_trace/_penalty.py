@@ -59,7 +59,7 @@ def scale_loss(program: TracedFunction, scale: float) -> TracedFunction:
 
 
 def separate_penalty(
-    program: TracedFunction, split: Sequence[bool], scale: float, share: float
+    program: TracedFunction, split: Sequence[bool], *, scale: float, share: float
 ) -> TracedFunction:
     """Scales the part of a loss that follows from examples, and separates the penalty.
 
@@ -107,7 +107,7 @@ class _LossSum:
     Attributes:
       root: the loss.
       of_examples: the variables that follow from an example.
-      is_without_penalty: whether all terms of the loss follow from examples.
+      is_without_penalty: True if all terms of the loss follow from examples.
     """
 
     def __init__(self, program: TracedFunction, split: Sequence[bool]) -> None:
@@ -125,8 +125,9 @@ class _LossSum:
 
     def variables(self) -> list[core.Var]:
         """The variables of the sums, with all operands: terms and factors."""
-        operands = [atom for var in self._terms for atom in self._equation(var).invars]
-        atoms = [self.root, *operands]
+        atoms = [self.root]
+        for var in self._terms:
+            atoms += self._equation(var).invars
         variables = [atom for atom in atoms if not isinstance(atom, core.Literal)]
         return [*dict.fromkeys(variables)]
 
@@ -143,7 +144,7 @@ class _LossSum:
 
         Args:
           values: the values of `variables`.
-          of_examples: which of the two parts.
+          of_examples: True for the part that follows from examples; else the penalty.
         """
         parts: dict[core.Var, Any] = {}  # variable of a sum -> its part
 
@@ -200,8 +201,8 @@ class _LossSum:
             return list(eqn.invars)
 
         if eqn.primitive.name in _SCALES:
-            of_examples = [self._is_of_examples(operand) for operand in eqn.invars]
-            is_divisor = eqn.primitive.name == "div" and of_examples[1]
-            if sum(of_examples) == 1 and not is_divisor:
-                return [eqn.invars[of_examples.index(True)]]
+            factors = [x for x in eqn.invars if self._is_of_examples(x)]
+            is_divisor = eqn.primitive.name == "div" and eqn.invars[1] in factors
+            if len(factors) == 1 and not is_divisor:
+                return factors
         return []

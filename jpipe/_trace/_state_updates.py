@@ -1,11 +1,15 @@
-"""What a call writes besides its output, as running sums over micro-batches.
+"""State leaves that a call writes, as running sums over micro-batches.
 
-Statistics of Flax's batch norms become those of all micro-batches, and move once; other
-floating leaves the mean over the examples; those of integers are what the last
-micro-batch makes of them.
+    add:    sums, new values from one micro-batch, its share of the examples -> sums
+    merge:  sums of some micro-batches, sums of others -> sums of all
+    commit: old values, sums -> new values
+
+There are three kinds of leaves. Statistics of Flax's batch norms become those of all
+micro-batches, and move once. Other floating leaves become the mean over the examples.
+Integers become what the last micro-batch makes of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,126 +33,161 @@ class StateLeaf(NamedTuple):
     """A leaf that a call may write.
 
     Attributes:
-      at: which of the parameters of the program it is.
-      path: where it stands among the variables; the last two names of a statistic are
-        those of its norm and its own.
-      text: how errors call it: ``"layer 1 (BatchNorm) writes batch_stats/mean"``.
+      param_index: its index among the parameters of the program.
+      path: its path among the variables; the last two names of a statistic are those of
+        its norm and of the statistic.
+      text: the words for it in errors: ``"layer 1 (BatchNorm) writes
+        batch_stats/mean"``.
     """
 
-    at: int
+    param_index: int
     path: Path
     text: str
 
     @property
     def collection(self) -> str:
-        """What it is in, such as ``"batch_stats"``; in a list behind the layer."""
+        """Its collection, such as ``"batch_stats"``: the first name in its path."""
         return next(key.key for key in self.path if hasattr(key, "key"))
+
+
+class NormIndices(NamedTuple):
+    """The leaves of one batch norm in a `StateUpdate`.
+
+    Attributes:
+      mean: the index of its mean among the leaves.
+      var: the index of its variance.
+      momentum: its momentum.
+    """
+
+    mean: int
+    var: int
+    momentum: float
 
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """What one stage, or a whole program, writes.
+    """The state leaves that one stage, or a whole program, writes.
 
     Attributes:
-      leaves: which of what is returned besides the loss.
-      at: of each which of the parameters it is.
-      specs: of these.
-      made: of what a micro-batch makes of them.
-      norms: of each batch norm where its mean and its variance stand among the leaves,
-        and its momentum.
+      aux_indices: the index of each leaf's new value among the results besides the
+        loss.
+      param_indices: the index of each leaf among the parameters.
+      specs: the spec of each leaf.
+      new_specs: the spec of each leaf's new value from one micro-batch.
+      norms: the batch norms whose statistics are among the leaves.
     """
 
-    leaves: tuple[int, ...] = ()
-    at: tuple[int, ...] = ()
+    aux_indices: tuple[int, ...] = ()
+    param_indices: tuple[int, ...] = ()
     specs: tuple[jax.ShapeDtypeStruct, ...] = ()
-    made: tuple[jax.ShapeDtypeStruct, ...] = ()
-    norms: tuple[tuple[int, int, float], ...] = ()
+    new_specs: tuple[jax.ShapeDtypeStruct, ...] = ()
+    norms: tuple[NormIndices, ...] = ()
 
     @property
     def has_integers(self) -> bool:
-        """Whether a leaf of integers is written: what the last micro-batch makes."""
+        """True if a leaf has integers: the last micro-batch decides their values."""
         return not all(map(is_inexact, self.specs))
 
     @property
     def has_means(self) -> bool:
-        """Whether a leaf is a mean over the examples."""
+        """True if a leaf is a mean over the examples."""
         return any(map(is_inexact, self.specs))
 
     @property
     def sum_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """Specs of the running sums: of each leaf, and the share that was seen."""
-        share = jax.ShapeDtypeStruct((), jnp.result_type(float))
-        sums = [
-            sum_spec(new if is_inexact(old) and _is_wider(new, old) else old)
-            for old, new in zip(self.specs, self.made, strict=True)
-        ]
-        return [*sums, *[share] * self.has_means]
+        """Specs of the running sums: one per leaf, and the share so far for means."""
+        specs = list[jax.ShapeDtypeStruct]()
+        for old, new in zip(self.specs, self.new_specs, strict=True):
+            specs.append(
+                sum_spec(new if is_inexact(old) and _is_wider(new, old) else old)
+            )
+        if self.has_means:
+            specs.append(jax.ShapeDtypeStruct((), jnp.result_type(float)))
+        return specs
 
-    def of_stages(self, stages: Sequence[int], count: int) -> list["StateUpdate"]:
-        """What each of so many stages writes, given the stage of each leaf."""
-        stage = list(stages)
-        for mean, var, _ in self.norms:  # those of one norm may be made in two
-            stage[mean] = stage[var] = max(stage[mean], stage[var])
-        found = []
-        for s in range(count):
-            chosen = [i for i, of in enumerate(stage) if of == s]
-            place = {i: k for k, i in enumerate(chosen)}
-            norms = [
-                (place[mean], place[var], momentum)
-                for mean, var, momentum in self.norms
-                if mean in place
-            ]
-            leaves = tuple(self.leaves[i] for i in chosen)
-            at = tuple(self.at[i] for i in chosen)
-            kinds = self.specs, self.made
-            specs, made = (tuple(column[i] for i in chosen) for column in kinds)
-            found.append(StateUpdate(leaves, at, specs, made, tuple(norms)))
-        return found
+    def of_stages(self, stages: Sequence[int], num_stages: int) -> list["StateUpdate"]:
+        """The part of each stage.
+
+        Args:
+          stages: the stage that writes each leaf.
+          num_stages: the number of stages.
+        """
+        stage_of_leaf = list(stages)
+        for norm in self.norms:  # its mean and variance may be written by two stages
+            stage = max(stage_of_leaf[norm.mean], stage_of_leaf[norm.var])
+            stage_of_leaf[norm.mean] = stage
+            stage_of_leaf[norm.var] = stage
+
+        parts = list[StateUpdate]()
+        for s in range(num_stages):
+            indices = [i for i, stage in enumerate(stage_of_leaf) if stage == s]
+            # index of a leaf -> its index in the part
+            index_in_part = {i: k for k, i in enumerate(indices)}
+            norms = list[NormIndices]()
+            for mean, var, momentum in self.norms:
+                if mean in index_in_part:
+                    norms.append(
+                        NormIndices(index_in_part[mean], index_in_part[var], momentum)
+                    )
+            parts.append(
+                StateUpdate(
+                    aux_indices=tuple(self.aux_indices[i] for i in indices),
+                    param_indices=tuple(self.param_indices[i] for i in indices),
+                    specs=tuple(self.specs[i] for i in indices),
+                    new_specs=tuple(self.new_specs[i] for i in indices),
+                    norms=tuple(norms),
+                )
+            )
+        return parts
 
     def add(self, sums: Leaves, new: Leaves, share: Any = None) -> list[Any]:
-        """Adds what one micro-batch wrote, with its share of the examples for means."""
+        """Adds the new values from one micro-batch to the running sums.
+
+        Args:
+          sums: the running sums.
+          new: the new values.
+          share: the micro-batch's share of the examples, if there are means.
+        """
         if not self.has_means:
             return list(new)
-        seen = sums[-1]
-        after = self._means(sums, new, seen, share)
+        *before, share_so_far = sums
+        after = self._extend_means(before, new, share_so_far, share)
         for mean, var, _ in self.norms:
-            so_far = _batch_norm.MergedStatistics(sums[mean], sums[var])
-            merged = _batch_norm.merge(so_far, new[mean], new[var], seen, share)
+            so_far = _batch_norm.MergedStatistics(before[mean], before[var])
+            merged = _batch_norm.merge(so_far, new[mean], new[var], share_so_far, share)
             # The share may be of a wider dtype than the statistics.
             after[mean] = merged.mean.astype(so_far.mean.dtype)
             after[var] = merged.m2.astype(so_far.m2.dtype)
-        return [*after, seen + share]
+        return [*after, share_so_far + share]
 
-    def merge(self, sums: Leaves, others: Leaves) -> list[Any]:
-        """The running sums of some micro-batches and of others as those of all."""
+    def merge(self, sums: Leaves, later_sums: Leaves) -> list[Any]:
+        """Merges the running sums of some micro-batches with those of later ones."""
         if not self.has_means:
-            return list(others)
-        (*before, seen), (*new, share) = sums, others
-        after = self._means(before, new, seen, share)
-        for mean, var, _ in self.norms:
-            so_far = _batch_norm.MergedStatistics(before[mean], before[var])
-            merged = _batch_norm.merge(so_far, new[mean], new[var] / share, seen, share)
-            after[mean] = merged.mean.astype(so_far.mean.dtype)
-            after[var] = merged.m2.astype(so_far.m2.dtype)
-        return [*after, seen + share]
+            return list(later_sums)
+        *new, share = later_sums
+        for norm in self.norms:  # a sum of squared differences as a variance
+            new[norm.var] = new[norm.var] / share
+        return self.add(sums, new, share)
 
-    def _means(self, so_far: Leaves, new: Leaves, seen: Any, share: Any) -> list[Any]:
-        weight = share / (seen + share)
-        return [
-            extend_mean(old, x.astype(old.dtype), weight.astype(old.dtype))
-            if is_inexact(old)
-            else x
-            for old, x in zip(so_far, new, strict=False)
-        ]
+    def _extend_means(
+        self, means: Leaves, new: Leaves, share_so_far: Any, share: Any
+    ) -> list[Any]:
+        """Extends means by new values; integers become the new values."""
+        weight = share / (share_so_far + share)
+        extended = list[Any]()
+        for mean, value in zip(means, new, strict=True):
+            if is_inexact(mean):
+                value = value.astype(mean.dtype)
+                value = extend_mean(mean, value, weight.astype(mean.dtype))
+            extended.append(value)
+        return extended
 
     def commit(self, old: Leaves, sums: Leaves) -> list[Any]:
-        """The new values of the leaves, given the old ones and the running sums."""
+        """Returns the new values of the leaves, from the old ones and running sums."""
         new = list(sums[: len(old)])
         for mean, var, momentum in self.norms:
-            for at in (mean, var):
-                new[at] = _batch_norm.move_running_statistics(
-                    old[at], new[at], momentum
-                )
+            for i in (mean, var):
+                new[i] = _batch_norm.move_running_statistics(old[i], new[i], momentum)
         return [x.astype(leaf.dtype) for x, leaf in zip(new, old, strict=True)]
 
 
@@ -157,106 +196,121 @@ def _is_wider(new: Any, old: Any) -> bool:
 
 
 def find_updates(
-    program: TracedFunction, first: int, written: Sequence[StateLeaf]
+    program: TracedFunction, first_index: int, written: Sequence[StateLeaf]
 ) -> StateUpdate:
-    """What a program writes of what it returns besides the loss.
+    """Finds the state leaves that a program writes, among its results.
 
     Args:
       program: the program, in training.
-      first: the number of the first such leaf in what it returns.
-      written: of each what it is.
+      first_index: the index, among its results besides the loss, of the first leaf that
+        may be written.
+      written: the leaves that may be written.
 
     Returns:
-      The leaves that are not given back as they were.
+      The leaves that are not returned unchanged.
 
     Raises:
       ValueError: if a call writes what the step does not take from it, or batch norms
         cannot be merged.
     """
-    leaves = program.aux_vars[first:]
-    closed = _returning(program, leaves)
+    results = program.aux_vars[first_index:]
+    closed = _with_outvars(program, results)
     origins = _dataflow.origins(closed, _batch_norm.MARK)
-    # A transformation such as nn.remat returns all it was given as if it had made it.
-    new = [i for i, leaf in enumerate(written) if origins[i] != leaf.at]
-    own = [written[i] for i in new]
-    specs = [_jaxpr.spec(program.params[leaf.at].aval) for leaf in own]
-    _check_lasting(own, specs)
-    paths = [leaf.path for leaf in own]
-    norms = _batch_norm.find_norms(paths, [origins[i] for i in new])
-    _check_norms(closed, {mark for *_, mark in norms})
-    found = StateUpdate(
-        tuple(first + i for i in new),
-        tuple(leaf.at for leaf in own),
-        tuple(specs),
-        tuple(_jaxpr.spec(leaves[i].aval) for i in new),
-        tuple((mean, var, _batch_norm.momentum_of(mark)) for mean, var, mark in norms),
+    # A transformation such as nn.remat returns its inputs as if it had changed them.
+    indices = [i for i, leaf in enumerate(written) if origins[i] != leaf.param_index]
+    changed = [written[i] for i in indices]
+    specs = [_jaxpr.spec(program.params[leaf.param_index].aval) for leaf in changed]
+    _check_lasting(changed, specs)
+
+    norms = list[NormIndices]()
+    marks = set[str]()
+    for mean, var, mark in _batch_norm.find_norms(
+        [leaf.path for leaf in changed], [origins[i] for i in indices]
+    ):
+        norms.append(NormIndices(mean, var, _batch_norm.momentum_of(mark)))
+        marks.add(mark)
+    _check_norms(closed, marks)
+
+    state = StateUpdate(
+        aux_indices=tuple(first_index + i for i in indices),
+        param_indices=tuple(leaf.param_index for leaf in changed),
+        specs=tuple(specs),
+        new_specs=tuple(_jaxpr.spec(results[i].aval) for i in indices),
+        norms=tuple(norms),
     )
-    _check_dtypes(found, own)
-    return found
+    _check_dtypes(state, changed)
+    return state
 
 
 def drop_unwritten_aux(
     program: TracedFunction,
-    first: int,
+    first_index: int,
     written: Sequence[StateLeaf],
+    *,
     state: StateUpdate,
 ) -> TracedFunction:
-    """A program that gives back as it came what of such leaves is not written."""
+    """Makes a program return leaves unchanged that it may write, but does not."""
     outvars = list(program.closed.jaxpr.outvars)
     begin = len(outvars) - len(program.rest) - len(written)
     for i, leaf in enumerate(written):
-        if first + i not in state.leaves:
-            outvars[begin + i] = program.params[leaf.at]
-    jaxpr = program.closed.jaxpr.replace(outvars=outvars)
-    return replace(program, closed=core.ClosedJaxpr(jaxpr, program.closed.consts))
+        if first_index + i not in state.aux_indices:
+            outvars[begin + i] = program.params[leaf.param_index]
+    return replace(program, closed=_with_outvars(program, outvars))
 
 
 def find_changes(
-    program: TracedFunction, first: int, written: Sequence[StateLeaf]
+    program: TracedFunction, first_index: int, written: Sequence[StateLeaf]
 ) -> list[StateLeaf]:
-    """Those of the leaves that a program, in evaluation, changes all the same."""
-    origins = _dataflow.origins(_returning(program, program.aux_vars[first:]))
-    pairs = zip(written, origins, strict=True)
-    return [leaf for leaf, origin in pairs if origin != leaf.at]
+    """Finds the leaves that a program changes in evaluation: see `find_updates`."""
+    closed = _with_outvars(program, program.aux_vars[first_index:])
+    pairs = zip(written, _dataflow.origins(closed), strict=True)
+    return [leaf for leaf, origin in pairs if origin != leaf.param_index]
 
 
-def _returning(program: TracedFunction, leaves: Sequence[Any]) -> core.ClosedJaxpr:
-    jaxpr = program.closed.jaxpr.replace(outvars=list(leaves))
+def _with_outvars(program: TracedFunction, outvars: Sequence[Any]) -> core.ClosedJaxpr:
+    jaxpr = program.closed.jaxpr.replace(outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, program.closed.consts)
 
 
 def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
     """Refuses a call that writes what the step does not take from it."""
-
-    def where(chosen: Callable[[StateLeaf, Any], bool]) -> list[str]:
-        return [x.text for x, s in zip(written, specs, strict=True) if chosen(x, s)]
+    params = list[str]()
+    keys = list[str]()
+    metrics = list[str]()
+    for leaf, spec in zip(written, specs, strict=True):
+        if leaf.collection == "params":
+            params.append(leaf.text)
+        if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+            keys.append(leaf.text)
+        if leaf.collection == "metric_state":
+            metrics.append(leaf.text)
 
     raise_all(
         "parameters are changed by the optimizer alone; what a call writes to them "
         "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or in a "
         "subclass of nnx.Variable of your own; where a weight is normalized, compute "
         "it in the call and do not write it back",
-        where(lambda leaf, spec: leaf.collection == "params"),
+        params,
     )
     raise_all(
         "a call changes a random key that is no random stream, from which all "
         "micro-batches would draw the same; draw from streams: rngs() of an "
         "nnx.Rngs(0) that the module holds in its place; self.make_rng in flax.linen",
-        where(lambda leaf, spec: jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)),
+        keys,
     )
     if _batch_norm.are_merged():
         raise_all(
             "a call updates a metric, of which a pipeline would keep the mean over "
             "micro-batches; return what it counts with has_aux=True, and update the "
             "metric after the step",
-            where(lambda leaf, spec: leaf.collection == "metric_state"),
+            metrics,
         )
 
 
-def _check_norms(closed: core.ClosedJaxpr, found: set[str]) -> None:
+def _check_norms(closed: core.ClosedJaxpr, written_marks: set[str]) -> None:
     """Refuses batch norms whose statistics are none of the written leaves."""
-    if lost := _dataflow.names(closed, _batch_norm.MARK) - found:
-        listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
+    if lost_marks := _dataflow.names(closed, _batch_norm.MARK) - written_marks:
+        listed = ", ".join(mark.split()[-1] for mark in sorted(lost_marks))
         raise ValueError(
             f"what batch norm {listed} leaves as its running statistics is copied or "
             f"changed in the same step by code that is not Flax's, or is no variable "
@@ -266,22 +320,24 @@ def _check_norms(closed: core.ClosedJaxpr, found: set[str]) -> None:
 
 
 def _check_dtypes(state: StateUpdate, written: Sequence[StateLeaf]) -> None:
-    """A leaf keeps its dtype, in which all that is written to it must have a place.
+    """Checks that the dtype of each leaf, which it keeps, can hold its new value.
 
-    A mean over micro-batches has none in integers. Running statistics of batch norms
+    Integers cannot hold a mean over micro-batches. Running statistics of batch norms
     may stay in single precision, in which Flax makes them.
     """
-    norms = {place for mean, var, _ in state.norms for place in (mean, var)}
-    triples = zip(written, state.specs, state.made, strict=True)
-    for place, (leaf, spec, made) in enumerate(triples):
-        is_real = not jnp.issubdtype(made.dtype, jnp.complexfloating)
-        fits = place in norms and is_real and spec.dtype.itemsize >= _SINGLE
-        if not is_inexact(made) or fits:
+    norm_indices = set[int]()
+    for norm in state.norms:
+        norm_indices |= {norm.mean, norm.var}
+    columns = zip(written, state.specs, state.new_specs, strict=True)
+    for i, (leaf, spec, new) in enumerate(columns):
+        is_real = not jnp.issubdtype(new.dtype, jnp.complexfloating)
+        fits = i in norm_indices and is_real and spec.dtype.itemsize >= _SINGLE
+        if not is_inexact(new) or fits:
             continue
-        if jnp.result_type(made, spec.dtype) != spec.dtype:
+        if jnp.result_type(new, spec.dtype) != spec.dtype:
             raise ValueError(
-                f"{leaf.text} of {made.dtype}, which is {spec.dtype}, and a pipeline "
+                f"{leaf.text} of {new.dtype}, which is {spec.dtype}, and a pipeline "
                 f"keeps dtypes: where you cast variables, cast the parameters alone; "
-                f"else let the layer make it of {made.dtype}, or write what is cast to "
+                f"else let the layer make it of {new.dtype}, or write what is cast to "
                 f"{spec.dtype}"
             )

@@ -60,15 +60,15 @@ class TracedFunction:
         parameters, and then the arrays that the function closes over.
       aux: specs of the results besides the loss.
       constants: the arrays that the function closes over.
-      has_loss: whether its first result is a loss.
-      is_weighted: whether the next result is the weight by whose sum the loss is
+      has_loss: True if its first result is a loss.
+      is_weighted: True if the next result is the loss weight, by whose sum the loss is
         divided.
-      numbers: the numbers that are folded into keys: see `_folds`.
+      numbers: the numbers that are folded into keys: see `_folded_numbers`.
       known_kinds: the kinds of the equations, where they are decided: see `kinds`.
       num_inputs: the number of inputs after the parameters that are those of a model.
       num_local: the number of these inputs that not all stages read: the first stage
         reads the input of a list, the last one the targets.
-      is_split: whether a micro-batch is a part of a mini-batch. Where it is the whole,
+      is_split: True if a micro-batch is a part of a mini-batch. Where it is the whole,
         the function may compute with the arrays that it closes over.
     """
 
@@ -111,7 +111,7 @@ class TracedFunction:
 
     @property
     def rest(self) -> list[core.Var]:
-        """The sum of the summands of the loss that depend on no example, if any."""
+        """The penalty: the sum of the terms of the loss that depend on no example."""
         return self.closed.jaxpr.outvars[len(self.outputs) :]
 
     @cached_property
@@ -176,9 +176,9 @@ class TracedFunction:
         """
         if self.known_kinds is not None:
             return self.known_kinds
-        return [self._kind_of(eqn) for eqn in self.closed.jaxpr.eqns]
+        return [self._classify(eqn) for eqn in self.closed.jaxpr.eqns]
 
-    def _kind_of(self, eqn: core.JaxprEqn) -> EqnKind:
+    def _classify(self, eqn: core.JaxprEqn) -> EqnKind:
         operands = _jaxpr.variables(eqn.invars)
         if eqn.effects:
             return EqnKind.STAGE
@@ -217,6 +217,7 @@ def trace_function(
     function: Callable[..., Any],
     params: PyTree,
     args: Sequence[PyTree],
+    *,
     num_stages: int,
     has_aux: bool,
     has_loss: bool = True,
@@ -230,14 +231,14 @@ def trace_function(
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
       num_stages: the number of stages that it will be divided into, or about that.
-      has_aux: whether it returns something besides the loss.
-      has_loss: whether it returns a loss; else all that it returns is aux.
-      is_weighted: whether the loss is a pair, of a total and a weight.
-      folds_params: whether keys among the parameters are folded too.
+      has_aux: True if it returns something besides the loss.
+      has_loss: True if it returns a loss; else all that it returns is aux.
+      is_weighted: True if the loss is a pair, of a total and a weight.
+      folds_params: True if keys among the parameters are folded too.
 
     Returns:
-      The function, with keys folded with the number of the micro-batch, and a loss
-      that is not scaled yet: see `_summands`.
+      The function. The index of the micro-batch is folded into its keys, and its loss
+      is not scaled yet: see `_penalty`.
     """
 
     def run(params: PyTree, args: Sequence[PyTree], index: jax.Array) -> Any:
@@ -310,7 +311,7 @@ def _is_array(constant: Any) -> bool:
 def with_equal_arrays(
     programs: Mapping[int, TracedFunction],
 ) -> Mapping[int, TracedFunction]:
-    """Programs that close over equal arrays, in the same order.
+    """Makes programs close over equal arrays, in the same order.
 
     Args:
       programs: the programs by the sizes of their micro-batches.
@@ -330,8 +331,10 @@ def with_equal_arrays(
 
 
 def _have_equal_arrays(programs: Sequence[TracedFunction]) -> bool:
-    first, *others = [program.constants for program in programs]
-    return all(_are_equal(first, constants) for constants in others)
+    first = programs[0]
+    return all(
+        _are_equal(first.constants, program.constants) for program in programs[1:]
+    )
 
 
 def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:

@@ -36,15 +36,15 @@ def restrict_to_places(
       ValueError: with each other operation that names devices.
     """
     device_sets = {devices_of(place) for place in places}
+    faults = list[str]()
+    for name, mesh in _meshes(closed):
+        if device_sets != {frozenset(mesh.devices.flat)}:
+            faults.append(f"{name} over {mesh.size} devices, {dict(mesh.shape)}")
     raise_all(
         "the program contains a mesh of devices, and each of its stages runs on "
         "devices of its own; leave the operation out, and give mesh= and sharding= of "
         "the pipeline to shard parameters over the devices of a stage",
-        [
-            f"{name} over {mesh.size} devices, {dict(mesh.shape)}"
-            for name, mesh in _meshes(closed)
-            if device_sets != {frozenset(mesh.devices.flat)}
-        ],
+        faults,
     )
     _warn_of_constraints(closed, places, warnings)
 
@@ -60,22 +60,21 @@ def _warn_of_constraints(
     closed: core.ClosedJaxpr, places: Sequence[Device], warnings: WarnOnce
 ) -> None:
     """Warns of constraints that are left out: see `StageMesh.constrained`."""
-    left_out = [
-        sharding
-        for sharding in _sharding_constraints.shardings(closed)
-        if any(_leaves_out(place, sharding) for place in places)
-    ]
+    left_out = list[Any]()
+    for sharding in _sharding_constraints.shardings(closed):
+        if any(_leaves_out(place, sharding) for place in places):
+            left_out.append(sharding)
     if not left_out:
         return
     mesh = getattr(left_out[0], "mesh", None)
-    over = f" over a mesh {dict(mesh.shape)}" if mesh is not None else ""
-    where = "one device"
+    user_mesh = f" over a mesh {dict(mesh.shape)}" if mesh is not None else ""
+    place = "one device"
     if isinstance(places[0], StageMesh):
-        where = f"a mesh of its own, {dict(places[0].mesh.shape)}"
+        place = f"a mesh of its own, {dict(places[0].mesh.shape)}"
     warnings(
         "constraints",
-        f"with_sharding_constraint{over} is left out, {len(left_out)} times: each "
-        f"stage runs on {where}, and no value depends on a constraint. To shard arrays "
+        f"with_sharding_constraint{user_mesh} is left out, {len(left_out)} times: each "
+        f"stage runs on {place}, and no value depends on a constraint. To shard arrays "
         f"within a stage, give mesh= of the pipeline with the axes that they name",
     )
 
@@ -93,7 +92,7 @@ def _leaves_out(place: Device, sharding: Any) -> bool:
 
 
 def _meshes(closed: core.ClosedJaxpr) -> Iterator[tuple[str, Mesh]]:
-    """The operations with meshes of devices, in loops and branches too."""
+    """Yields operations with meshes of devices, in loops and branches too."""
     for eqn in _jaxpr.equations(closed):
         if _sharding_constraints.is_constraint(eqn):
             continue
