@@ -507,9 +507,9 @@ class Lowering:
 
     def _summed_results(self, stage: int, m: int) -> list[Any]:
         """The results that a forward adds to sums: the loss, then the state."""
-        program = self._stages.program(m)
-        losses = program.loss if stage == self._last_stage else []
-        state = [program.aux_vars[i] for i in self._stages.states[stage].aux_indices]
+        traced = self._stages.program(m)
+        losses = traced.loss if stage == self._last_stage else []
+        state = [traced.aux_vars[i] for i in self._stages.states[stage].aux_indices]
         return [*losses, *state]
 
     def _result_sums(self, stage: int, m: int) -> ResultSums | None:

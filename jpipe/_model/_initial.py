@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -27,6 +27,18 @@ from .._trace._folded_numbers import lift_folded_numbers
 PyTree = Any
 
 
+class _Draw(NamedTuple):
+    """The draw of a leaf.
+
+    Attributes:
+      executable: the program ``(key, *numbers) -> leaf``.
+      numbers: the numbers that are folded into the key.
+    """
+
+    executable: Executable
+    numbers: list[Any]
+
+
 class Initial:
     """The variables of layers before any step.
 
@@ -38,11 +50,12 @@ class Initial:
       layers: the layers.
       key: a key, or specs of one.
       spec: the input of a micro-batch.
-      given: for each layer, variables that it takes as they are, in place of new ones.
+      fixed_entries: for each layer, variables that it takes as they are, in place of
+        new ones.
 
     Attributes:
       specs: specs of the variables, for each layer.
-      draws: whether any of them follows from the key.
+      draws: True if any of them follows from the key.
       routes: the skip connections between stages.
 
     Raises:
@@ -54,39 +67,44 @@ class Initial:
         layers: Sequential,
         key: chex.PRNGKey,
         spec: PyTree,
-        given: Sequence[PyTree] | None = None,
+        fixed_entries: Sequence[PyTree] | None = None,
     ) -> None:
         routes: list[Any] = []
 
-        def init(key: chex.PRNGKey, x: PyTree, taken: PyTree) -> Any:
-            initialized = layers.init(key, x, taken)
+        def init(key: chex.PRNGKey, x: PyTree, fixed_entries: PyTree) -> Any:
+            initialized = layers.init(key, x, fixed_entries)
             routes[:] = initialized.routes
             return tuple(jax.tree.map(strong, tuple(initialized.entries)))
 
-        taken = _specs([{}] * len(layers.parent) if given is None else given)
+        if fixed_entries is None:
+            fixed_entries = [{}] * len(layers.parent)
+        fixed_specs = _specs(fixed_entries)
         key_spec = _jaxpr.spec(jax.typeof(key))
-        closed, specs = jax.make_jaxpr(init, return_shape=True)(key_spec, spec, taken)
+        make_jaxpr = jax.make_jaxpr(init, return_shape=True)
+        closed, specs = make_jaxpr(key_spec, spec, fixed_specs)
         closed = _sharding_constraints.leave_out(closed)
-        _check_follows_from_shapes(closed, specs, taken, is_list=layers.parent.is_list)
+        _check_follows_from_shapes(
+            closed, specs, fixed_specs, is_list=layers.parent.is_list
+        )
         self._closed, self._numbers = _function_of_key(closed, key_spec)
         self.routes = tuple(routes)
         self.draws = bool(_jaxpr.used_inputs(self._closed)[0])
 
         # A module of nnx holds values already: these are its initial variables.
-        held_values = layers.parent.nnx_values(taken)
+        held_values = layers.parent.nnx_values(fixed_specs)
         held_specs = jax.eval_shape(
             lambda trees: jax.tree.map(strong, trees), held_values
         )
-        self.specs: tuple[PyTree, ...] = tuple(
-            {
-                name: _taken_if_alike(collection, taken_entry.get(name))
+        entries = list[PyTree]()
+        for held_entry, fixed_entry, drawn_entry in zip(
+            held_specs, fixed_specs, specs, strict=True
+        ):
+            held_collections = {
+                name: _fixed_if_equal(collection, fixed_entry.get(name))
                 for name, collection in held_entry.items()
             }
-            or drawn_entry
-            for held_entry, taken_entry, drawn_entry in zip(
-                held_specs, taken, specs, strict=True
-            )
-        )
+            entries.append(held_collections if held_collections else drawn_entry)
+        self.specs: tuple[PyTree, ...] = tuple(entries)
         # The source of each leaf: its value, or the variable of the jaxpr that it is.
         self._sources: list[Any] = []
         outvars = iter(self._closed.jaxpr.outvars)
@@ -96,49 +114,50 @@ class Initial:
 
     @cached_property
     def _producer(self) -> dict[core.Var, int]:
-        """The number of the equation that makes each variable."""
+        """The index of the equation that makes each variable."""
         return _jaxpr.producers(self._closed.jaxpr)
 
     def leaves(
-        self, key: chex.PRNGKey, device: Any, wanted: Sequence[bool]
+        self, key: chex.PRNGKey, device: Any, is_drawn: Sequence[bool]
     ) -> Iterator[jax.Array | None]:
-        """Makes the leaves one after the other, on a device.
+        """Yields the leaves one after the other, on a device.
 
         Args:
           key: the key.
           device: the device.
-          wanted: one bool per leaf; False yields ``None`` in its place.
+          is_drawn: one bool per leaf; False yields ``None`` in its place.
         """
         key = _transfer.put_tree(key, [device], [(0, WHOLE)])
-        # The draw of each leaf, with numbers that are folded into the key; or its
-        # value; or None.
-        runs = list[Any]()
+        # For each leaf its draw, or its value, or None.
+        draws = list[Any]()
         executables: dict[Any, Executable] = {}  # structural key of a jaxpr -> it
         with compile_side_by_side() as compile_ahead:
-            for source, is_wanted in zip(self._sources, wanted, strict=True):
-                if not is_wanted or not isinstance(source, core.Var | core.Literal):
-                    runs.append(source if is_wanted else None)
+            for source, is_leaf_drawn in zip(self._sources, is_drawn, strict=True):
+                if not is_leaf_drawn:
+                    draws.append(None)
+                    continue
+                if not isinstance(source, core.Var | core.Literal):
+                    draws.append(source)
                     continue
                 closed, numbers = self._function_of_leaf(source)
-                form = _structural_key.structural_key(closed)
-                if form not in executables:
+                structural_key = _structural_key.structural_key(closed)
+                if structural_key not in executables:
                     draw = jax.jit(_named_draw(core.jaxpr_as_fun(closed)))
                     if is_ahead():
-                        executables[form] = compile_ahead(
+                        executables[structural_key] = compile_ahead(
                             functools.partial(draw.trace, key, *numbers),
                             device,
                             drawing_options(device),
                         )
                     else:
-                        executables[form] = Executable(draw)
-                runs.append((executables[form], numbers))
+                        executables[structural_key] = Executable(draw)
+                draws.append(_Draw(executables[structural_key], numbers))
 
-        for run in runs:
-            if isinstance(run, tuple):
-                executable, numbers = run
-                yield executable.run(key, *_transfer.put(numbers, device))[0]
+        for draw in draws:
+            if isinstance(draw, _Draw):
+                yield draw.executable.run(key, *_transfer.put(draw.numbers, device))[0]
             else:  # a copy: a step overwrites its arguments
-                yield None if run is None else jnp.copy(strong(run))
+                yield None if draw is None else jnp.copy(strong(draw))
 
     def _function_of_leaf(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
         """The jaxpr ``(key, *numbers) -> leaf``, and the numbers."""
@@ -178,16 +197,16 @@ def _function_of_key(
     No leaf follows from values of the other inputs. Some equations have them among
     their operands all the same, as a jax.checkpoint has: they are zeros.
     """
-    others = [*map(_jaxpr.spec, closed.in_avals[1:])]
+    other_specs = [*map(_jaxpr.spec, closed.in_avals[1:])]
     run = core.jaxpr_as_fun(_jaxpr.recomputation(closed, closed.jaxpr.outvars, []))
-    on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), key_spec)
+    on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(other_specs)), key_spec)
     return lift_folded_numbers(on_zeros)
 
 
-def _taken_if_alike(specs: PyTree, taken: PyTree) -> PyTree:
-    """A collection that was taken, if it has the same leaves; else its specs."""
-    is_alike = jax.tree.structure(taken) == jax.tree.structure(specs)
-    return taken if is_alike else specs
+def _fixed_if_equal(specs: PyTree, fixed_specs: PyTree) -> PyTree:
+    """Specs of a collection that is taken as it is, if it has the same structure."""
+    is_equal = jax.tree.structure(fixed_specs) == jax.tree.structure(specs)
+    return fixed_specs if is_equal else specs
 
 
 def _specs(trees: PyTree) -> PyTree:
@@ -197,25 +216,26 @@ def _specs(trees: PyTree) -> PyTree:
 def _check_follows_from_shapes(
     closed: core.ClosedJaxpr,
     specs: Sequence[PyTree],
-    taken: Sequence[PyTree],
+    fixed_specs: Sequence[PyTree],
     *,
     is_list: bool,
 ) -> None:
     """Checks that variables follow from the shapes of the input, not from its values.
 
     Args:
-      closed: the jaxpr ``(key, *input, *taken) -> variables``.
+      closed: the jaxpr ``(key, *input, *fixed variables) -> variables``.
       specs: specs of the variables.
-      taken: variables that are taken as they are.
-      is_list: whether the layers are a list, which the message names.
+      fixed_specs: specs of the variables that are taken as they are.
+      is_list: True if the layers are a list: then the message names them.
     """
     is_input = [index > 0 for index in range(len(closed.jaxpr.invars))]
-    taken_paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(taken)}
+    fixed_leaves = jax.tree_util.tree_leaves_with_path(fixed_specs)
+    fixed_paths = {path for path, _ in fixed_leaves}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
     follows = _dataflow.reached(closed, is_input)
     faults = []
     for path, follows_from_input in zip(paths, follows, strict=True):
-        if follows_from_input and path not in taken_paths:
+        if follows_from_input and path not in fixed_paths:
             name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
             faults.append(f"{name} of layer {path[0].idx}" if is_list else name)
     if faults:

@@ -43,14 +43,14 @@ class Model:
 
     Args:
       layers: the layers; of a model the only one.
-      axes: where the examples are.
+      axes: the axes of the examples.
       stage_of_layer: the stage of each layer of a list; ``None`` for one model.
 
     Attributes:
-      layers: likewise.
-      axes: likewise.
-      is_list: whether it is a list.
-      stage_of_layer: the stage of each layer; of a model 0, whatever it is cut into.
+      layers: the layers.
+      axes: the axes of the examples.
+      is_list: True if it is a list.
+      stage_of_layer: the stage of each layer; for a model 0, whatever its cuts.
       parent: the modules in it.
       routes: the skip connections between stages, of the last trace.
     """
@@ -68,7 +68,7 @@ class Model:
         self.stage_of_layer = [0] if stage_of_layer is None else stage_of_layer
         self._sequence = Sequential(layers, self.stage_of_layer, is_list=self.is_list)
         self.parent = self._sequence.parent
-        # (settings, signature of key, input and given variables) -> initial variables
+        # (settings, signature of key, input and fixed variables) -> initial variables
         self._initial = RecentCache[Any, Initial]()
 
     # ------------------------------------------------------------------------- words
@@ -88,7 +88,7 @@ class Model:
         return f"variables = pipe.place({args})"
 
     def name_written(self, path: Any) -> str:
-        """The words for what is written to a variable, in errors."""
+        """The words for a write to a variable, in errors."""
         if not self.is_list:
             return keystr(path, simple=True, separator="/")
         layer, *names = path
@@ -99,7 +99,7 @@ class Model:
     # --------------------------------------------------------------------- variables
 
     def entries(self, variables: PyTree) -> Sequence[PyTree]:
-        """Returns the variables of each layer; of a model those of the only one.
+        """Returns the variables of each layer; a model is its only layer.
 
         Raises:
           ValueError: if there is not one entry per layer, or they are no mapping.
@@ -111,21 +111,21 @@ class Model:
         return (variables,)
 
     def from_entries(self, entries: Sequence[PyTree]) -> PyTree:
-        """Returns the variables whose `entries` are these."""
+        """Returns variables from the variables of each layer: undoes `entries`."""
         return tuple(entries) if self.is_list else entries[0]
 
     def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
-        """Says of each leaf of the variables, or of their specs, if it is trained."""
+        """Returns a bool for each leaf of the variables; True if it is trained."""
         entries = self.entries(variables)
         return self.from_entries(trainable.marks(self.layers, entries))
 
     def shardings(
-        self, pipe: StagePlacement, variables: PyTree, owner_stages: Sequence[int]
+        self, placement: StagePlacement, variables: PyTree, owner_stages: Sequence[int]
     ) -> list[Sharding]:
         """Returns the sharding of each leaf of the variables in its stage.
 
         Args:
-          pipe: the stages, and where they run.
+          placement: the stages and their devices.
           variables: the variables, or specs of them.
           owner_stages: the stage of each leaf.
 
@@ -133,12 +133,12 @@ class Model:
           ValueError: with every parameter of a layer that its axes do not divide.
           TypeError: if the rule returns something else than axes.
         """
-        devices = [pipe.devices[stage] for stage in owner_stages]
+        devices = [placement.devices[stage] for stage in owner_stages]
         shardings: list[Sharding] = []
         for i, entry in enumerate(self.entries(variables)):
             begin = len(shardings)
             shardings += _param_sharding.tree_shardings(
-                pipe,
+                placement,
                 entry,
                 devices[begin : begin + len(jax.tree.leaves(entry))],
                 owner=self.layers[i].owner,
@@ -147,11 +147,11 @@ class Model:
         return shardings
 
     def sample(self, x: PyTree, partition: Partition) -> Batch:
-        """Returns an input from which variables are made, as a mini-batch.
+        """Returns a sample of the input, from which variables are made, as a batch.
 
         Args:
           x: the input; it may have few examples.
-          partition: how many micro-batches and shards it is split in, if it can be.
+          partition: the partition, which has the number of micro-batches and shards.
         """
         return _call.batch(
             [x],
@@ -165,25 +165,29 @@ class Model:
     def initial(
         self,
         batch: Batch,
-        given: Sequence[PyTree] | None = None,
+        fixed_entries: Sequence[PyTree] | None = None,
         key: chex.PRNGKey | None = None,
     ) -> Initial:
         """Returns the variables before any step, for the first micro-batch.
 
         Args:
           batch: the mini-batch.
-          given: variables by layer that are taken as they are: see `Initial`.
-          key: a key such as they are drawn by, typed or raw; default: typed.
+          fixed_entries: variables of each layer that are taken as they are: see
+            `Initial`.
+          key: a key like the one that draws them, typed or raw; default: typed.
 
         Raises:
           ValueError: if skip connections do not fit.
         """
         key_like: Any = _rng.key_spec() if key is None else key
         (x,) = batch.first
-        signature = _signature.settings(), _signature.tree_signature(key_like, x, given)
+        signature = (
+            _signature.settings(),
+            _signature.tree_signature(key_like, x, fixed_entries),
+        )
         if signature not in self._initial:
             with explain_sizes(batch):
-                initial = Initial(self._sequence, key_like, x, given)
+                initial = Initial(self._sequence, key_like, x, fixed_entries)
             self.routes = initial.routes
             self._initial[signature] = initial
         return self._initial[signature]
@@ -205,7 +209,7 @@ class Model:
         """Applies the layers to a micro-batch.
 
         Returns:
-          The output, and what leaves of the variables become, by their index.
+          The output, and ``leaf index -> new value`` of the variables that change.
         """
         if train:
             _check_collections(self.entries(variables))
@@ -234,18 +238,18 @@ class Model:
             check_unchanged(self.layers, self.label)
             entries = (variables,)
         try:
-            made = self._sequence(entries, x, rngs, train, mark_ends)
+            outputs = self._sequence(entries, x, rngs, train, mark_ends)
         except Exception as error:
             if not self.is_list:
-                _refuse_writes(error, self.layers[0].owner, variables, train)
+                _refuse_writes(error, self.layers[0].owner, variables, train=train)
                 if _variables.lacks_params(variables):
                     error.add_note(
                         f"variables has no entry 'params'; "
                         f"{_variables.WRAP_PARAMS_ADVICE}"
                     )
             raise
-        self.routes = made.routes
-        return made.y, self.from_entries(made.entries)
+        self.routes = outputs.routes
+        return outputs.y, self.from_entries(outputs.entries)
 
     def name_skips(self, stages: Stages) -> dict[Any, str]:
         """Returns the name of each value that a skip connection brings to a stage."""
@@ -258,7 +262,7 @@ class Model:
 
 
 class _EndMarks:
-    """Marks what leaves a stage: its output, and what it stashed for later ones.
+    """Marks the trees that leave a stage: its output, and what it stashed for later.
 
     Args:
       stage_of_layer: the stage of each layer.
@@ -266,7 +270,7 @@ class _EndMarks:
 
     def __init__(self, stage_of_layer: Sequence[int]) -> None:
         self._stage_of_layer = stage_of_layer
-        # key of what was stashed in an earlier stage -> its number in the marks
+        # key of a tree that was stashed in an earlier stage -> its number in the marks
         self._stashed: dict[_skip.Key, int] = {}
 
     def __call__(self, layer: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:
@@ -286,7 +290,7 @@ class _EndMarks:
 
 
 def _check_collections(entries: Sequence[PyTree]) -> None:
-    """Refuses what Flax changes in a way that a pipeline does not know."""
+    """Refuses a collection that Flax's own train state overwrites by its gradient."""
     if any(_BY_GRADIENT in entry for entry in entries):
         raise ValueError(
             f"the variables hold the collection {_BY_GRADIENT}, as the fp8 operations "
@@ -297,15 +301,15 @@ def _check_collections(entries: Sequence[PyTree]) -> None:
 
 
 def _refuse_writes(
-    error: Exception, owner: Any, variables: PyTree, train: bool
+    error: Exception, owner: Any, variables: PyTree, *, train: bool
 ) -> None:
-    """Says what to type where a model of linen writes in evaluation, as caches do.
+    """Explains an error of a linen model that writes in evaluation, as caches do.
 
     Args:
-      error: what a call of it raised.
+      error: the error that its call raised.
       owner: the model.
-      variables: what it was given.
-      train: whether this is training.
+      variables: the variables of the call.
+      train: True in training.
 
     Raises:
       ValueError: if the error is one of these.

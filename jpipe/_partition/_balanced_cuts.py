@@ -1,4 +1,4 @@
-"""Chooses where a program is cut: at marks, or where it balances and few bytes cross.
+"""Chooses the cuts of a program: at marks, or where it balances and few bytes cross.
 
 A cut is the index of the equation with which a stage begins. Without marks, the
 candidates are the places that fewer bytes cross than their neighbours. Among these an
@@ -37,12 +37,16 @@ _AS_FEW_BYTES = 1.01
 
 
 def choose_cuts(
-    program: TracedFunction, num_stages: int | None, default: int, warnings: WarnOnce
+    traced: TracedFunction,
+    num_stages: int | None,
+    *,
+    default: int,
+    warnings: WarnOnce,
 ) -> list[int]:
     """Chooses the equations with which the stages but the first begin.
 
     Args:
-      program: the program that is cut.
+      traced: the function that is cut.
       num_stages: the number of stages; ``None``: as many as marks make.
       default: the number of stages where there are no marks either.
       warnings: the warnings of the pipeline.
@@ -53,10 +57,10 @@ def choose_cuts(
     Raises:
       ValueError: if the program cannot be cut into so many stages.
     """
-    marks = _boundaries.boundary_positions(program.closed)
+    marks = _boundaries.boundary_positions(traced.closed)
     if not marks:
         num_stages = default if num_stages is None else num_stages
-        return _balanced_cuts(program, num_stages, warnings)
+        return _balanced_cuts(traced, num_stages, warnings)
     if num_stages not in (None, len(marks) + 1):
         raise ValueError(
             f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, "
@@ -65,20 +69,20 @@ def choose_cuts(
     return marks
 
 
-def find_pieces(program: TracedFunction, num_stages: int) -> list[int]:
+def find_pieces(traced: TracedFunction, num_stages: int) -> list[int]:
     """Finds places that few bytes cross, at marks or else as for so many stages.
 
     Between two of them there is something to compute, at least a part of a stage.
     """
-    if marks := _boundaries.boundary_positions(program.closed):
+    if marks := _boundaries.boundary_positions(traced.closed):
         return marks
-    cost_before = [0, *accumulate(_stage_costs(program))]
+    cost_before = [0, *accumulate(_stage_costs(traced))]
     total_cost = cost_before[-1]
     least_cost = total_cost / num_stages / _PARTS_OF_STAGE
     begins = [0]
     for index in _candidates(
-        program,
-        crossing=crossing_bytes(program),
+        traced,
+        crossing=crossing_bytes(traced),
         cost_before=cost_before,
         num_stages=num_stages,
     ):
@@ -89,21 +93,20 @@ def find_pieces(program: TracedFunction, num_stages: int) -> list[int]:
     return begins[1:]
 
 
-def crossing_bytes(program: TracedFunction) -> list[int]:
+def crossing_bytes(traced: TracedFunction) -> list[int]:
     """The bytes that cross each place: made by stages before it, read behind it.
 
     Returns:
       One number per equation, for the place before it, and one for the end.
     """
-    eqns = program.closed.jaxpr.eqns
-    # variable -> the equation of a stage that makes it, the last one that reads it
-    producer: dict[core.Var, int] = {}
-    last_reader: dict[core.Var, int] = {}
-    for index, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True)):
+    eqns = traced.closed.jaxpr.eqns
+    producer: dict[core.Var, int] = {}  # variable -> the stage equation that makes it
+    last_reader: dict[core.Var, int] = {}  # variable -> the last equation that reads it
+    for index, (eqn, eqn_kind) in enumerate(zip(eqns, traced.kinds, strict=True)):
         for var in _jaxpr.variables(eqn.invars):
             if var in producer:
                 last_reader[var] = index
-        if kind == EqnKind.STAGE:
+        if eqn_kind == EqnKind.STAGE:
             producer.update(dict.fromkeys(eqn.outvars, index))
 
     change = [0] * (len(eqns) + 2)
@@ -147,17 +150,17 @@ _IMPOSSIBLE = _StageDivision(largest_cost=np.inf)
 
 
 def _balanced_cuts(
-    program: TracedFunction, num_stages: int, warnings: WarnOnce
+    traced: TracedFunction, num_stages: int, warnings: WarnOnce
 ) -> list[int]:
     """The cuts whose largest stage is smallest: see the head of the file."""
     if num_stages == 1:
         return []
-    costs = _stage_costs(program)
-    _check_largest_equation(program, costs, num_stages)
+    costs = _stage_costs(traced)
+    _check_largest_equation(traced, costs, num_stages)
     cost_before = [0, *accumulate(costs)]
-    crossing = crossing_bytes(program)
+    crossing = crossing_bytes(traced)
     candidates = _candidates(
-        program, crossing=crossing, cost_before=cost_before, num_stages=num_stages
+        traced, crossing=crossing, cost_before=cost_before, num_stages=num_stages
     )
     if len(candidates) < num_stages - 1:
         raise ValueError(
@@ -169,35 +172,38 @@ def _balanced_cuts(
     # best[j]: the best division of the equations before ends[j], at first as one stage
     best = [_StageDivision(largest_cost=cost_before[end]) for end in ends]
     for _ in range(1, num_stages):
-        divisions = []
+        best_with_one_more = list[_StageDivision]()
         for j, end in enumerate(ends):
-            options = [
-                best[i].with_last_stage(
-                    cut=ends[i],
-                    cost=cost_before[end] - cost_before[ends[i]],
-                    num_bytes=crossing[ends[i]],
+            divisions = list[_StageDivision]()
+            for i, begin in enumerate(ends[:j]):
+                divisions.append(
+                    best[i].with_last_stage(
+                        cut=begin,
+                        cost=cost_before[end] - cost_before[begin],
+                        num_bytes=crossing[begin],
+                    )
                 )
-                for i in range(j)
-            ]
-            shortest = min(options, key=lambda option: option.key, default=_IMPOSSIBLE)
-            divisions.append(shortest)
-        best = divisions
+            best_with_one_more.append(
+                min(divisions, key=lambda division: division.key, default=_IMPOSSIBLE)
+            )
+        best = best_with_one_more
 
     cuts = list(best[-1].cuts)
-    _warn_of_large_equation(program, costs, cuts, warnings)
+    _warn_of_large_equation(traced, costs, cuts, warnings)
     return cuts
 
 
-def _stage_costs(program: TracedFunction) -> list[float]:
+def _stage_costs(traced: TracedFunction) -> list[float]:
     """The operations that each equation adds to a stage: none if it is in all."""
+    pairs = zip(traced.closed.jaxpr.eqns, traced.kinds, strict=True)
     return [
-        _work.of_equation(eqn) if kind == EqnKind.STAGE else 0
-        for eqn, kind in zip(program.closed.jaxpr.eqns, program.kinds, strict=True)
+        _work.of_equation(eqn) if eqn_kind == EqnKind.STAGE else 0
+        for eqn, eqn_kind in pairs
     ]
 
 
 def _candidates(
-    program: TracedFunction,
+    traced: TracedFunction,
     *,
     crossing: Sequence[int],
     cost_before: Sequence[float],
@@ -210,17 +216,18 @@ def _candidates(
     equations, such as a block in `jax.checkpoint`, places are no neighbours.
 
     Args:
-      program: the program that is cut.
+      traced: the function that is cut.
       crossing: the bytes that cross each place.
       cost_before: the cost of the equations before each place.
       num_stages: the number of stages.
     """
-    eqns = program.closed.jaxpr.eqns
-    kinds = program.kinds
-    of_stages = [index for index, kind in enumerate(kinds) if kind == EqnKind.STAGE]
+    eqns = traced.closed.jaxpr.eqns
+    kinds = traced.kinds
+    of_stages = [i for i, eqn_kind in enumerate(kinds) if eqn_kind == EqnKind.STAGE]
     if not of_stages:
         return []
-    first, last = of_stages[0] + 1, of_stages[-1]
+    first = of_stages[0] + 1
+    last = of_stages[-1]
     stage_cost = cost_before[-1] / num_stages
     reach = stage_cost / 4
 
@@ -247,13 +254,13 @@ def _candidates(
 
 
 def _check_largest_equation(
-    program: TracedFunction, costs: Sequence[float], num_stages: int
+    traced: TracedFunction, costs: Sequence[float], num_stages: int
 ) -> None:
     """Raises a ValueError if a loop has more work than a stage and a half."""
     if not costs:
         return
     largest = max(range(len(costs)), key=costs.__getitem__)
-    eqn = program.closed.jaxpr.eqns[largest]
+    eqn = traced.closed.jaxpr.eqns[largest]
     share = costs[largest] / max(sum(costs), 1)
     if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
         raise ValueError(
@@ -264,7 +271,7 @@ def _check_largest_equation(
 
 
 def _warn_of_large_equation(
-    program: TracedFunction,
+    traced: TracedFunction,
     costs: Sequence[float],
     cuts: Sequence[int],
     warnings: WarnOnce,
@@ -272,7 +279,7 @@ def _warn_of_large_equation(
     """Warns of one equation because of which a stage has more than its share."""
     ends = [0, *cuts, len(costs)]
     stages = [range(begin, end) for begin, end in itertools.pairwise(ends)]
-    stage_costs = [sum(costs[index] for index in stage) for stage in stages]
+    stage_costs = [sum(costs[stage.start : stage.stop]) for stage in stages]
     fullest = max(range(len(stages)), key=stage_costs.__getitem__)
     largest = max(stages[fullest], key=costs.__getitem__)
     share = stage_costs[fullest] / max(sum(stage_costs), 1)
@@ -282,7 +289,7 @@ def _warn_of_large_equation(
     if not is_uneven or not is_because_of_one or costs[largest] < _LEAST_WORK:
         return
 
-    eqn = program.closed.jaxpr.eqns[largest]
+    eqn = traced.closed.jaxpr.eqns[largest]
     fewer_stages = max(int(_UNEVEN / share), 1)
     loop = "write the loop in Python, or " if _jaxpr.inner_jaxprs(eqn) else ""
     warnings(

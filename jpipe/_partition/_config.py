@@ -1,4 +1,4 @@
-"""The settings of a pipeline, of whatever model or function it is."""
+"""The settings of a pipeline, the same for models and for functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +15,22 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """What users decide, by arguments or by a plan; checked.
+    """The checked settings of users, from arguments or from a plan.
 
     Attributes:
-      num_microbatches: how many micro-batches a mini-batch is split in.
+      num_microbatches: the number of micro-batches of a mini-batch.
       ranks: the device of each rank that there could be; a schedule takes the first.
-      num_stages: how many stages; ``None``: as many as marks make, or ranks are.
-      balance: how many layers each stage has, of a list.
+      num_stages: the number of stages; ``None``: as many as marks make, or as there are
+        ranks.
+      balance: the number of layers in each stage, for a list.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
       replicas: as for `jpipe.pipeline`.
       sharding: the rule of parameters' sharding, where stages have several devices.
       gather: as for `jpipe.pipeline`.
-      cuts: where a plan cuts one model or function.
-      planned_shapes: the shapes of the parameters that a plan is of.
-      is_mesh: whether the ranks are those along a mesh, for errors.
+      cuts: the cut points of a plan, for one model or function.
+      planned_shapes: the shapes of the parameters for which a plan was made.
+      is_mesh: True if the ranks are those along a mesh, for errors.
     """
 
     num_microbatches: int
@@ -51,19 +52,20 @@ class PipelineConfig:
         Raises:
           ValueError: if there are fewer devices than ranks.
         """
-        needed, count = schedule.num_ranks, len(self.ranks)
+        needed = schedule.num_ranks
+        count = len(self.ranks)
         if count >= needed:
             return tuple(self.ranks[:needed])
 
-        what = "stages" if schedule.num_stages == needed else "ranks"
+        noun = "stages" if schedule.num_stages == needed else "ranks"
         fewer = "take fewer stages (balance= of layers, num_stages= of a model)"
         if self.is_mesh:
             raise ValueError(
-                f"{needed} {what} need a mesh of at least as many along 'stage', which "
+                f"{needed} {noun} need a mesh of at least as many along 'stage', which "
                 f"has {count}; {fewer}, or give a longer mesh"
             )
         raise ValueError(
-            f"{needed} {what} need {needed} devices, there are {count}; repeat "
+            f"{needed} {noun} need {needed} devices, there are {count}; repeat "
             f"devices, as in devices=[jax.devices()[i % {max(count, 1)}] for i in "
             f"range({needed})], {fewer}, or, on CPU, make more devices at the start of "
             f"the program with jax.config.update('jax_num_cpu_devices', {needed})"

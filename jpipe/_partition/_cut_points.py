@@ -21,7 +21,7 @@ Reads = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CutPoints:
-    """Where a program is divided.
+    """The cuts between the stages of a program.
 
     Attributes:
       positions: the indices of the equations with which the stages but the first
@@ -46,24 +46,28 @@ class CutPoints:
 
     @classmethod
     def of(
-        cls, program: TracedFunction, positions: Sequence[int], count: int, about: int
+        cls,
+        traced: TracedFunction,
+        positions: Sequence[int],
+        num_params: int,
+        about: int,
     ) -> "CutPoints":
         """The cuts of a program.
 
         Args:
-          program: the program that is cut.
+          traced: the function that is cut.
           positions: the indices of the equations with which stages begin.
-          count: the number of its parameters that other traces have too.
+          num_params: the number of its parameters that other traces have too.
           about: the number of stages for which it was traced.
         """
         if not positions:
             return cls.none(about)
-        reads_before = _reads_before(program, count)
-        distances = _distances_to_reads(program, reads_before)
+        reads_before = _reads_before(traced, num_params)
+        distances = _distances_to_reads(traced, reads_before)
         return cls(
             positions=tuple(positions),
-            size=len(program.closed.jaxpr.eqns),
-            names=_primitives_digest(program),
+            size=len(traced.closed.jaxpr.eqns),
+            names=_primitives_digest(traced),
             reads=tuple(tuple(reads_before[index].tolist()) for index in positions),
             around=tuple(distances[index] for index in positions),
             totals=tuple(reads_before[-1].tolist()),
@@ -84,7 +88,7 @@ class CutPoints:
         )
 
     def faults(self) -> Iterator[str]:
-        """Faults of the numbers, such as after they were read from a file."""
+        """Yields faults of the numbers, such as after they were read from a file."""
         ends = 0, *self.positions, self.size or 1
         if any(begin >= end for begin, end in pairwise(ends)):
             yield (
@@ -160,13 +164,13 @@ class CutPoints:
         return positions
 
 
-def _primitives_digest(program: TracedFunction) -> str:
+def _primitives_digest(traced: TracedFunction) -> str:
     """A digest of the primitives of a program."""
-    names = "\n".join(eqn.primitive.name for eqn in program.closed.jaxpr.eqns)
+    names = "\n".join(eqn.primitive.name for eqn in traced.closed.jaxpr.eqns)
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _reads_before(program: TracedFunction, num_params: int) -> np.ndarray:
+def _reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
     """The number of reads of each parameter before each equation, and before the end.
 
     A read is one by an equation of a stage, directly or through the copies that each
@@ -177,16 +181,16 @@ def _reads_before(program: TracedFunction, num_params: int) -> np.ndarray:
     """
     # variable -> the parameters that it follows from by copies
     sources: dict[core.Var, tuple[int, ...]] = {
-        var: (index,) for index, var in enumerate(program.params[:num_params])
+        var: (index,) for index, var in enumerate(traced.params[:num_params])
     }
-    eqns = program.closed.jaxpr.eqns
+    eqns = traced.closed.jaxpr.eqns
     reads = np.zeros((len(eqns) + 1, num_params), np.int32)
-    for row, eqn, kind in zip(reads[1:], eqns, program.kinds, strict=True):
-        operands = [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
-        params = dict.fromkeys(
-            param for operand in operands for param in sources.get(operand, ())
-        )
-        if kind == EqnKind.STAGE:
+    for row, eqn, eqn_kind in zip(reads[1:], eqns, traced.kinds, strict=True):
+        params: dict[int, None] = {}  # an ordered set
+        for atom in eqn.invars:
+            if not isinstance(atom, core.Literal):
+                params |= dict.fromkeys(sources.get(atom, ()))
+        if eqn_kind == EqnKind.STAGE:
             row[list(params)] = 1
         else:
             sources.update(dict.fromkeys(eqn.outvars, tuple(params)))
@@ -194,13 +198,13 @@ def _reads_before(program: TracedFunction, num_params: int) -> np.ndarray:
 
 
 def _distances_to_reads(
-    program: TracedFunction, reads_before: np.ndarray
+    traced: TracedFunction, reads_before: np.ndarray
 ) -> list[tuple[int, int]]:
     """The equations of stages since the last read before a place, and until the next.
 
     Behind the last read of all there may be a loss or none: nothing is counted there.
     """
-    is_of_stage = [kind == EqnKind.STAGE for kind in program.kinds]
+    is_of_stage = [eqn_kind == EqnKind.STAGE for eqn_kind in traced.kinds]
     stage_eqns_before = [0, *accumulate(is_of_stage)]
     num_reads = reads_before.sum(axis=1).tolist()
     # number of reads -> the equations before the first and last place with so many

@@ -1,4 +1,4 @@
-"""Where parameters are between steps: the stage and the sharding of each."""
+"""The layout of parameters between steps: the stage and the sharding of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +18,17 @@ PyTree = Any
 
 
 class ParamLayout:
-    """Where the leaves of a tree of parameters are between steps.
+    """The layout of a tree of parameters between steps.
 
     Args:
-      pipe: the schedule and the devices.
+      placement: the schedule and the devices.
       specs: the tree.
       owner_stages: the stage of each leaf.
       shardings: the sharding of each leaf there.
       marks: one bool per leaf; True if it is trained.
-      has_collections: whether it has parameters in ``"params"`` and others, of a model
-        or of each layer of a list.
-      advice: what to type where one is not in place.
+      has_collections: True if the tree, or each entry of a list, has the collection
+        ``"params"`` and others.
+      advice: the call to type if a leaf is not in place.
 
     Attributes:
       paths: the path of each leaf.
@@ -39,7 +39,7 @@ class ParamLayout:
 
     def __init__(
         self,
-        pipe: StagePlacement,
+        placement: StagePlacement,
         specs: PyTree,
         *,
         owner_stages: Sequence[int],
@@ -48,18 +48,18 @@ class ParamLayout:
         has_collections: bool,
         advice: str,
     ) -> None:
-        flat = jax.tree_util.tree_leaves_with_path(specs)
-        self.paths = [path for path, _ in flat]
-        self.specs = [
-            (leaf, pipe.place(stage))
-            for (_, leaf), stage in zip(flat, owner_stages, strict=True)
-        ]
+        self.paths = list[Any]()
+        self.specs = list[tuple[Any, int]]()
+        leaves = jax.tree_util.tree_leaves_with_path(specs)
+        for (path, spec), stage in zip(leaves, owner_stages, strict=True):
+            self.paths.append(path)
+            self.specs.append((spec, placement.place(stage)))
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
         self.params = _variables.param_indices(specs, has_collections)
         self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
-        self._pipe = pipe
+        self._placement = placement
         self._advice = advice
 
     @property
@@ -76,46 +76,58 @@ class ParamLayout:
     @property
     def keys(self) -> list[list[str]]:
         """The keys that lead to each leaf, without the collection of parameters."""
-        paths = [
-            [jax.tree_util.keystr((key,), simple=True) for key in path]
-            for path in self.paths
-        ]
-        return [path[1:] if path[0] == "params" else path for path in paths if path]
+        keys_of_leaves = list[list[str]]()
+        for path in self.paths:
+            keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+            if keys:
+                keys_of_leaves.append(keys[1:] if keys[0] == "params" else keys)
+        return keys_of_leaves
 
     @property
     def facts(self) -> dict[str, str]:
-        """What processes compare of them, in words."""
-        specs: list[list[Any]] = [[] for _ in self._pipe.stages]
+        """The parameters of each stage in words, which processes compare."""
+        specs: list[list[Any]] = [[] for _ in self._placement.stages]
         for (spec, _), stage in zip(self.specs, self.owner_stages, strict=True):
             specs[stage].append(spec)
-        return stage_facts(self._pipe.stages, specs)
+        return stage_facts(self._placement.stages, specs)
 
-    def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
-        """Raises if a leaf was overwritten, or is not where it is read."""
+    def check(self, leaves: Sequence[Any], tree_name: str = "params") -> None:
+        """Checks that no leaf was overwritten, and that each is where it is read.
+
+        Args:
+          leaves: the leaves of the parameters.
+          tree_name: the name of the parameters in errors.
+
+        Raises:
+          ValueError: with one leaf of each stage that is not in place.
+        """
         _variables.check_alive(leaves)
-        faults: dict[int, str] = {}  # one of each stage
+        faults: dict[int, str] = {}  # stage -> its first leaf that is not in place
         for path, leaf, stage, sharding in zip(
             self.paths, leaves, self.owner_stages, self.shardings, strict=True
         ):
-            device, own = self._pipe.devices[stage], self._pipe.stages[stage]
+            device = self._placement.devices[stage]
             if isinstance(leaf, jax.Array) and _transfer.is_in_place(
                 leaf, device, sharding
             ):
                 continue
-            faults[stage] = faults.get(stage) or (
-                f"stage {stage}{f' ({own})' * bool(own.layers)} runs on {device}, and "
-                f"{tree}{jax.tree_util.keystr(path)} is "
-                f"{_place(leaf, device, sharding)}"
-            )
-        place = "state = pipe.place(state)" if tree == "state" else self._advice
-        raise_all(f"{tree}: not in place; type {place}", [*faults.values()])
+            if stage not in faults:
+                group = self._placement.stages[stage]
+                layers = f" ({group})" if group.layers else ""
+                faults[stage] = (
+                    f"stage {stage}{layers} runs on {device}, and "
+                    f"{tree_name}{jax.tree_util.keystr(path)} is "
+                    f"{_describe_place(leaf, device, sharding)}"
+                )
+        advice = "state = pipe.place(state)" if tree_name == "state" else self._advice
+        raise_all(f"{tree_name}: not in place; type {advice}", [*faults.values()])
 
 
-def _place(leaf: Any, device: Device, sharding: Sharding) -> str:
-    """Where a parameter is; on its own device how it lies there."""
-    there = getattr(leaf, "sharding", None)
-    if isinstance(there, NamedSharding) and there.device_set == devices_of(device):
-        unsaid = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""
-        return f"there as {there.spec}, needed as {sharding.spec}{unsaid}"
+def _describe_place(leaf: Any, device: Device, sharding: Sharding) -> str:
+    """The device of a leaf; if it is the right one, its sharding there."""
+    actual = getattr(leaf, "sharding", None)
+    if isinstance(actual, NamedSharding) and actual.device_set == devices_of(device):
+        hint = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""
+        return f"there as {actual.spec}, needed as {sharding.spec}{hint}"
     # A leaf of NumPy answers "cpu", a sharded one its sharding.
     return f"on {leaf.device}"

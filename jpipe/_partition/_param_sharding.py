@@ -28,7 +28,7 @@ ShardingRule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
 
 def tree_shardings(
-    pipe: StagePlacement,
+    placement: StagePlacement,
     tree: PyTree,
     devices: Sequence[Device],
     owner: Any = None,
@@ -39,7 +39,7 @@ def tree_shardings(
     """The sharding of each leaf of a tree of variables.
 
     Args:
-      pipe: the pipeline with its rule and axes.
+      placement: the stages, with the rule and the axes of their meshes.
       tree: variables, arrays or specs.
       devices: the device of each leaf.
       owner: the module that holds the variables.
@@ -50,17 +50,17 @@ def tree_shardings(
         return [WHOLE] * len(devices)
     leaf_shardings: list[Sharding] = []
     faults: list[str] = []
-    requests = _requests(pipe.rule, tree, owner=owner, layer=layer, inside=inside)
+    requests = _requests(placement.rule, tree, owner=owner, layer=layer, inside=inside)
     for (names, leaf, axes), device in zip(requests, devices, strict=True):
         path = (*layer, *names)
-        allowed_axes = pipe.axes if pipe.rule else None
+        allowed_axes = placement.axes if placement.rule else None
         spec = _spec(axes, device, path=path, allowed_axes=allowed_axes)
         if not math.prod(leaf.shape):  # an empty array cannot be cut
             spec = P()
         faults += _faults(path, leaf, spec, device)
         leaf_shardings.append(Sharding(spec=spec))
-    of_layer = f" of layer {layer[0]}" if layer else ""
-    raise_all(f"parameters{of_layer} cannot be cut as they are to be", faults)
+    layer_text = f" of layer {layer[0]}" if layer else ""
+    raise_all(f"parameters{layer_text} cannot be cut as they are to be", faults)
     return leaf_shardings
 
 

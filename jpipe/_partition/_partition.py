@@ -1,9 +1,9 @@
-"""Where functions are cut in stages, and where and when these run.
+"""The partition of functions into stages, and the devices and schedule of these.
 
-The stages of a list of layers are decided by its user: they end where the trace has
-marks. One model or loss function is cut where that balances and few bytes cross; where
-that is is kept, in a form that means the same in traces of another batch size, or of
-evaluation, so that the parameters of all functions of a model stay where they are.
+The user of a list of layers decides its stages: they end at the marks in the trace. One
+model or loss function is cut where it balances and few bytes cross. Its cut points are
+kept, and mean the same in traces of another batch size, or of evaluation: so the
+parameters of all functions of a model stay where they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ class Partition:
       config: the settings.
       groups: the layers of each stage of a list; ``None``: the stages are found by
         cutting.
-      is_lasting: whether all functions are cut as the first one is, so that their
+      is_lasting: True if all functions are cut as the first one is, so that their
         parameters stay where they are.
 
     Attributes:
-      config: likewise.
+      config: the settings.
       stage_of_layer: the stage of each layer of a list; ``None``: found by cutting.
-      cuts: where functions are cut, once it is known; ``None`` for a list.
-      warnings: the warnings of all that is built in these stages.
+      cuts: the cut points, after the first function was cut; ``None`` for a list.
+      warnings: the warnings of all functions in these stages.
     """
 
     def __init__(
@@ -54,16 +54,17 @@ class Partition:
         self.warnings = WarnOnce(
             is_muted=any(isinstance(device, AbstractDevice) for device in config.ranks)
         )
-        self.stage_of_layer: tuple[int, ...] | None = None
         self._groups = groups
         self._is_lasting = is_lasting
         self._owner_stages: Sequence[int] | None = None
         # number of stages -> their devices and schedule
         self._placements: dict[int, StagePlacement] = {}
+        self.stage_of_layer: tuple[int, ...] | None = None
         if groups is not None:
-            self.stage_of_layer = tuple(
-                group.index for group in groups for _ in group.layers
-            )
+            stage_of_layer = list[int]()
+            for group in groups:
+                stage_of_layer += [group.index] * len(group.layers)
+            self.stage_of_layer = tuple(stage_of_layer)
             self.placement(len(groups))  # so that faults of settings are found
 
     # -------------------------------------------------------------------- micro-batches
@@ -91,7 +92,7 @@ class Partition:
 
     @property
     def num_traced_stages(self) -> int:
-        """The number of stages for which calls of `jax.checkpoint` are opened.
+        """The number of stages for which calls of `jax.checkpoint` are inlined.
 
         In a layer they stay as they are: 1.
         """
@@ -103,20 +104,20 @@ class Partition:
 
     @property
     def moves_equations(self) -> bool:
-        """Whether equations move to the stage that first reads what they compute."""
+        """True if equations move to the stage that first reads their results."""
         return self._groups is None
 
     def cut(
-        self, programs: Mapping[int, TracedFunction], num_params: int
+        self, traced_functions: Mapping[int, TracedFunction], num_params: int
     ) -> tuple[CutPoints | None, dict[int, list[int]]]:
         """Cuts a function.
 
         Args:
-          programs: the traces of it, by the size of the micro-batch.
-          num_params: how many of their parameters all functions have.
+          traced_functions: micro-batch size -> trace.
+          num_params: the number of parameters that all functions have.
 
         Returns:
-          The cuts, and for each trace the indices of the equations with which the
+          The cut points, and for each trace the indices of the equations with which the
           stages but the first begin.
 
         Raises:
@@ -124,23 +125,20 @@ class Partition:
         """
         if self._groups is not None:
             num_cuts = len(self._groups) - 1
-            ends = {
-                size: _boundaries.stage_ends(traced.closed)
-                for size, traced in programs.items()
-            }
-            return None, {
-                size: [end[stage] for stage in range(num_cuts)]
-                for size, end in ends.items()
-            }
+            positions = dict[int, list[int]]()
+            for size, traced in traced_functions.items():
+                stage_ends = _boundaries.stage_ends(traced.closed)
+                positions[size] = [stage_ends[stage] for stage in range(num_cuts)]
+            return None, positions
 
-        first_size, first = next(iter(programs.items()))
+        first_size, first = next(iter(traced_functions.items()))
         cuts = self.cuts
         about = self.num_traced_stages
         if cuts is None:
-            found = _balanced_cuts.choose_cuts(
-                first, self.config.num_stages, about, self.warnings
+            first_positions = _balanced_cuts.choose_cuts(
+                first, self.config.num_stages, default=about, warnings=self.warnings
             )
-            cuts = CutPoints.of(first, found, num_params, about)
+            cuts = CutPoints.of(first, first_positions, num_params, about)
         if cuts.positions and len(cuts.totals) != num_params:
             raise ValueError(
                 f"plan: it is of a model or function of {len(cuts.totals)} arrays of "
@@ -153,7 +151,7 @@ class Partition:
         positions = {first_size: cuts.on(first)}
         # Programs of other sizes are more like the first one than what was cut before.
         cuts_of_first = CutPoints.of(first, positions[first_size], num_params, about)
-        for size, traced in programs.items():
+        for size, traced in traced_functions.items():
             if size != first_size:
                 positions[size] = cuts_of_first.on(traced)
         return cuts, positions
@@ -164,15 +162,14 @@ class Partition:
         """Returns the owner stage of each parameter, once these are known.
 
         Args:
-          specs: the parameters, or specs; of a list one entry per layer.
+          specs: the parameters, or specs; for a list one entry per layer.
         """
         if self.stage_of_layer is None:
             return self._owner_stages
-        return [
-            stage
-            for stage, entry in zip(self.stage_of_layer, specs, strict=True)
-            for _ in jax.tree.leaves(entry)
-        ]
+        owner_stages = list[int]()
+        for stage, entry in zip(self.stage_of_layer, specs, strict=True):
+            owner_stages += [stage] * len(jax.tree.leaves(entry))
+        return owner_stages
 
     def keep_owner_stages(self, owner_stages: Sequence[int]) -> None:
         """Keeps the owner stages of one function for all others."""
@@ -214,9 +211,9 @@ class Partition:
 
     @property
     def places(self) -> tuple[Device, ...]:
-        """The devices, each once; of several processes at least one of each.
+        """The devices, each once; every process has at least one.
 
-        Those of a list are the ones that its schedule uses.
+        For a list these are the devices that its schedule uses.
         """
         if self._groups is not None:
             return self.placement(len(self._groups)).places

@@ -1,4 +1,4 @@
-"""Whether parameters are those that a plan was made of."""
+"""Checks that parameters have the shapes for which a plan was made."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def check_planned_shapes(
     Args:
       specs: the parameters, or specs of them.
       planned_shapes: the shapes in the plan; ``None``: there is no plan.
-      name: what errors call the parameters.
-      has_collections: whether there are other collections among them, of a model.
+      name: the name of the parameters in errors.
+      has_collections: True if there are other collections among them, of a model.
 
     Raises:
-      ValueError: with all that are of another shape.
+      ValueError: with all parameters of another shape.
     """
     if planned_shapes is None:
         return

@@ -13,7 +13,7 @@ _POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
 
 
 def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
-    """One setting per stage, from one for all or a sequence of them.
+    """Returns one setting per stage, from one for all or a sequence of them.
 
     Args:
       remat: a name, a policy of `jax.checkpoint_policies`, or one per stage.

@@ -31,7 +31,7 @@ from ..schedules import Schedule
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """A pipeline without its batches.
+    """The stages of a pipeline, their devices, and their schedule.
 
     Attributes:
       stages: all stages, in order.
@@ -65,7 +65,10 @@ class StagePlacement:
     @property
     def layers(self) -> list[LayerAdapter]:
         """All layers, in order."""
-        return [layer for stage in self.stages for layer in stage.layers]
+        layers = list[LayerAdapter]()
+        for stage in self.stages:
+            layers += stage.layers
+        return layers
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -126,7 +129,7 @@ class StagePlacement:
         return {device: place for place, device in enumerate(self.places)}
 
     def called(self, device: Device) -> str:
-        """A device in messages, with its process if there are several."""
+        """The words for a device, with its process if there are several."""
         if self.copies is None:
             return str(device)
         return f"{device} of process {device.process_index}"
@@ -172,13 +175,19 @@ class StagePlacement:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes of the meshes of all places."""
-        meshes = [place.mesh for place in self.places if isinstance(place, StageMesh)]
-        return tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
+        names: dict[str, None] = {}  # an ordered set
+        for place in self.places:
+            if isinstance(place, StageMesh):
+                names |= dict.fromkeys(place.mesh.axis_names)
+        return tuple(names)
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:
         """The stage of each layer."""
-        return tuple(stage.index for stage in self.stages for _ in stage.layers)
+        stage_of_layer = list[int]()
+        for stage in self.stages:
+            stage_of_layer += [stage.index] * len(stage.layers)
+        return tuple(stage_of_layer)
 
 
 def idle_process_devices(devices: Collection[Device]) -> Iterator[Device]:

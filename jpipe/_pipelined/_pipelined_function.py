@@ -194,14 +194,14 @@ class PipelinedFunction:
         specs = _microbatch.array_specs(params, "params")
         is_trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
         with explain_sizes(batch), _batch_norm.merge_statistics(batch.num_parts > 1):
-            programs, state = self._trace(specs, batch, runs=runs)
+            traced_functions, state = self._trace(specs, batch, runs=runs)
             self._check_planned(specs)
             count = len(is_trained)
-            cuts, positions = self._partition.cut(programs, count)
+            cuts, positions = self._partition.cut(traced_functions, count)
             num_stages = len(positions[batch.sizes[0]]) + 1
             placement = self._partition.placement(num_stages)
             stages = Stages(
-                programs=programs,
+                programs=traced_functions,
                 cuts=positions,
                 sizes=batch.sizes,
                 remat=placement.remat,
@@ -245,23 +245,23 @@ class PipelinedFunction:
           could be written is returned unchanged.
         """
         spec = self._spec
-        programs = trace_sizes(spec, self._partition, specs, batch)
+        traced_functions = trace_sizes(spec, self._partition, specs, batch)
         state = StateUpdate()
         if spec.writes is None:
-            return programs, state
+            return traced_functions, state
 
-        first = programs[batch.sizes[0]]
+        first = traced_functions[batch.sizes[0]]
         if spec.discards is None:
             first_index, written = spec.writes(first, specs)
             state = find_updates(first, first_index, written)
         elif runs:
             spec.discards(first, specs)
-        for size, traced in programs.items():
+        for size, traced in traced_functions.items():
             first_index, written = spec.writes(traced, specs)
-            programs[size] = drop_unwritten_aux(
+            traced_functions[size] = drop_unwritten_aux(
                 traced, first_index, written, state=state
             )
-        return programs, state
+        return traced_functions, state
 
     def _results(
         self, stages: Stages, specs: PyTree, batch: Batch
@@ -271,7 +271,7 @@ class PipelinedFunction:
         for size in batch.sizes:
             sizes += [size] * batch.num_shards
         return MicrobatchOutputs(
-            program=stages.first,
+            traced=stages.first,
             has_examples=[axis is not None for axis in batch.axes],
             first=self._spec.aux_of(stages.first),
             last=self._spec.aux_of(stages.program(-1)),

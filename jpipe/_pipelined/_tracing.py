@@ -33,7 +33,7 @@ def trace_sizes(
     Returns:
       The traces by these sizes, that of the first micro-batch first.
     """
-    programs = {}
+    traced_functions = {}
     for size in dict.fromkeys(batch.sizes):
         traced = _trace(
             spec, params, batch, size, num_stages=partition.num_traced_stages
@@ -47,9 +47,10 @@ def trace_sizes(
         traced = _with_local_inputs(spec, traced, batch.part(size))
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
-        programs[size] = traced
+        traced_functions[size] = traced
     return _eqn_order.sink_equations(
-        _traced_function.with_equal_arrays(programs), moves=partition.moves_equations
+        _traced_function.with_equal_arrays(traced_functions),
+        moves=partition.moves_equations,
     )
 
 

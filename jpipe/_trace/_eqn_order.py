@@ -16,7 +16,7 @@ from ._traced_function import EqnKind, TracedFunction
 
 
 def sink_equations(
-    programs: Mapping[int, TracedFunction], *, moves: bool = True
+    traced_functions: Mapping[int, TracedFunction], *, moves: bool = True
 ) -> dict[int, TracedFunction]:
     """Moves each equation right before the first one that reads its results.
 
@@ -28,32 +28,32 @@ def sink_equations(
     another shape in each program are made by a stage, and not once per step.
 
     Args:
-      programs: the programs by the sizes of their micro-batches, the first first.
+      traced_functions: micro-batch size -> trace; the first micro-batch first.
       moves: whether equations move; those of a list stay in their layers.
     """
-    first = next(iter(programs.values()))
+    first = next(iter(traced_functions.values()))
     find_order = _sunk_order if moves else _present_order
     fingerprint = _fingerprint(first)
     equal_programs = {
-        size: program
-        for size, program in programs.items()
-        if _fingerprint(program) == fingerprint
+        size: traced
+        for size, traced in traced_functions.items()
+        if _fingerprint(traced) == fingerprint
     }
     order = find_order(first)
     kinds = _common_kinds(list(equal_programs.values()))
 
     ordered = {}
-    for size, program in programs.items():
+    for size, traced in traced_functions.items():
         if size in equal_programs:
-            ordered[size] = _ordered(program, order, kinds)
+            ordered[size] = _ordered(traced, order, kinds)
         else:
-            ordered[size] = _ordered(program, find_order(program), program.kinds)
+            ordered[size] = _ordered(traced, find_order(traced), traced.kinds)
     return ordered
 
 
-def _common_kinds(programs: Sequence[TracedFunction]) -> list[EqnKind]:
+def _common_kinds(traced_functions: Sequence[TracedFunction]) -> list[EqnKind]:
     """The kinds of the equations of programs that have the same ones."""
-    first = programs[0]
+    first = traced_functions[0]
     kinds = list(first.kinds)
     # Variables whose shape differs between programs, or that follow from such; and
     # those that a stage makes because of that.
@@ -61,7 +61,9 @@ def _common_kinds(programs: Sequence[TracedFunction]) -> list[EqnKind]:
     moved_to_stage = set[core.Var]()
     for index, eqn in enumerate(first.closed.jaxpr.eqns):
         operands = _jaxpr.variables(eqn.invars)
-        if not _has_varying_shape(programs, index) and varying.isdisjoint(operands):
+        if not _has_varying_shape(traced_functions, index) and varying.isdisjoint(
+            operands
+        ):
             continue
         varying.update(eqn.outvars)
         if kinds[index] == EqnKind.ONCE or not moved_to_stage.isdisjoint(operands):
@@ -70,19 +72,19 @@ def _common_kinds(programs: Sequence[TracedFunction]) -> list[EqnKind]:
     return kinds
 
 
-def _has_varying_shape(programs: Sequence[TracedFunction], index: int) -> bool:
+def _has_varying_shape(traced_functions: Sequence[TracedFunction], index: int) -> bool:
     """True if the results of an equation have other shapes in some programs."""
     avals = list[list[Any]]()
-    for program in programs:
-        avals.append([var.aval for var in program.closed.jaxpr.eqns[index].outvars])
+    for traced in traced_functions:
+        avals.append([var.aval for var in traced.closed.jaxpr.eqns[index].outvars])
     return any(avals_of_program != avals[0] for avals_of_program in avals)
 
 
-def _fingerprint(program: TracedFunction) -> list[Any]:
+def _fingerprint(traced: TracedFunction) -> list[Any]:
     """The primitive of each equation, and the equations that make its operands."""
-    producer = program.producer
+    producer = traced.producer
     fingerprint = []
-    for eqn in program.closed.jaxpr.eqns:
+    for eqn in traced.closed.jaxpr.eqns:
         operands = [var for var in eqn.invars if not isinstance(var, core.Literal)]
         producers = [producer.get(var) for var in operands]
         fingerprint.append((eqn.primitive.name, producers))
@@ -90,27 +92,27 @@ def _fingerprint(program: TracedFunction) -> list[Any]:
 
 
 def _ordered(
-    program: TracedFunction, order: Sequence[int], kinds: Sequence[EqnKind]
+    traced: TracedFunction, order: Sequence[int], kinds: Sequence[EqnKind]
 ) -> TracedFunction:
-    jaxpr = program.closed.jaxpr
+    jaxpr = traced.closed.jaxpr
     jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[index] for index in order])
     return replace(
-        program,
-        closed=core.ClosedJaxpr(jaxpr, program.closed.consts),
+        traced,
+        closed=core.ClosedJaxpr(jaxpr, traced.closed.consts),
         known_kinds=[kinds[index] for index in order],
     )
 
 
-def _present_order(program: TracedFunction) -> list[int]:
-    return [*range(len(program.closed.jaxpr.eqns))]
+def _present_order(traced: TracedFunction) -> list[int]:
+    return [*range(len(traced.closed.jaxpr.eqns))]
 
 
-def _sunk_order(program: TracedFunction) -> list[int]:
+def _sunk_order(traced: TracedFunction) -> list[int]:
     """The order of the equations, each right before the first one that reads it."""
-    jaxpr = program.closed.jaxpr
+    jaxpr = traced.closed.jaxpr
     returned = _jaxpr.variables(jaxpr.outvars)
     of_stages = set[core.Var]()
-    for eqn, eqn_kind in zip(jaxpr.eqns, program.kinds, strict=True):
+    for eqn, eqn_kind in zip(jaxpr.eqns, traced.kinds, strict=True):
         if eqn_kind == EqnKind.STAGE:
             of_stages.update(eqn.outvars)
     # index of an equation -> that of the equation before which it is put

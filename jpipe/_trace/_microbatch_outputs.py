@@ -20,7 +20,7 @@ class MicrobatchOutputs:
     """The results of micro-batches besides the loss.
 
     Attributes:
-      program: the program of the first micro-batch.
+      traced: the function on the first micro-batch.
       has_examples: one bool per leaf of the batch; True if it is split by examples.
       first: specs of the results of the first micro-batch.
       last: specs of the results of the last micro-batch.
@@ -28,7 +28,7 @@ class MicrobatchOutputs:
       trace_whole: traces the mini-batch as one micro-batch.
     """
 
-    program: TracedFunction
+    traced: TracedFunction
     has_examples: Sequence[bool]
     first: PyTree
     last: PyTree
@@ -43,26 +43,26 @@ class MicrobatchOutputs:
     @cached_property
     def depends_on_examples(self) -> list[bool]:
         """One bool per leaf; True if it follows from an example."""
-        program = self.program
-        outvars = program.aux_vars[: len(self.leaves)]
-        jaxpr = program.closed.jaxpr.replace(outvars=outvars)
-        closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
+        traced = self.traced
+        outvars = traced.aux_vars[: len(self.leaves)]
+        jaxpr = traced.closed.jaxpr.replace(outvars=outvars)
+        closed = core.ClosedJaxpr(jaxpr, traced.closed.consts)
         inputs = [False] * len(jaxpr.invars)
-        end = program.num_params + len(self.has_examples)
-        inputs[program.num_params : end] = self.has_examples
+        end = traced.num_params + len(self.has_examples)
+        inputs[traced.num_params : end] = self.has_examples
         return _dataflow.reached(closed, inputs)
 
     @cached_property
     def _whole(self) -> tuple[TracedFunction, list[Any]]:
         """The program of the whole mini-batch at once, and specs of its results."""
-        program, specs = self.trace_whole()
+        traced, specs = self.trace_whole()
         if jax.tree.structure(specs) != jax.tree.structure(self.first):
             raise ValueError(
                 f"what is returned has another structure for the whole mini-batch: "
                 f"{shape_text(self.first)} for a micro-batch and {shape_text(specs)}; "
                 f"return the same for each number of examples"
             )
-        return program, jax.tree.leaves(specs)
+        return traced, jax.tree.leaves(specs)
 
     def shapes_of(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of a leaf of the first and of the last micro-batch."""
@@ -90,12 +90,12 @@ class MicrobatchOutputs:
 
     def constant(self, i: int) -> core.ClosedJaxpr | None:
         """``() -> leaf`` of one device, if it follows from no input at all."""
-        program, _ = self._whole
-        return program.constant(program.aux_vars[i])
+        traced, _ = self._whole
+        return traced.constant(traced.aux_vars[i])
 
     def is_input(self, i: int) -> bool:
         """True if a leaf is an input, unchanged."""
-        return self.program.aux_vars[i] in self.program.closed.jaxpr.invars
+        return self.traced.aux_vars[i] in self.traced.closed.jaxpr.invars
 
     def has_fixed_shape(self, i: int) -> bool:
         """True if a leaf has the same shape for any number of examples."""

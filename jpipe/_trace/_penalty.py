@@ -39,42 +39,42 @@ _SUMS = {
 _SCALES = {"div", "mul"}
 
 
-def scale_loss(program: TracedFunction, scale: float) -> TracedFunction:
+def scale_loss(traced: TracedFunction, scale: float) -> TracedFunction:
     """Scales the loss of modules, each of whose terms counts for each micro-batch.
 
     Such a loss was run at once and in micro-batches: a term such as
     ``len(targets) * log_scale`` adds up, though it depends on no example.
 
     Args:
-      program: the program, with the loss that the user returned.
+      traced: the function, with the loss that the user returned.
       scale: the factor of the loss.
     """
-    closed = program.closed
+    closed = traced.closed
 
     def run(*args: Any) -> list[Any]:
         loss, *aux = _jaxpr.as_traced(closed)(*args)
         return [loss * jnp.asarray(scale, loss.dtype), *aux]
 
-    return replace(program, closed=_jaxpr.retrace(closed, run))
+    return replace(traced, closed=_jaxpr.retrace(closed, run))
 
 
 def separate_penalty(
-    program: TracedFunction, split: Sequence[bool], *, scale: float, share: float
+    traced: TracedFunction, split: Sequence[bool], *, scale: float, share: float
 ) -> TracedFunction:
     """Scales the part of a loss that follows from examples, and separates the penalty.
 
     Args:
-      program: the program, with the loss that the user returned.
+      traced: the function, with the loss that the user returned.
       split: one bool per leaf of the batch; True if it is split by examples.
       scale: the factor of the part that follows from examples.
       share: one over the number of micro-batches. A penalty that reads what each
         micro-batch is given whole, or a key, is its mean over them.
     """
-    closed = program.closed
-    loss_sum = _LossSum(program, split)
+    closed = traced.closed
+    loss_sum = _LossSum(traced, split)
     variables = loss_sum.variables()
     jaxpr = closed.jaxpr.replace(outvars=[*variables, *closed.jaxpr.outvars[1:]])
-    is_penalty_of_params = program.of_batch.isdisjoint(
+    is_penalty_of_params = traced.of_batch.isdisjoint(
         set(variables) - loss_sum.of_examples
     )
 
@@ -94,14 +94,14 @@ def separate_penalty(
             return [data, *aux, penalty]
         return [data + penalty * jnp.asarray(share, data.dtype), *aux]
 
-    return replace(program, closed=_jaxpr.retrace(closed, run))
+    return replace(traced, closed=_jaxpr.retrace(closed, run))
 
 
 class _LossSum:
     """The loss of a program as a tree of sums, each perhaps scaled.
 
     Args:
-      program: the program.
+      traced: the function.
       split: see `separate_penalty`.
 
     Attributes:
@@ -110,15 +110,13 @@ class _LossSum:
       is_without_penalty: True if all terms of the loss follow from examples.
     """
 
-    def __init__(self, program: TracedFunction, split: Sequence[bool]) -> None:
-        self._jaxpr = program.closed.jaxpr
-        self._producer = program.producer
+    def __init__(self, traced: TracedFunction, split: Sequence[bool]) -> None:
+        self._jaxpr = traced.closed.jaxpr
+        self._producer = traced.producer
         # The last batch inputs are the number of the micro-batch and of folded keys.
-        inputs = zip(program.given, split, strict=False)
-        self.of_examples = program.reached(
-            [var for var, is_split in inputs if is_split]
-        )
-        self.root: Any = program.closed.jaxpr.outvars[0]
+        inputs = zip(traced.given, split, strict=False)
+        self.of_examples = traced.reached([var for var, is_split in inputs if is_split])
+        self.root: Any = traced.closed.jaxpr.outvars[0]
         # variable of a sum -> the operands that it is the sum of
         self._terms: dict[core.Var, list[Any]] = {}
         self.is_without_penalty = all(map(self._is_of_examples, self._find_leaves()))

@@ -196,12 +196,12 @@ def _is_wider(new: Any, old: Any) -> bool:
 
 
 def find_updates(
-    program: TracedFunction, first_index: int, written: Sequence[StateLeaf]
+    traced: TracedFunction, first_index: int, written: Sequence[StateLeaf]
 ) -> StateUpdate:
     """Finds the state leaves that a program writes, among its results.
 
     Args:
-      program: the program, in training.
+      traced: the function, in training.
       first_index: the index, among its results besides the loss, of the first leaf that
         may be written.
       written: the leaves that may be written.
@@ -213,13 +213,13 @@ def find_updates(
       ValueError: if a call writes what the step does not take from it, or batch norms
         cannot be merged.
     """
-    results = program.aux_vars[first_index:]
-    closed = _with_outvars(program, results)
+    results = traced.aux_vars[first_index:]
+    closed = _with_outvars(traced, results)
     origins = _dataflow.origins(closed, _batch_norm.MARK)
     # A transformation such as nn.remat returns its inputs as if it had changed them.
     indices = [i for i, leaf in enumerate(written) if origins[i] != leaf.param_index]
     changed = [written[i] for i in indices]
-    specs = [_jaxpr.spec(program.params[leaf.param_index].aval) for leaf in changed]
+    specs = [_jaxpr.spec(traced.params[leaf.param_index].aval) for leaf in changed]
     _check_lasting(changed, specs)
 
     norms = list[NormIndices]()
@@ -243,33 +243,33 @@ def find_updates(
 
 
 def drop_unwritten_aux(
-    program: TracedFunction,
+    traced: TracedFunction,
     first_index: int,
     written: Sequence[StateLeaf],
     *,
     state: StateUpdate,
 ) -> TracedFunction:
     """Makes a program return leaves unchanged that it may write, but does not."""
-    outvars = list(program.closed.jaxpr.outvars)
-    begin = len(outvars) - len(program.rest) - len(written)
+    outvars = list(traced.closed.jaxpr.outvars)
+    begin = len(outvars) - len(traced.rest) - len(written)
     for i, leaf in enumerate(written):
         if first_index + i not in state.aux_indices:
-            outvars[begin + i] = program.params[leaf.param_index]
-    return replace(program, closed=_with_outvars(program, outvars))
+            outvars[begin + i] = traced.params[leaf.param_index]
+    return replace(traced, closed=_with_outvars(traced, outvars))
 
 
 def find_changes(
-    program: TracedFunction, first_index: int, written: Sequence[StateLeaf]
+    traced: TracedFunction, first_index: int, written: Sequence[StateLeaf]
 ) -> list[StateLeaf]:
     """Finds the leaves that a program changes in evaluation: see `find_updates`."""
-    closed = _with_outvars(program, program.aux_vars[first_index:])
+    closed = _with_outvars(traced, traced.aux_vars[first_index:])
     pairs = zip(written, _dataflow.origins(closed), strict=True)
     return [leaf for leaf, origin in pairs if origin != leaf.param_index]
 
 
-def _with_outvars(program: TracedFunction, outvars: Sequence[Any]) -> core.ClosedJaxpr:
-    jaxpr = program.closed.jaxpr.replace(outvars=list(outvars))
-    return core.ClosedJaxpr(jaxpr, program.closed.consts)
+def _with_outvars(traced: TracedFunction, outvars: Sequence[Any]) -> core.ClosedJaxpr:
+    jaxpr = traced.closed.jaxpr.replace(outvars=list(outvars))
+    return core.ClosedJaxpr(jaxpr, traced.closed.consts)
 
 
 def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:

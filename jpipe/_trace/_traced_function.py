@@ -309,31 +309,32 @@ def _is_array(constant: Any) -> bool:
 
 
 def with_equal_arrays(
-    programs: Mapping[int, TracedFunction],
+    traced_functions: Mapping[int, TracedFunction],
 ) -> Mapping[int, TracedFunction]:
     """Makes programs close over equal arrays, in the same order.
 
     Args:
-      programs: the programs by the sizes of their micro-batches.
+      traced_functions: micro-batch size -> trace.
 
     Raises:
       ValueError: if they close over others, but for arrays of NumPy, which become
         constants of the programs.
     """
-    if _have_equal_arrays([*programs.values()]):
-        return programs
-    programs = {
-        size: _with_numpy_as_constants(program) for size, program in programs.items()
+    if _have_equal_arrays([*traced_functions.values()]):
+        return traced_functions
+    traced_functions = {
+        size: _with_numpy_as_constants(traced)
+        for size, traced in traced_functions.items()
     }
-    if not _have_equal_arrays([*programs.values()]):
+    if not _have_equal_arrays([*traced_functions.values()]):
         raise ValueError(OTHER_READS)
-    return programs
+    return traced_functions
 
 
-def _have_equal_arrays(programs: Sequence[TracedFunction]) -> bool:
-    first = programs[0]
+def _have_equal_arrays(traced_functions: Sequence[TracedFunction]) -> bool:
+    first = traced_functions[0]
     return all(
-        _are_equal(first.constants, program.constants) for program in programs[1:]
+        _are_equal(first.constants, traced.constants) for traced in traced_functions[1:]
     )
 
 
@@ -345,10 +346,10 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     )
 
 
-def _with_numpy_as_constants(program: TracedFunction) -> TracedFunction:
+def _with_numpy_as_constants(traced: TracedFunction) -> TracedFunction:
     """The program with arrays of NumPy as constants, and not as inputs."""
-    jaxpr = program.closed.jaxpr
-    arrays = [*zip(program.closed_over, program.constants, strict=True)]
+    jaxpr = traced.closed.jaxpr
+    arrays = [*zip(traced.closed_over, traced.constants, strict=True)]
     numpy_arrays = {
         var: array for var, array in arrays if isinstance(array, np.ndarray)
     }
@@ -356,11 +357,11 @@ def _with_numpy_as_constants(program: TracedFunction) -> TracedFunction:
         constvars=[*jaxpr.constvars, *numpy_arrays],
         invars=[var for var in jaxpr.invars if var not in numpy_arrays],
     )
-    consts = [*program.closed.consts, *numpy_arrays.values()]
+    consts = [*traced.closed.consts, *numpy_arrays.values()]
     return replace(
-        program,
+        traced,
         closed=core.ClosedJaxpr(jaxpr, consts),
-        num_params=program.num_params - len(numpy_arrays),
+        num_params=traced.num_params - len(numpy_arrays),
         constants=[array for var, array in arrays if var not in numpy_arrays],
     )
 
