@@ -117,7 +117,7 @@ def check_loss_function(
         axes=[None] * len(jax.tree.leaves(at_once.grads)),
         sizes=sizes,
         limit=tolerance,
-        smallest_scale=_SMALLEST_SCALE * _comparison.size(at_once.grads),
+        smallest_scale=_SMALLEST_SCALE * _comparison.max_magnitude(at_once.grads),
     )
     result = CheckResult(
         f"the loss with reduction={spec.reduction!r}",

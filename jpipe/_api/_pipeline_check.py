@@ -144,7 +144,7 @@ def _layers_to_check(
         sequential = Sequential(
             [model.layers[k] for k in indices],
             [model.stage_of_layer[k] for k in indices],
-            numbers=indices,
+            indices=indices,
         )
         layers.append(LayerToCheck(i, sequential, [entries[k] for k in indices]))
     return layers

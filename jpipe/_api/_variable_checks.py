@@ -83,7 +83,7 @@ class VariableChecks:
         entries = self._model.entries(variables)
         initial = self._check(variables, x)
         if initial is not None and self._model.is_list:
-            entries = self._model.parent.like(initial.specs, entries)
+            entries = self._model.parent.move_to_owners(initial.specs, entries)
         variables = self._model.from_entries(entries)
         self.note(variables, x)
         return variables

@@ -95,13 +95,13 @@ def _align_shared(
     locations: dict[Names, list[_Location]] = {}
     for i, entry in enumerate(variables):
         for names in flatten_variables(entry):
-            locations.setdefault(parent.same(i, names), []).append((i, names))
+            locations.setdefault(parent.parent_path(i, names), []).append((i, names))
 
     specs: list[dict[Names, PyTree]] = [{} for _ in expected]
     duplicates: dict[_Location, _Location] = {}
     for i, entry in enumerate(expected):
         for names, spec in flatten_variables(entry).items():
-            first, *more = locations.get(parent.same(i, names), [(i, names)])
+            first, *more = locations.get(parent.parent_path(i, names), [(i, names)])
             layer, path = first
             specs[layer][path] = spec
             duplicates |= dict.fromkeys(more, first)

@@ -352,14 +352,11 @@ class Graph:
             for copy in copies.pop(value, ()):
                 places = self.places[value], self.places[copy]
                 copies_of_move.setdefault(places, []).append(copy)
-        return [
-            Instruction(
-                place=target,
-                source=source,
-                function=None,
-                reads=[self._source[copy] for copy in moved],
-                writes=moved,
-                label=label,
+
+        moves: list[Instruction] = []
+        for (source, target), moved in copies_of_move.items():
+            reads = [self._source[copy] for copy in moved]
+            moves.append(
+                Instruction(target, source, None, reads, writes=moved, label=label)
             )
-            for (source, target), moved in copies_of_move.items()
-        ]
+        return moves

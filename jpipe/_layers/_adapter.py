@@ -339,9 +339,9 @@ def _describe_call(
     switch_values = _switches.switch_values(parameters, train=True, rngs=None)
     return _inactive_parts.LayerCall(
         name=name,
-        asking=parameters,
-        offered=[*switch_values],
-        keywords=_switches.kwargs_name(function, parameters, x),
+        parameters=parameters,
+        passed=[*switch_values],
+        kwargs_name=_switches.kwargs_name(function, parameters, x),
     )
 
 

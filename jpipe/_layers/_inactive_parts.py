@@ -5,13 +5,14 @@
         def __call__(self, x, enable_dropout=False):
             return nn.Dropout(0.5)(x, deterministic=not enable_dropout)
 
-A pipeline gives a layer ``train`` and what else a switch is commonly called, not
+A pipeline passes ``train`` to a layer, or another common name of a switch, but not
 ``enable_dropout``: such a block would be trained without dropout, and nothing would
 show it. So `Pipeline.check` traces each layer in the scope of `collect_notes`. There
-the calls of Flax's own dropouts, norms and attentions are seen: in linen by
-`flax.linen.intercept_methods`, of nnx by its three classes. One that is off because a
-call around it left a parameter at its default is noted. What the user set, by an
-attribute or an argument, is the user's choice. Outside of that scope nothing is seen.
+calls of Flax's dropouts, norms and attentions are seen: those of linen by
+`flax.linen.intercept_methods`, those of nnx by patches of the three classes. A note
+tells of each that is off because a call around it left a parameter at its default. An
+attribute or argument that the user set is the user's choice. Outside of that scope
+nothing is seen.
 """
 
 import inspect
@@ -32,12 +33,13 @@ from ._slots import path_in_layer
 
 @dataclass(frozen=True)
 class _SwitchedPart:
-    """A class of Flax that does something else in training.
+    """A class of Flax whose modules compute something else in training.
 
     Attributes:
-      name: how notes call it.
-      switch: the argument, and the attribute, that turns it off.
-      rate: the attribute that holds its rate, which may be zero; empty if it has none.
+      name: its name in notes.
+      switch: the name of the argument, and of the attribute, that turns it off.
+      rate: the name of the attribute with its rate, which may be zero; empty if it has
+        none.
     """
 
     name: str
@@ -60,13 +62,13 @@ _NNX: dict[type, _SwitchedPart] = {
 }
 # The notes of the scope of `collect_notes`; ``None`` outside of one.
 _notes: ContextVar[list[str] | None] = ContextVar("jpipe_notes", default=None)
-# Its value is a part of the key by which JAX finds what it has traced.
+# Its value is a part of the key of JAX's cache of traces.
 _scope = jax.make_user_context()
 _scopes = itertools.count(1)
 
 
 # Parts of the names of switches.
-_HINTS = "train", "eval", "infer", "test", "determ", "drop", "mode", "average"
+_HINTS = ("train", "eval", "infer", "test", "determ", "drop", "mode", "average")
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ class Default:
     """A parameter that a call left at its default, which may be a switch.
 
     Attributes:
-      call: what was called, such as ``"Block.__call__"``.
-      name: the parameter; ``"**kwargs"`` of all that a call takes by name.
+      call: the name of the call, such as ``"Block.__call__"``.
+      name: the parameter; ``"**kwargs"`` for all arguments that a call takes by name.
       value: its default.
-      is_open: whether who calls the layer can set it.
+      is_open: True if the caller of the layer can set it.
     """
 
     call: str
@@ -86,13 +88,13 @@ class Default:
     is_open: bool = False
 
     def __str__(self) -> str:
-        if self.is_of_keywords:
+        if self.is_of_kwargs:
             return f"{self.call} takes {self.name}"
         return f"{self.call} left {self.name}={self.value}"
 
     @property
-    def is_of_keywords(self) -> bool:
-        """Whether it is no switch itself, and there may be one in it."""
+    def is_of_kwargs(self) -> bool:
+        """True for ``**kwargs``, which is no switch itself and may hold one."""
         return self.name.startswith("**")
 
     @property
@@ -104,7 +106,7 @@ class Default:
 
     @property
     def is_likely(self) -> bool:
-        """Whether its name is that of a switch."""
+        """True if its name is like that of a switch."""
         return any(hint in self.name.lower() for hint in _HINTS)
 
 
@@ -113,36 +115,40 @@ class LayerCall:
     """A call of a layer, and the switches that it takes.
 
     Attributes:
-      name: what messages call it, such as ``"Block.__call__"``.
-      asking: its parameters that are open.
-      offered: the names of those that it is given.
-      keywords: the name of its ``**kwargs``, in which it may look for a switch; else
-        empty: see `_switches.keywords`.
-      passing: how to set a parameter, with ``{}`` in its place; empty of a function.
-      path: of linen that of the module which is called, whose defaults are seen there.
+      name: its name in messages, such as ``"Block.__call__"``.
+      parameters: its open parameters, which the caller of the layer may set.
+      passed: the names of the parameters that the pipeline sets.
+      kwargs_name: the name of its ``**kwargs``, in which it may look for a switch;
+        empty if it has none: see `_switches.kwargs_name`.
+      form: the layer to list in its place, with ``{}`` for an argument; empty for a
+        function.
+      path: the path of the linen module that is called, whose defaults are seen in its
+        own call; ``None`` if no linen module is called.
     """
 
     name: str
-    asking: Sequence[inspect.Parameter]
-    offered: Collection[str]
-    keywords: str = ""
-    passing: str = ""
+    parameters: Sequence[inspect.Parameter]
+    passed: Collection[str]
+    kwargs_name: str = ""
+    form: str = ""
     path: Sequence[Any] | None = None
 
     @property
     def has_switch(self) -> bool:
-        """Whether it receives a switch."""
-        return bool({*self.offered} - {"rngs"})
+        """True if it receives a switch."""
+        return bool({*self.passed} - {"rngs"})
 
     @property
     def defaults(self) -> list[Default]:
-        """The parameters that it leaves at a default; of linen most are seen later."""
-        left: list[Default] = []
-        if not self.has_switch and self.path is None:
-            left = _defaults(self.name, self.asking, is_open=bool(self.passing))
-        if not self.has_switch and self.keywords:
-            left.append(Default(self.name, f"**{self.keywords}", ""))
-        return left
+        """The parameters that it leaves at a default; most of linen are seen later."""
+        if self.has_switch:
+            return []
+        defaults: list[Default] = []
+        if self.path is None:
+            defaults = _defaults(self.name, self.parameters, is_open=bool(self.form))
+        if self.kwargs_name:
+            defaults.append(Default(self.name, f"**{self.kwargs_name}", ""))
+        return defaults
 
 
 @contextmanager
@@ -155,7 +161,7 @@ def collect_notes() -> Iterator[list[str]]:
     notes: list[str] = []
     token = _notes.set(notes)
     try:
-        # `flax.linen.jit` would not run again what it has traced for an equal layer.
+        # Else `flax.linen.jit` would take the trace of an equal layer from its cache.
         with _scope(next(_scopes)):
             yield notes
     finally:
@@ -167,8 +173,8 @@ def watching(describe: Callable[[], LayerCall], *, train: bool) -> Iterator[None
     """The scope in which one layer is traced.
 
     Args:
-      describe: gives the call of the layer, where it is watched.
-      train: whether this is training; evaluation is not watched.
+      describe: returns the call of the layer; called only if it is watched.
+      train: True in training; evaluation is not watched.
     """
     notes = _notes.get()
     if notes is None or not train:
@@ -186,7 +192,7 @@ class _CallFrame:
     """A call that is running.
 
     Attributes:
-      has_switch: whether it was given a switch.
+      has_switch: True if it received a switch.
       defaults: the parameters that it left at their defaults.
     """
 
@@ -205,25 +211,28 @@ class _CallWatch:
         self._layer = layer
         # The calls that are running, the innermost last.
         self._frames = [_CallFrame(layer.has_switch, layer.defaults)]
-        # part that is off -> the defaults that leave it so
-        self._off: dict[str, list[Default]] = {}
-        # Whether some part is on, or is off as the user chose.
-        self._is_told = False
+        # part that is off -> the defaults that leave it off
+        self._inactive: dict[str, list[Default]] = {}
+        # True if some part is on, or is off since the user chose so.
+        self._has_active_part = False
 
     @property
     def note(self) -> str:
-        """The note of parts that are off, or may be; empty if there are none."""
+        """The note on parts that are off, or may be; empty if there are none."""
         layer = self._layer
-        if self._off:
-            return _note_of_parts(layer, self._off)
-        if layer.keywords and not layer.has_switch and not self._is_told:
-            return _note_of_keywords(layer)
+        if self._inactive:
+            return _note_on_parts(layer, self._inactive)
+        if layer.kwargs_name and not layer.has_switch and not self._has_active_part:
+            return _note_on_kwargs(layer)
         return ""
 
-    def _see(self, label: str, *, is_off: bool) -> None:
-        """Looks for what leaves a part off: all calls up to one with a switch."""
+    def _note_part(self, label: str, *, is_off: bool) -> None:
+        """Notes the defaults that leave a part off.
+
+        They are those of the calls around it, up to the innermost with a switch.
+        """
         if not is_off:
-            self._is_told = True
+            self._has_active_part = True
             return
         defaults: list[Default] = []
         for frame in reversed(self._frames):
@@ -231,12 +240,12 @@ class _CallWatch:
             if frame.has_switch:
                 break
         if defaults:
-            self._off[label] = defaults
+            self._inactive[label] = defaults
 
-    def see_linen(self, call: Any, args: Any, keywords: Any, context: Any) -> Any:
-        """For `flax.linen.intercept_methods`."""
+    def see_linen(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Runs a method of linen: the interceptor of `flax.linen.intercept_methods`."""
         module = context.module
-        arguments = _bind(context.orig_method, args, keywords)
+        arguments = _bind(context.orig_method, args, kwargs)
         for flax_class, part in _LINEN.items():
             if isinstance(module, flax_class) and context.method_name == "__call__":
                 value = arguments.arguments.get(part.switch)
@@ -244,31 +253,31 @@ class _CallWatch:
                     value = getattr(module, part.switch)
                 path = "/".join(map(str, path_in_layer(module.path)))
                 label = f"{part.name} {path}".strip()
-                self._see(label, is_off=_is_off(module, value, part.rate))
+                self._note_part(label, is_off=_is_off(module, value, part.rate))
 
         self._frames.append(_linen_frame(self._layer, context, arguments))
         try:
-            return call(*args, **keywords)
+            return call(*args, **kwargs)
         finally:
             self._frames.pop()
 
     def see_nnx(
-        self, flax_class: type, call: Any, module: Any, args: Any, keywords: Any
+        self, flax_class: type, call: Any, module: Any, args: Any, kwargs: Any
     ) -> Any:
-        """For `patched`."""
+        """Runs a call of an nnx module: the replacement for `patched`."""
         part = _NNX[flax_class]
-        value = _bind(call, (module, *args), keywords).arguments.get(part.switch)
+        value = _bind(call, (module, *args), kwargs).arguments.get(part.switch)
         # `eval` sets the attribute: that is the user's choice.
         is_chosen = getattr(module, part.switch) is True
         is_off = not is_chosen and _is_off(module, value, part.rate)
-        self._see(f"{part.name} {type(module).__name__}", is_off=is_off)
-        return call(module, *args, **keywords)
+        self._note_part(f"{part.name} {type(module).__name__}", is_off=is_off)
+        return call(module, *args, **kwargs)
 
 
 def _linen_frame(
     layer: LayerCall, context: Any, arguments: inspect.BoundArguments
 ) -> _CallFrame:
-    """A call of linen."""
+    """The frame of a call of a linen module."""
     module = context.module
     values = arguments.arguments
     parameters = [
@@ -276,36 +285,39 @@ def _linen_frame(
         for name, parameter in arguments.signature.parameters.items()
         if name not in values and not _switches.has_switch(module, name)
     ]
-    # Who is given a switch by its name leaves other options, not that.
-    is_told = any(
+    # A call that received a switch by its name leaves other options at their defaults.
+    has_named_switch = any(
         isinstance(values.get(name), _switches.BOOL_TYPES)
-        for name in _switches.switches(True)
+        for name in _switches.switches(train=True)
     )
     has_switch = any(isinstance(value, bool) for value in values.values())
-    if is_told or type(module).__module__.startswith("flax."):
+    if has_named_switch or type(module).__module__.startswith("flax."):
         return _CallFrame(has_switch, [])
     name = f"{type(module).__name__}.{context.method_name}"
     is_open = name == layer.name and module.path == layer.path
     return _CallFrame(has_switch, _defaults(name, parameters, is_open=is_open))
 
 
-def _note_of_parts(layer: LayerCall, off: Mapping[str, Sequence[Default]]) -> str:
-    """The note of parts that are off."""
+def _note_on_parts(layer: LayerCall, inactive: Mapping[str, Sequence[Default]]) -> str:
+    """The note on parts that are off, with the defaults that leave each off."""
     parts = "; ".join(
-        f"{part}: {', '.join(map(str, left))}" for part, left in off.items()
+        f"{part}: {', '.join(map(str, defaults))}"
+        for part, defaults in inactive.items()
     )
-    defaults = [
+    switches = [
         default
-        for default in dict.fromkeys(itertools.chain(*off.values()))
-        if not default.is_of_keywords
+        for default in dict.fromkeys(itertools.chain(*inactive.values()))
+        if not default.is_of_kwargs
     ]
-    likely = [default for default in defaults if default.is_likely] or defaults
-    advice = [] if likely else [_passed_on(layer)]
-    for default in likely:
-        if layer.passing and (default.is_open or layer.keywords):
-            advice.append(_listed(layer, default.switch))
+    if any(default.is_likely for default in switches):
+        switches = [default for default in switches if default.is_likely]
+
+    advice = [] if switches else [_advice_to_tell(layer)]
+    for default in switches:
+        if layer.form and (default.is_open or layer.kwargs_name):
+            advice.append(_advice_to_list(layer, default.switch))
         else:
-            first = f"{_passed_on(layer)}, and " if layer.keywords else ""
+            first = f"{_advice_to_tell(layer)}, and " if layer.kwargs_name else ""
             advice.append(f"{first}pass {default.switch} on to {default.call}")
     return (
         f"off in training, as a parameter was left at its default: {parts}; "
@@ -314,43 +326,50 @@ def _note_of_parts(layer: LayerCall, off: Mapping[str, Sequence[Default]]) -> st
     )
 
 
-def _note_of_keywords(layer: LayerCall) -> str:
-    """The note of a layer that may look for a switch where there is none."""
+def _note_on_kwargs(layer: LayerCall) -> str:
+    """The note on a layer that may look for a switch in ``**kwargs``, in vain."""
     return (
-        f"{layer.name} takes **{layer.keywords}, which is empty: it is not told "
-        f"whether it is trained, and a dropout in it stays off; {_passed_on(layer)}; "
-        f"or call them **_ where it ignores them"
+        f"{layer.name} takes **{layer.kwargs_name}, which is empty: it is not told "
+        f"whether it is trained, and a dropout in it stays off; "
+        f"{_advice_to_tell(layer)}; or call them **_ where it ignores them"
     )
 
 
-def _passed_on(layer: LayerCall) -> str:
-    """Advice that tells a layer with ``**kwargs`` whether it is trained."""
-    if layer.passing:
-        return _listed(layer, "train=train")
-    return f"name train before **{layer.keywords}"
+def _advice_to_tell(layer: LayerCall) -> str:
+    """Advice on how to tell a layer with ``**kwargs`` whether it is trained."""
+    if layer.form:
+        return _advice_to_list(layer, "train=train")
+    return f"name train before **{layer.kwargs_name}"
 
 
-def _listed(layer: LayerCall, switch: str) -> str:
+def _advice_to_list(layer: LayerCall, switch: str) -> str:
     """Advice on the layer to list in place of a module."""
-    return f"list {layer.passing.format(switch)}, or make that the model"
+    return f"list {layer.form.format(switch)}, or make that the model"
 
 
 def _defaults(
-    call: str, parameters: Iterable[inspect.Parameter], is_open: bool
+    call: str, parameters: Iterable[inspect.Parameter], *, is_open: bool
 ) -> list[Default]:
     """The parameters with a default that may be a switch."""
     return [
-        Default(call, p.name, p.default, is_open)
-        for p in parameters
-        if isinstance(p.default, bool | str)
+        Default(call, parameter.name, parameter.default, is_open=is_open)
+        for parameter in parameters
+        if isinstance(parameter.default, bool | str)
     ]
 
 
-def _bind(call: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
-    return inspect.signature(call).bind_partial(*args, **keywords)
+def _bind(call: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    return inspect.signature(call).bind_partial(*args, **kwargs)
 
 
 def _is_off(module: Any, value: Any, rate: str) -> bool:
-    """Whether a part is evaluated, though it would drop or normalize in training."""
-    is_on = not rate or getattr(module, rate) != 0
-    return is_on and isinstance(value, _switches.BOOL_TYPES) and bool(value)
+    """True if a part is evaluated that would drop or normalize in training.
+
+    Args:
+      module: the part.
+      value: the value of its switch.
+      rate: the name of the attribute with its rate; empty if it has none.
+    """
+    if rate and getattr(module, rate) == 0:
+        return False
+    return isinstance(value, _switches.BOOL_TYPES) and bool(value)

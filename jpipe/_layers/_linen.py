@@ -128,18 +128,18 @@ def _describe_call(
     if not isinstance(method, str):
         return _inactive_parts.LayerCall(
             name=getattr(method, "__name__", "a function"),
-            asking=parameters,
-            offered=[*values],
-            keywords=_switches.kwargs_name(method, parameters, x),
+            parameters=parameters,
+            passed=[*values],
+            kwargs_name=_switches.kwargs_name(method, parameters, x),
             path=(),
         )
     called = _switches.called_function(module, method)
     return _inactive_parts.LayerCall(
         name=f"{type(called.module).__name__}.{method}",
-        asking=parameters,
-        offered=[*values],
-        keywords=_switches.kwargs_name(called.function, parameters, x),
-        passing=_switches.layer_passing_a_switch(x, method),
+        parameters=parameters,
+        passed=[*values],
+        kwargs_name=_switches.kwargs_name(called.function, parameters, x),
+        form=_switches.layer_passing_a_switch(x, method),
         path=getattr(called.module, "path", ()),
     )
 

@@ -111,16 +111,16 @@ def _describe_call(
     """A call of a module, for notes."""
     if isinstance(method, str):
         function = _switches.called_function(module, method).function
-        passing = _switches.layer_passing_a_switch(x, method)
+        form = _switches.layer_passing_a_switch(x, method)
     else:
         function = method
-        passing = ""
+        form = ""
     return _inactive_parts.LayerCall(
         name=module_name(module),
-        asking=parameters,
-        offered=[*values],
-        keywords=_switches.kwargs_name(function, parameters, x),
-        passing=passing,
+        parameters=parameters,
+        passed=[*values],
+        kwargs_name=_switches.kwargs_name(function, parameters, x),
+        form=form,
     )
 
 
@@ -173,12 +173,11 @@ def _open_parameters(
     if not keep_frozen:
         return parameters
 
-    nodes = [node for _, node in nnx.iter_graph(module, graph=True)]
-    frozen_names = {
-        name
-        for name in _ATTRIBUTES
-        if any(getattr(node, name, None) is True for node in nodes)
-    }
+    frozen_names = set[str]()
+    for _, node in nnx.iter_graph(module, graph=True):
+        for name in _ATTRIBUTES:
+            if getattr(node, name, None) is True:
+                frozen_names.add(name)
 
     def stays_open(parameter: inspect.Parameter) -> bool:
         if parameter.name not in frozen_names:

@@ -1,9 +1,14 @@
 """Modules of Flax bound to their variables together: what they share is one value.
 
-Those of linen stand in one parent, those of nnx in one `flax.nnx.split`, so that it is
-Flax that finds what several layers hold. The variables are given by layer: a variable
-is in the entry of the first layer that has its module; of a module that is listed
-several times, in that of the first which makes it.
+    layers     [Dense a, norm b, Dense a, nnx c, jnp.sin]
+    linen      one parent module:    layer_0/module = a,  layer_1/module = b
+    nnx        one flax.nnx.split:   [0] = c
+    entries    ({a}, {b}, {}, {c}, {})
+
+Linen modules stand in one parent and nnx modules in one list, so that it is Flax that
+finds which submodules layers share. The variables have one entry per layer: a variable
+is in the entry of the first layer that has its module; if a module is listed several
+times, in that of the first of these layers whose call makes the variable.
 """
 
 import itertools
@@ -24,8 +29,8 @@ from ._variable_paths import Names, flatten_variables, nest_variables
 
 PyTree = Any
 Entries = Sequence[Mapping[str, PyTree]]
-# Of each layer what is called: a bound module of linen, a module of nnx, or what else
-# has variables its entry.
+# The object that is called for each layer: a bound module of linen, a module of nnx,
+# or for a layer without a module its entry.
 Handles = Sequence[Any]
 
 
@@ -34,306 +39,343 @@ class Parent:
 
     Args:
       layers: all of them.
-      is_list: whether they are a list; else one layer, with its module's own names.
+      is_list: True if they are a list; else they are one layer, whose variables have
+        the names of its module.
 
     Attributes:
       is_list: likewise.
     """
 
-    def __init__(self, layers: Sequence[LayerAdapter], is_list: bool = True) -> None:
-        self._layers, self.is_list = layers, is_list
-        owners = [layer.owner for layer in layers]
-        ids = [*map(id, owners)]
-        # Of each layer the first one with the same module.
-        self._first = [ids.index(own) for own in ids]
-        self._linen = [i for i, own in enumerate(owners) if _linen.is_module(own)]
-        self._nnx = [i for i, own in enumerate(owners) if _nnx.is_module(own)]
-        self._root = self._tree = owners[0]
-        # By layer the names that lead to its variables, under the parent.
+    def __init__(self, layers: Sequence[LayerAdapter], *, is_list: bool = True) -> None:
+        self.is_list = is_list
+        self._owners = [layer.owner for layer in layers]
+        # layer -> the first layer with the same owner
+        owner_ids = [id(owner) for owner in self._owners]
+        self._first = [owner_ids.index(owner_id) for owner_id in owner_ids]
+        self._linen: list[int] = []
+        self._nnx: list[int] = []
+        for i, owner in enumerate(self._owners):
+            if _linen.is_module(owner):
+                self._linen.append(i)
+            elif _nnx.is_module(owner):
+                self._nnx.append(i)
+
+        # The parent of all linen modules, and the list of all nnx modules; or the one
+        # module itself. layer -> the names that lead to its variables in these.
+        self._linen_parent: Any = self._owners[0]
+        self._nnx_parent: Any = self._owners[0]
         self._prefix: dict[int, Names] = dict.fromkeys([*self._linen, *self._nnx], ())
         if is_list:
-            slots = [Slot(own) if _linen.is_module(own) else None for own in owners]
-            self._root = Slots(tuple(slots))
-            firsts = [*dict.fromkeys(self._first[i] for i in self._nnx)]
-            self._tree = nnx.List(owners[i] for i in firsts)
-            for i in self._nnx:
-                self._prefix[i] = (firsts.index(self._first[i]),)
-            for i in self._linen:
-                self._prefix[i] = slot_names(self._first[i])
+            self._set_parents()
+
+    def _set_parents(self) -> None:
+        """Puts the modules of a list under their parents."""
+        slots = tuple(
+            Slot(owner) if _linen.is_module(owner) else None for owner in self._owners
+        )
+        self._linen_parent = Slots(slots)
+        for i in self._linen:
+            self._prefix[i] = slot_names(self._first[i])
+
+        first_layers = list(dict.fromkeys(self._first[i] for i in self._nnx))
+        self._nnx_parent = nnx.List(self._owners[i] for i in first_layers)
+        for i in self._nnx:
+            self._prefix[i] = (first_layers.index(self._first[i]),)
 
     def first(self, layer: int) -> int:
         """The first layer with the same module, if it has one."""
         return self._first[layer] if layer in self._prefix else layer
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._owners)
 
     # ---------------------------------------------------------------------- variables
 
-    def _names(self, layer: int, names: Names) -> Names:
-        """Returns the path under the parent of a variable of a layer."""
-        collection, *inner = names
-        return collection, *self._prefix[layer], *inner
+    def parent_path(self, layer: int, path: Names) -> Names:
+        """The path of a variable under the parents, from its path in an entry.
 
-    def _under(self, layers: Sequence[int], entries: Entries) -> dict[str, PyTree]:
-        """Returns the variables of some layers as one tree under the parent."""
+        It is equal for one variable in the entries of several layers.
+        """
+        if layer not in self._prefix:
+            return layer, *path
+        collection, *names = path
+        return collection, *self._prefix[layer], *names
+
+    def _parent_tree(
+        self, layers: Sequence[int], entries: Entries
+    ) -> dict[str, PyTree]:
+        """The variables of some layers as one tree under their parent."""
         leaves: dict[Names, PyTree] = {}
         for layer in layers:
             for path, value in flatten_variables(entries[layer]).items():
-                leaves[self._names(layer, path)] = value
+                leaves[self.parent_path(layer, path)] = value
         return nest_variables(leaves)
 
-    def _by_layer(
+    def _split_tree(
         self, layers: Sequence[int], tree: Mapping[str, PyTree], entries: Entries
     ) -> dict[int, dict[str, PyTree]]:
-        """Splits a tree under the parent into one entry per layer: undoes `_under`.
+        """Splits a tree under the parent by layers: undoes `_parent_tree`.
 
         Args:
           layers: the layers.
           tree: the tree, which may lack variables.
           entries: the variables of all layers.
+
+        Returns:
+          layer -> its entry.
         """
         leaves = flatten_variables(tree)
         split: dict[int, dict[str, PyTree]] = {}
         for layer in layers:
             entry: dict[Names, PyTree] = {}
             for path in flatten_variables(entries[layer]):
-                parent_path = self._names(layer, path)
+                parent_path = self.parent_path(layer, path)
                 if parent_path in leaves:
                     entry[path] = leaves[parent_path]
             split[layer] = nest_variables(entry)
         return split
 
-    def like(self, specs: Entries, entries: Entries) -> list[Mapping[str, PyTree]]:
+    def move_to_owners(
+        self, specs: Entries, entries: Entries
+    ) -> list[Mapping[str, PyTree]]:
         """Moves checked variables into the entries in which they are among specs."""
-        leaves = flatten_variables(self._under([*self._prefix], entries))
+        leaves = flatten_variables(self._parent_tree([*self._prefix], entries))
         moved: list[Mapping[str, PyTree]] = []
         for layer, expected in enumerate(specs):
             if layer not in self._prefix:
                 moved.append(entries[layer])
                 continue
-            paths = {
-                path: self._names(layer, path) for path in flatten_variables(expected)
+            entry = {
+                path: leaves[self.parent_path(layer, path)]
+                for path in flatten_variables(expected)
             }
-            moved.append(
-                nest_variables({path: leaves[at] for path, at in paths.items()})
-            )
+            moved.append(nest_variables(entry))
         return moved
 
-    def same(self, layer: int, names: Names) -> Names:
-        """What is equal for one variable in the entries of several layers."""
-        return self._names(layer, names) if layer in self._prefix else (layer, *names)
-
-    def nnx_values(self, given: Entries) -> list[dict[str, PyTree]]:
+    def nnx_values(self, taken: Entries) -> list[dict[str, PyTree]]:
         """The variables that modules of nnx hold, the arrays themselves, by layer.
 
         Args:
-          given: by layer variables that are there already; where those of a module are
-            in the entry of a later layer, the first has none.
+          taken: the variables that stay as they are, one entry per layer; if those of a
+            module are in the entry of a later layer, the first has none.
         """
-        there = [i for i, own in enumerate(given) if own]
-        later = {self._first[i] for i in there} - {*there}
-        tree = _nnx_values.values(self._tree) if self._nnx else {}
-        return [
-            _within(tree, self._prefix[i])
-            if i in self._nnx and i == self._first[i] and i not in later
-            else {}
-            for i in range(len(self._layers))
-        ]
+        filled = {i for i, entry in enumerate(taken) if entry}
+        moved_from = {self._first[i] for i in filled} - filled
+        tree = _nnx_values.values(self._nnx_parent) if self._nnx else {}
+        entries: list[dict[str, PyTree]] = [{} for _ in self._owners]
+        for i in self._nnx:
+            if i == self._first[i] and i not in moved_from:
+                entries[i] = _subtree(tree, self._prefix[i])
+        return entries
 
     def modules(self, entries: Entries) -> list[Any]:
-        """Modules with values; what is none as it was listed."""
+        """The modules with values, one per layer; other layers as they were listed."""
         bound = None
         if self._linen:
-            bound = self._root.bind(self._under(self._linen, entries))
-        merged = self._merged(entries)
-        owners = [layer.owner for layer in self._layers]
-        return [
-            self._handle(i, bound, merged, owners) for i in range(len(self._layers))
-        ]
+            variables = self._parent_tree(self._linen, entries)
+            bound = self._linen_parent.bind(variables)
+        return self._handles(bound, self._merged_nnx(entries), self._owners)
 
     # -------------------------------------------------------------------------- calls
 
-    def _merged(self, entries: Entries) -> Any:
+    def _merged_nnx(self, entries: Entries) -> Any:
+        """New modules of nnx with the variables as values; ``None``: there are none."""
         if not self._nnx:
             return None
-        merged = _nnx_values.merge(self._tree, self._under(self._nnx, entries))
+        variables = self._parent_tree(self._nnx, entries)
+        merged = _nnx_values.merge(self._nnx_parent, variables)
         _batch_norm.set_norm_paths(merged)
         return merged
 
-    def _handle(
-        self, layer: int, bound: Any, merged: Any, others: Sequence[Any]
-    ) -> Any:
-        if layer in self._linen:
-            return bound.layer[layer].module if self.is_list else bound
-        if layer in self._nnx:
-            return merged[self._prefix[layer][0]] if self.is_list else merged
-        return others[layer]
+    def _handles(self, bound: Any, merged: Any, defaults: Sequence[Any]) -> list[Any]:
+        """The handles of all layers.
+
+        Args:
+          bound: the bound parent of linen modules.
+          merged: the list of nnx modules.
+          defaults: the handle of each layer that has no module.
+        """
+        handles = list(defaults)
+        for i in self._linen:
+            handles[i] = bound.layer[i].module if self.is_list else bound
+        for i in self._nnx:
+            handles[i] = merged[self._prefix[i][0]] if self.is_list else merged
+        return handles
 
     def __call__(
         self,
         entries: Entries,
         rngs: _rng.Rngs,
-        train: bool,
         run: Callable[[Handles], Any],
+        *,
+        train: bool,
     ) -> tuple[Any, list[dict[str, PyTree]]]:
-        """Runs what calls the modules.
+        """Runs a function that calls the modules.
 
         Args:
           entries: the variables.
           rngs: the keys of the micro-batch: one key, or keys by stream name, or
             ``None``.
-          train: whether this is training; else nothing that linen holds changes.
-          run: is given the handles.
+          run: ``handles -> result``.
+          train: True in training; else the variables of linen do not change.
 
         Returns:
-          What this returns, and by layer the collections that may have changed.
+          The result, and for each layer the collections that may have changed.
         """
-        merged = self._merged(entries)
-        before = self._under(self._linen, entries)
-        mutable = [name for name in before if name != "params"] if train else []
+        merged = self._merged_nnx(entries)
+        variables = self._parent_tree(self._linen, entries)
+        mutable = [name for name in variables if name != "params"] if train else []
 
-        def whole(bound: Any) -> Any:
-            layers = range(len(self._layers))
-            return run([self._handle(i, bound, merged, entries) for i in layers])
+        def run_bound(bound: Any) -> Any:
+            return run(self._handles(bound, merged, entries))
 
-        after: Mapping[str, PyTree] = {}
+        changed: dict[int, dict[str, PyTree]] = {}
         if not self._linen:
-            result = whole(None)
+            result = run_bound(None)
         else:
-            given = linen.apply(whole, self._root, mutable=mutable)
+            apply = linen.apply(run_bound, self._linen_parent, mutable=mutable)
             try:
-                result, after = given(before, rngs=_rng.linen_streams(rngs))
+                result, updates = apply(variables, rngs=_rng.linen_streams(rngs))
             except (TypeError, ValueError) as error:
-                if "perturbations" in before:
+                if "perturbations" in variables:
                     error.add_note(
                         f"variables have perturbations, which have a value for each "
                         f"example and are not split; {_linen.NOT_SOWN_ADVICE}"
                     )
                 raise
-            after = _in_shape(before, after)
-        changed = self._by_layer(self._linen, after, entries)
+            updates = _in_old_shapes(variables, updates)
+            changed |= self._split_tree(self._linen, updates, entries)
+
         if merged is not None:
-            values = _in_shape(
-                self._under(self._nnx, entries), _nnx_values.values(merged)
+            updates = _in_old_shapes(
+                self._parent_tree(self._nnx, entries), _nnx_values.values(merged)
             )
-            changed |= self._by_layer(self._nnx, values, entries)
-        return result, [changed.get(i, {}) for i in range(len(self._layers))]
+            changed |= self._split_tree(self._nnx, updates, entries)
+        return result, [changed.get(i, {}) for i in range(len(self))]
 
     def init(
         self,
         key: chex.PRNGKey,
-        given: Entries,
+        taken: Entries,
         run: Callable[[Handles, Callable[[int], None]], Any],
     ) -> tuple[Any, list[dict[str, PyTree]]]:
-        """Runs what makes the variables.
+        """Runs a function that calls the modules, whose variables are made.
 
         Args:
           key: the key.
-          given: by layer variables that are there already.
-          run: is given the handles, and what to call after each layer.
+          taken: the variables that stay as they are, one entry per layer.
+          run: ``(handles, after_layer) -> result``; it calls ``after_layer`` with the
+            index of a layer after its call.
 
         Returns:
-          What this returns, and by layer the variables of linen.
+          The result, and for each layer the variables of linen.
         """
-        count = range(len(self._layers))
-        merged = self._merged(
-            [{**a, **b} for a, b in zip(self.nnx_values(given), given, strict=True)]
-        )
-        # By the first layer of a module and the names of a variable, who has it.
-        maker = {
-            (self._first[i], names): i
-            for i in self._linen
-            for names in flatten_variables(given[i])
-        }
-        several = {first for i, first in enumerate(self._first) if i != first}
+        nnx_entries = [
+            {**held, **entry}
+            for held, entry in zip(self.nnx_values(taken), taken, strict=True)
+        ]
+        merged = self._merged_nnx(nnx_entries)
+        shared = {first for i, first in enumerate(self._first) if i != first}
+        # (first layer of a module, path) -> the layer in whose entry the variable is
+        maker: dict[tuple[int, Names], int] = {}
+        for i in self._linen:
+            for path in flatten_variables(taken[i]):
+                maker[self._first[i], path] = i
 
-        def whole(bound: Any) -> Any:
-            for collection, own in self._under(self._linen, given).items():
-                for name, value in own.items():
+        def run_bound(bound: Any) -> Any:
+            for collection, tree in self._parent_tree(self._linen, taken).items():
+                for name, value in tree.items():
                     bound.scope.put_variable(collection, name, value)
-            handles = [self._handle(i, bound, merged, given) for i in count]
+            handles = self._handles(bound, merged, taken)
 
-            def made(layer: int) -> None:
+            def after_layer(layer: int) -> None:
                 first = self._first[layer]
-                if layer in self._linen and first in several:
-                    for names in flatten_variables(handles[layer].variables):
-                        maker.setdefault((first, names), layer)
+                if layer in self._linen and first in shared:
+                    for path in flatten_variables(handles[layer].variables):
+                        maker.setdefault((first, path), layer)
 
-            return run(handles, made)
+            return run(handles, after_layer)
 
         if not self._linen:
-            return whole(None), [{} for _ in count]
-        make = linen.init_with_output(
-            whole, self._root, mutable=DenyList("intermediates")
+            return run_bound(None), [{} for _ in self._owners]
+        init = linen.init_with_output(
+            run_bound, self._linen_parent, mutable=DenyList("intermediates")
         )
         with _linen.without_sown():
-            result, variables = make(_linen.init_keys(key))
-        found: list[dict[Names, PyTree]] = [{} for _ in count]
+            result, variables = init(_linen.init_keys(key))
+
+        entries: list[dict[Names, PyTree]] = [{} for _ in self._owners]
         for first in dict.fromkeys(self._first[i] for i in self._linen):
-            for names, value in flatten_variables(
-                _within(variables, self._prefix[first])
-            ).items():
-                found[maker.get((first, names), first)][names] = value
-        return result, [*map(nest_variables, found)]
+            module_variables = _subtree(variables, self._prefix[first])
+            for path, value in flatten_variables(module_variables).items():
+                entries[maker.get((first, path), first)][path] = value
+        return result, [nest_variables(entry) for entry in entries]
 
 
-def _within(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
-    """What stands in each collection behind some names."""
-    found = {}
-    for collection, own in tree.items():
+def _subtree(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
+    """The part of each collection that some names lead to; empty ones are left out."""
+    parts: dict[str, PyTree] = {}
+    for collection, part in tree.items():
         for name in prefix:
-            own = own.get(name, {})
-        if own:
-            found[collection] = own
-    return found
+            part = part.get(name, {})
+        if part:
+            parts[collection] = part
+    return parts
 
 
-def _in_shape(
-    before: Mapping[str, PyTree], after: Mapping[str, PyTree]
+def _in_old_shapes(
+    variables: Mapping[str, PyTree], updates: Mapping[str, PyTree]
 ) -> dict[str, PyTree]:
     """The variables after a call, in the shapes that they had before it.
 
-    A statistic that is made of shape ``(d,)`` may be written as ``(1, 1, d)``, as by
-    ``keepdims=True``: to what it is broadcast with, the two are the same.
+    A call may write a statistic of shape ``(d,)`` as ``(1, 1, d)``, as with
+    ``keepdims=True``: where it is broadcast, the two are the same.
+
+    Args:
+      variables: the variables before the call.
+      updates: the variables that the call may have changed.
 
     Raises:
-      ValueError: with what it made, or what it made something else of.
+      ValueError: with each variable that is new, or has another shape.
     """
-    was, now = flatten_variables(before), flatten_variables(after)
-    kept = {
-        names: _like(was[names], x) if names in was else x for names, x in now.items()
-    }
-    shapes_before, shapes_after = (
-        {names: jax.tree.map(np.shape, x) for names, x in tree.items()}
-        for tree in (was, kept)
-    )
-    faults = [
-        f"{'/'.join(map(str, (names[0], *path_in_layer(names[1:]))))} was "
-        f"{shapes_before.get(names, 'not there')} and became {shape}"
-        for names, shape in shapes_after.items()
-        if shapes_before.get(names) != shape
-    ]
+    old = flatten_variables(variables)
+    new: dict[Names, PyTree] = {}
+    for path, value in flatten_variables(updates).items():
+        new[path] = _without_new_axes(old[path], value) if path in old else value
+
+    old_shapes = {path: jax.tree.map(np.shape, value) for path, value in old.items()}
+    faults: list[str] = []
+    for path, value in new.items():
+        shape = jax.tree.map(np.shape, value)
+        if old_shapes.get(path) != shape:
+            names = (path[0], *path_in_layer(path[1:]))
+            faults.append(
+                f"{'/'.join(map(str, names))} was {old_shapes.get(path, 'not there')} "
+                f"and became {shape}"
+            )
     if faults:
         raise ValueError(
             f"a call changes which variables there are, or their shapes: "
             f"{'; '.join(faults)}. A pipeline keeps arrays in the structure that they "
             f"were made in, in init or __init__; {_linen.NOT_SOWN_ADVICE}"
         )
-    return nest_variables(kept)
+    return nest_variables(new)
 
 
-def _like(old: PyTree, new: PyTree) -> PyTree:
-    """New values in the shapes of old ones, where these differ in leading ones."""
+def _without_new_axes(old: PyTree, new: PyTree) -> PyTree:
+    """New values in the shapes of old ones, up to leading axes of length one."""
 
-    def reshaped(old: Any, new: Any) -> Any:
-        shapes = np.shape(old), np.shape(new)
-        is_like = len({*map(_without_leading_ones, shapes)}) == 1
-        is_other = shapes[0] != shapes[1]
-        return jnp.reshape(new, shapes[0]) if is_like and is_other else new
+    def reshape(old: Any, new: Any) -> Any:
+        old_shape = np.shape(old)
+        new_shape = np.shape(new)
+        if old_shape == new_shape:
+            return new
+        if _without_leading_ones(old_shape) != _without_leading_ones(new_shape):
+            return new
+        return jnp.reshape(new, old_shape)
 
-    is_like = jax.tree.structure(old) == jax.tree.structure(new)
-    return jax.tree.map(reshaped, old, new) if is_like else new
+    has_same_structure = jax.tree.structure(old) == jax.tree.structure(new)
+    return jax.tree.map(reshape, old, new) if has_same_structure else new
 
 
 def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """Layers, one after the other, as one function of their variables.
 
+    (variables of layer 0, 1, ..., x, keys)  ->  (y, variables that changed)
+
 One model is a sequence of one layer, which is called as it would be without a pipeline:
-its keys are not folded with the number of the layer, its operations have no name in
-front, and it may return what no layer could give to a next one.
+its keys are not folded with the index of the layer, its operations have no name in
+front, and it may return values that no layer could pass to a next one.
 """
 
 import reprlib
@@ -23,17 +25,17 @@ from ._parent import Entries, Parent
 from ._text import shape_text
 
 PyTree = Any
-# Is given the number of a layer, its output and what may be popped after it; gives
-# these, or others in their place.
-After = Callable[[int, PyTree, dict[_skip.Key, PyTree]], PyTree]
+# ``(index of a layer, its output, the values that may be popped after it) -> output``;
+# it may change the values.
+AfterLayer = Callable[[int, PyTree, dict[_skip.Key, PyTree]], PyTree]
 
 
 class SequenceOutputs(NamedTuple):
-    """What layers make.
+    """The results of a sequence of layers.
 
     Attributes:
-      y: the output of the last one.
-      entries: by layer the variables: all that it makes, or the collections that it
+      y: the output of the last layer.
+      entries: one entry per layer: its initial variables, or the collections that it
         may have changed.
       routes: the skip connections between stages.
     """
@@ -44,40 +46,46 @@ class SequenceOutputs(NamedTuple):
 
 
 class Sequential:
-    """Layers, each given what the one before returned.
+    """Layers, the output of each of which is the input of the next.
 
     Args:
       layers: the layers.
-      stages: the number of the stage of each, for errors and skip connections.
-      numbers: what errors call them, if they are not all.
-      is_list: whether they are a list; else they are one model.
+      stage_of_layer: the index of the stage of each, for errors and skip connections.
+      indices: the indices of the layers among those that the user listed; default: they
+        are all layers.
+      is_list: True if they are a list; else they are one model.
+
+    Attributes:
+      layers: likewise.
+      is_list: likewise.
+      parent: their modules.
     """
 
     def __init__(
         self,
         layers: Sequence[LayerAdapter],
-        stages: Sequence[int],
-        numbers: Sequence[int] | None = None,
+        stage_of_layer: Sequence[int],
         *,
+        indices: Sequence[int] | None = None,
         is_list: bool = True,
     ) -> None:
         self.layers = layers
         self.is_list = is_list
         self.parent = Parent(layers, is_list=is_list)
-        self._stages = stages
-        self._numbers = range(len(layers)) if numbers is None else numbers
+        self._stage_of_layer = stage_of_layer
+        self._indices = range(len(layers)) if indices is None else indices
 
     def init(
-        self, key: chex.PRNGKey, x: PyTree, given: Sequence[Mapping[str, PyTree]]
+        self, key: chex.PRNGKey, x: PyTree, taken: Sequence[Mapping[str, PyTree]]
     ) -> SequenceOutputs:
         """Makes variables.
 
         Args:
           key: the key.
           x: an input.
-          given: by layer variables that are there already, and stay as they are.
+          taken: the variables that stay as they are, one entry per layer.
         """
-        entries = [*given]
+        entries = [*taken]
 
         def run(handles: Sequence[Any], after_layer: Callable[[int], None]) -> Any:
             def call(i: int, x: PyTree) -> PyTree:
@@ -88,14 +96,14 @@ class Sequential:
                 after_layer(i)
                 return y
 
-            return self._through(x, call)
+            return self._call_all(x, call)
 
         with self._naming_model(x):
-            (y, routes), linen_entries = self.parent.init(key, given, run)
-        pairs = zip(linen_entries, entries, strict=True)
-        return SequenceOutputs(
-            y, [of_linen or entry for of_linen, entry in pairs], routes
-        )
+            (y, routes), linen_entries = self.parent.init(key, taken, run)
+        for i, linen_entry in enumerate(linen_entries):
+            if linen_entry:
+                entries[i] = linen_entry
+        return SequenceOutputs(y, entries, routes)
 
     def __call__(
         self,
@@ -103,33 +111,34 @@ class Sequential:
         x: PyTree,
         rngs: _rng.Rngs = None,
         train: bool = False,
-        after: After | None = None,
+        after_layer: AfterLayer | None = None,
     ) -> SequenceOutputs:
         """Applies the layers.
 
         Args:
-          entries: the variables, by layer.
+          entries: the variables, one entry per layer.
           x: the input.
           rngs: the keys of the micro-batch, or ``None``.
-          train: whether this is training.
-          after: is called after each layer of a list.
+          train: True in training.
+          after_layer: the function that is called after each layer of a list.
         """
 
         def run(handles: Sequence[Any]) -> Any:
             def call(i: int, x: PyTree) -> PyTree:
                 keys = _rng.layer_rngs(rngs, i) if self.is_list else _rng.streams(rngs)
-                return self.layers[i].call(handles[i], x, keys, train)
+                return self.layers[i].call(handles[i], x, keys, train=train)
 
-            return self._through(x, call, after)
+            return self._call_all(x, call, after_layer)
 
         with self._naming_model(x):
-            (y, routes), changed = self.parent(entries, rngs, train, run)
+            (y, routes), changed = self.parent(entries, rngs, run, train=train)
         return SequenceOutputs(y, changed, routes)
 
-    def last(
+    def call_last(
         self,
         entries: Entries,
         x: PyTree,
+        *,
         rngs: _rng.Rngs,
         train: bool,
         skips: dict[_skip.Key, PyTree],
@@ -137,33 +146,44 @@ class Sequential:
         """Applies the last layer alone.
 
         Args:
-          entries: the variables, by layer.
+          entries: the variables, one entry per layer.
           x: its input.
           rngs: the keys of the micro-batch, or ``None``.
-          train: whether this is training.
-          skips: what it may pop; in the end what may be popped after it.
+          train: True in training.
+          skips: the values that it may pop; becomes those that may be popped after it.
 
         Returns:
-          Its output, and by layer the collections that may have changed.
+          Its output, and for each layer the collections that may have changed.
         """
-        layer, at = self.layers[-1], len(self.layers) - 1
+        last = len(self.layers) - 1
+        layer = self.layers[last]
 
         def run(handles: Sequence[Any]) -> Any:
-            own = _rng.layer_rngs(rngs, at)
-            use = _skip.SkipLayer(self._numbers[at], layer.name, self._stages[at])
-            scope = _skip.skip_scope(_skip.Skips(skips), use, layer.namespace)
-            with self._naming(at, x), scope:
-                return layer.call(handles[-1], x, own, train)
+            keys = _rng.layer_rngs(rngs, last)
+            skip_layer = _skip.SkipLayer(
+                self._indices[last], layer.name, self._stage_of_layer[last]
+            )
+            scope = _skip.skip_scope(_skip.Skips(skips), skip_layer, layer.namespace)
+            with self._naming_layer(last, x), scope:
+                return layer.call(handles[last], x, keys, train=train)
 
-        return self.parent(entries, rngs, train, run)
+        return self.parent(entries, rngs, run, train=train)
 
-    def _through(
+    def _call_all(
         self,
         x: PyTree,
         call: Callable[[int, PyTree], PyTree],
-        after: After | None = None,
+        after_layer: AfterLayer | None = None,
     ) -> tuple[PyTree, tuple[_skip.SkipRoute, ...]]:
-        """Goes through the layers.
+        """Calls the layers one after the other.
+
+        Args:
+          x: the input.
+          call: ``(index of a layer, its input) -> its output``.
+          after_layer: the function that is called after each layer of a list.
+
+        Returns:
+          The output of the last layer, and the skip connections between stages.
 
         Raises:
           ValueError: if the skip connections do not fit.
@@ -172,13 +192,13 @@ class Sequential:
             return call(0, x), ()
         skips = _skip.Skips()
         for i, layer in enumerate(self.layers):
-            use = _skip.SkipLayer(i, layer.name, self._stages[i])
-            with self._naming(i, x), jax.named_scope(layer.name):
-                with _skip.skip_scope(skips, use, layer.namespace):
+            skip_layer = _skip.SkipLayer(i, layer.name, self._stage_of_layer[i])
+            with self._naming_layer(i, x), jax.named_scope(layer.name):
+                with _skip.skip_scope(skips, skip_layer, layer.namespace):
                     x = call(i, x)
                 _check_output(i, layer, x)
-            if after is not None:
-                x = after(i, x, skips.values)
+            if after_layer is not None:
+                x = after_layer(i, x, skips.values)
         return jax.tree.map(jnp.asarray, x), skips.routes()
 
     def _naming_model(self, x: PyTree) -> AbstractContextManager[None]:
@@ -186,21 +206,21 @@ class Sequential:
         return nullcontext() if self.is_list else _naming_model(self.layers[0], x)
 
     @contextmanager
-    def _naming(self, number: int, x: PyTree) -> Iterator[None]:
-        """Adds to any exception which layer raised it, where, and on what input."""
-        layer = self.layers[number]
+    def _naming_layer(self, i: int, x: PyTree) -> Iterator[None]:
+        """Notes in any exception which layer raised it, where, and on which input."""
+        layer = self.layers[i]
         try:
             yield
         except Exception as error:
             error.add_note(
-                f"raised by layer {self._numbers[number]} ({layer.name}) of stage "
-                f"{self._stages[number]}, whose input was {shape_text(x)}"
+                f"raised by layer {self._indices[i]} ({layer.name}) of stage "
+                f"{self._stage_of_layer[i]}, whose input was {shape_text(x)}"
             )
             if text := advice(error, layer, x):
                 error.add_note(text)
-            if (first := self.parent.first(number)) < number:
+            if (first := self.parent.first(i)) < i:
                 error.add_note(
-                    f"its parameters are those of layer {self._numbers[first]} "
+                    f"its parameters are those of layer {self._indices[first]} "
                     f"({self.layers[first].name}), as both hold one module; where each "
                     f"is to have its own, make a module for each, as "
                     f"[nn.Dense(8) for _ in range(2)] does, and [nn.Dense(8)] * 2 does "
@@ -211,7 +231,7 @@ class Sequential:
 
 @contextmanager
 def _naming_model(layer: LayerAdapter, x: PyTree) -> Iterator[None]:
-    """Adds to any exception that a model raised its name, and what to type."""
+    """Notes in any exception the name of the model that raised it, and advice."""
     try:
         yield
     except Exception as error:
@@ -238,32 +258,34 @@ def _call_for_init(
 ) -> tuple[PyTree, PyTree]:
     """Calls a layer as its variables are made; returns its output and its entry."""
     if layer.init is not None and not entry:
-        specs = jax.tree.map(lambda a: _jaxpr.spec(jax.typeof(a)), x)
+        specs = jax.tree.map(lambda array: _jaxpr.spec(jax.typeof(array)), x)
         entry = layer.init(key, specs)
         handle = entry
-    return layer.call(handle, x, _rng.streams(key), False), entry
+    return layer.call(handle, x, _rng.streams(key), train=False), entry
 
 
-def _check_output(number: int, layer: LayerAdapter, y: PyTree) -> None:
+def _check_output(i: int, layer: LayerAdapter, y: PyTree) -> None:
     """Checks that a layer returned arrays: nothing else goes from stage to stage."""
     if y is None:
         raise TypeError(
-            f"layer {number} ({layer.name}) returned None; it must return what the "
+            f"layer {i} ({layer.name}) returned None; it must return what the "
             f"next layer is given, also after jpipe.stash(name, x)"
         )
     faults = []
     # JAX warns of a generator among leaves, which says less than we do.
-    found = jax.tree_util.tree_leaves_with_path(
+    leaves = jax.tree_util.tree_leaves_with_path(
         y, is_leaf=lambda node: isinstance(node, Iterator)
     )
-    for path, leaf in found:
+    for path, leaf in leaves:
         try:
             jax.typeof(leaf)
         except TypeError:
-            kind = f"{reprlib.repr(leaf)}, a {type(leaf).__name__}"
-            faults.append(f"output{jax.tree_util.keystr(path)} is {kind}")
+            faults.append(
+                f"output{jax.tree_util.keystr(path)} is {reprlib.repr(leaf)}, a "
+                f"{type(leaf).__name__}"
+            )
     raise_all(
-        f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
+        f"layer {i} ({layer.name}) must return a pytree of arrays; list a "
         f"function after it that returns arrays in tuples, lists or dicts, or register "
         f"the class of what it returns with jax.tree_util.register_dataclass",
         faults,

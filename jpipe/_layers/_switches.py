@@ -47,7 +47,7 @@ def switches(train: bool) -> dict[str, bool]:
 def is_switch(parameter: inspect.Parameter) -> bool:
     """True if a parameter is a switch: by its name, with a default that may be one."""
     default = parameter.default
-    return parameter.name in switches(True) and (
+    return parameter.name in switches(train=True) and (
         default is None or default is parameter.empty or isinstance(default, bool)
     )
 

@@ -121,8 +121,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("momentum * old + (1 - momentum)", "(1 - momentum) * old + momentum"),
     ],
     "_layers/_parent": [
-        ("setdefault((first, names), layer)", "setdefault((first, names), 0)"),
-        ("(firsts.index(self._first[i]),)", "(i,)"),
+        ("setdefault((first, path), layer)", "setdefault((first, path), 0)"),
+        ("(first_layers.index(self._first[i]),)", "(i,)"),
     ],
     "_layers/_rng": [
         ("jax.random.fold_in(key, layer_index) for name", "key for name"),
