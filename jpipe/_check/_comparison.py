@@ -24,8 +24,8 @@ class Difference:
     """The largest difference between a batch at once and its micro-batches.
 
     Attributes:
-      kind: ``"outputs"``, ``"state"`` or ``"gradients"``.
-      what: the array that differs, in words, such as ``"gradients by input[0]"``.
+      quantity: ``"outputs"``, ``"state"`` or ``"gradients"``.
+      array_name: the array that differs, such as ``"gradients by input[0]"``.
       example: the index of the example; ``None`` if it is of none.
       at_once: the number that all examples give at once.
       in_microbatches: the number that they give in micro-batches.
@@ -33,8 +33,8 @@ class Difference:
       reason: the fault, where no numbers can be compared.
     """
 
-    kind: str
-    what: str
+    quantity: str
+    array_name: str
     example: int | None = None
     at_once: complex = 0.0
     in_microbatches: complex = 0.0
@@ -43,10 +43,10 @@ class Difference:
 
     def __str__(self) -> str:
         if self.reason:
-            return f"{self.what} {self.reason}"
+            return f"{self.array_name} {self.reason}"
         where = "" if self.example is None else f", most in example {self.example}"
         return (
-            f"{self.what} differ{where}: {self.at_once:.6g} at once, "
+            f"{self.array_name} differ{where}: {self.at_once:.6g} at once, "
             f"{self.in_microbatches:.6g} in micro-batches"
         )
 
@@ -58,34 +58,38 @@ class Unlike(Exception):
 def tolerance(dtypes: Iterable[Any]) -> float:
     """The largest relative difference that rounding explains.
 
-    A thousand units in the last place: errors of a sum of a million numbers. Of dtypes
-    of 16 bits and fewer it is four: XLA adds up in 32 bits, and rounds once.
+    It is a thousand units in the last place, the error of a sum of a million numbers;
+    or four units of dtypes of 16 bits and fewer, in which XLA rounds once after adding
+    up in 32 bits.
 
     Args:
       dtypes: the dtypes that are computed in; the narrowest counts.
     """
-    floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    eps = max((float(jnp.finfo(dtype).eps) for dtype in floating), default=0.0)
+    floating_dtypes = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    eps = max((float(jnp.finfo(dtype).eps) for dtype in floating_dtypes), default=0.0)
     return (4 if eps > 1e-4 else 1000) * eps
 
 
 def axis_of(whole: Any, part: Any) -> int | None:
     """The axis of the examples: the one in which two arrays have other lengths."""
     pairs = zip(whole.shape, part.shape, strict=False)
-    return next((i for i, (n, m) in enumerate(pairs) if n != m), None)
+    for axis, (whole_length, part_length) in enumerate(pairs):
+        if whole_length != part_length:
+            return axis
+    return None
 
 
-def floating(tree: PyTree, axes: Sequence[int | None]) -> list[int | None]:
-    """The axes of leaves that have a gradient."""
+def floating_axes(tree: PyTree, axes: Sequence[int | None]) -> list[int | None]:
+    """The axes of floating leaves, which have a gradient."""
     pairs = zip(jax.tree.leaves(tree), axes, strict=True)
     return [axis for leaf, axis in pairs if is_inexact(leaf)]
 
 
-def join(kind: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
+def join(quantity: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
     """Joins the results of micro-batches along their examples.
 
     Args:
-      kind: see `Difference`.
+      quantity: see `Difference`.
       whole: specs of the results of all examples at once.
       parts: the results of each micro-batch.
 
@@ -116,14 +120,14 @@ def join(kind: str, whole: PyTree, parts: Sequence[PyTree]) -> PyTree:
         pass
     part_shapes = " and ".join(map(shape_text, parts))
     reason = f"are {shape_text(whole)} at once, {part_shapes} in micro-batches"
-    raise Unlike(Difference(kind, kind, reason=reason))
+    raise Unlike(Difference(quantity, quantity, reason=reason))
 
 
 def comparable_state(state: Mapping[str, PyTree]) -> dict[str, Any]:
     """The variables that training changes besides parameters, by their paths.
 
-    In place of each variance beside a mean, as of a batch norm, is the mean square: of
-    all examples that is the mean of those of its parts.
+    Each variance beside a mean, as of a batch norm, is replaced by the mean square:
+    that of all examples is the mean of those of the micro-batches.
     """
     leaves = flatten_variables(state)
     for path, leaf in leaves.items():
@@ -134,9 +138,9 @@ def comparable_state(state: Mapping[str, PyTree]) -> dict[str, Any]:
 
 
 def compare(
-    kind: str,
+    quantity: str,
     *,
-    by: str = "",
+    inputs_name: str = "",
     whole: PyTree,
     parts: PyTree,
     axes: Sequence[int | None],
@@ -148,19 +152,19 @@ def compare(
     """The largest difference of all leaves; ``None`` if all are within tolerance.
 
     Args:
-      kind: see `Difference`.
-      by: of gradients, the inputs by which they are, in words.
+      quantity: see `Difference`.
+      inputs_name: the inputs by which gradients are taken, in words.
       whole: the arrays of all examples at once.
       parts: the arrays of micro-batches: see `join`.
       axes: the axis of the examples in each leaf.
       sizes: the number of examples of each micro-batch.
       limit: the tolerance, relative to the largest number of the same example.
-      smallest_scale: the least number that differences are relative to.
-      reductions: what each leaf without an axis of examples may be of those of the
-        micro-batches: their ``"mean"``, which of integers is the last, their ``"sum"``,
-        or ``"each"`` of them; default: the mean.
+      smallest_scale: the smallest number that differences are relative to.
+      reductions: for each leaf without an axis of examples, the reductions of those of
+        micro-batches that it may equal: their ``"mean"``, which of integers is the
+        last, their ``"sum"``, or ``"each"`` of them; default: the mean.
     """
-    what = f"{kind} by {by}" if by else kind
+    title = f"{quantity} by {inputs_name}" if inputs_name else quantity
     paths = jax.tree_util.tree_leaves_with_path(whole)
     if reductions is None:
         reductions = [("mean",)] * len(paths)
@@ -174,47 +178,48 @@ def compare(
         scale = smallest_scale
         if stacked.ndim > at_once.ndim:
             # A mean or a sum is rounded as the numbers that it is made of.
-            scale = max(scale, size(stacked))
+            scale = max(scale, max_magnitude(stacked))
             candidates = [_reduce(at_once, stacked, name, sizes) for name in names]
 
-        gaps = [
-            _distances(at_once, one, axis, limit=limit, smallest_scale=scale)
-            for one in candidates
+        distances = [
+            _distances(at_once, candidate, axis, limit=limit, smallest_scale=scale)
+            for candidate in candidates
         ]
-        best = min(range(len(gaps)), key=lambda i: np.max(gaps[i], initial=0))
-        gap = gaps[best]
-        if np.max(gap, initial=0) <= 1:
+        largest = [np.max(distance, initial=0) for distance in distances]
+        best = min(range(len(candidates)), key=largest.__getitem__)
+        distance = distances[best]
+        if largest[best] <= 1:
             continue
 
-        index = np.unravel_index(np.argmax(gap), gap.shape)
+        index = np.unravel_index(np.argmax(distance), distance.shape)
         example = None
         if axis is not None:  # tokens may be merged with examples
             example = int(index[axis] * sum(sizes) // at_once.shape[axis])
         label = jax.tree_util.keystr(path) if len(paths) > 1 else ""
         differences.append(
             Difference(
-                kind=kind,
-                what=what + label,
+                quantity=quantity,
+                array_name=f"{title}{label}",
                 example=example,
                 at_once=at_once[index].item(),
                 in_microbatches=candidates[best][index].item(),
-                size=float(gap[index]),
+                size=float(distance[index]),
             )
         )
-    return max(differences, key=lambda one: one.size, default=None)
+    return max(differences, key=lambda difference: difference.size, default=None)
 
 
 def _reduce(whole: Any, parts: Any, name: str, sizes: Sequence[int]) -> Any:
     """Reduces the arrays of micro-batches, stacked on a first axis: see `compare`."""
     if name == "sum":
         return parts.sum(0)
-    if name == "each":  # the one that differs most
+    if name == "each":  # the micro-batch that differs most
         axes = tuple(range(1, parts.ndim))
         return parts[np.argmax(np.sum(parts != whole, axes))]
     return np.average(parts, 0, sizes) if parts.dtype.kind in "fc" else parts[-1]
 
 
-def size(tree: PyTree) -> float:
+def max_magnitude(tree: PyTree) -> float:
     """The largest finite number of a pytree."""
     arrays = [np.abs(numbers(leaf)) for leaf in jax.tree.leaves(tree)]
     largest = [np.max(x, initial=0, where=np.isfinite(x)) for x in arrays]
@@ -226,22 +231,32 @@ def _distances(
 ) -> Any:
     """The distance of each two numbers of two arrays, in tolerances.
 
-    These are relative to the largest number of the same example. NaN equals NaN, and
-    infinity equals infinity.
+    Tolerances are relative to the largest number of the same example. NaN equals NaN,
+    and infinity equals infinity.
+
+    Args:
+      x: the numbers of all examples at once.
+      y: the numbers of micro-batches.
+      axis: the axis of the examples; ``None``: there is none.
+      limit: the relative tolerance.
+      smallest_scale: the smallest number that a tolerance is relative to.
     """
     if x.dtype.kind not in "fc":
         return np.where(x == y, 0.0, np.inf)
     with np.errstate(all="ignore"):
-        gap = np.abs(x - y)
-        gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, gap)
+        distance = np.abs(x - y)
+        is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
+        distance = np.where(is_equal, 0.0, distance)
+
         values = np.maximum(np.abs(x), np.abs(y))
         values = np.where(np.isfinite(values), values, 0.0)
         other_axes = tuple(i for i in range(values.ndim) if i != axis)
         scale = np.max(values, axis=other_axes, keepdims=True, initial=0.0)
-        least = max(smallest_scale, _SMALLEST_SCALE * np.max(values, initial=0.0))
-        scale = np.maximum(scale, least)
-        gap = np.where(gap == 0, 0.0, gap / (limit * scale))
-    return np.where(np.isnan(gap), np.inf, gap)
+        scale_of_array = _SMALLEST_SCALE * np.max(values, initial=0.0)
+        scale = np.maximum(scale, max(smallest_scale, scale_of_array))
+
+        distance = np.where(distance == 0, 0.0, distance / (limit * scale))
+    return np.where(np.isnan(distance), np.inf, distance)
 
 
 def numbers(leaf: Any) -> Any:
@@ -249,6 +264,6 @@ def numbers(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    wide = complex if is_complex else float
-    is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return np.asarray(leaf).astype(wide) if is_inexact else np.asarray(leaf)
+    wide_dtype = complex if is_complex else float
+    is_floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return np.asarray(leaf).astype(wide_dtype) if is_floating else np.asarray(leaf)

@@ -2,15 +2,16 @@
 
     layer:  (params, activations, state, keys) -> (activations, state)
 
-Nothing is proven of what a layer computes: it computes, on the user's data, in both
-ways. Compared are the activations that it returns, the state that it writes, and the
-gradient of one random projection of these activations. The next layer is given what
-this one made of all examples at once, so that the first difference hides no second one.
+Nothing is proven about a layer: it runs on the user's data, once with all examples and
+once in micro-batches. Its output activations are compared, the state that it writes,
+and the gradient of one random projection of the activations. The input of the next
+layer is the output of this one for all examples at once, so that the first difference
+hides no second one.
 
-Each layer runs alone, in the module tree of those layers whose variables it reads. The
-slices of a pipeline with one layer per stage would not do: a slice returns only what a
-later one reads, so that one of a layer that returns its input returns nothing, and it
-can be traced for a micro-batch only if all layers can.
+Each layer runs alone, in the module tree of those layers whose variables it reads.
+Slices of a pipeline with one layer per stage would not do: a slice returns only
+variables that a later one reads, so that the slice of a layer which returns its input
+returns nothing; and it can be traced for a micro-batch only if all layers can.
 """
 
 import functools
@@ -34,9 +35,9 @@ from ._comparison import (
     axis_of,
     comparable_state,
     compare,
-    floating,
+    floating_axes,
     join,
-    size,
+    max_magnitude,
 )
 from ._report import CheckResult
 from ._split_function import (
@@ -49,10 +50,10 @@ from ._split_function import (
 )
 
 PyTree = Any
-# Some gradients are zero but for rounding: the scale of one is at least this fraction
-# of the largest number in the gradients of the layer.
+# Some gradients are zero but for rounding: the scale of a gradient is at least this
+# fraction of the largest number in the gradients of the layer.
 _SMALLEST_SCALE = 1e-2
-# ``specs of outputs -> for each leaf without examples its reductions``: see `compare`.
+# ``specs of outputs -> reductions of each leaf without examples``: see `compare`.
 Reductions = Callable[[PyTree], list[Sequence[str]]]
 
 
@@ -62,11 +63,11 @@ class Activations:
 
     Attributes:
       x: the output of the last layer, for all examples at once.
-      skips: what was stashed and not popped yet, likewise.
-      axes: the axis of the examples in each leaf of ``x`` and of the skips; ``None`` in
-        one that belongs to no example.
+      skips: the values that were stashed and not popped yet, likewise.
+      axes: the axis of the examples in each leaf of ``x`` and of the skips; ``None``
+        for a leaf that belongs to no example.
       microbatch_values: for each leaf that belongs to no example the values of all
-        micro-batches, along a new first axis; ``None`` for the others.
+        micro-batches, along a new first axis; ``None`` for leaves of examples.
     """
 
     x: PyTree
@@ -81,8 +82,8 @@ class _LayerInputs:
     """The arguments of a layer by which it is differentiated.
 
     Attributes:
-      params: the parameters, one entry for each layer that runs it.
-      activations: its input, and what it may pop.
+      params: the parameters of each layer whose variables it reads.
+      activations: its input, and the values that it may pop.
     """
 
     params: list[PyTree]
@@ -111,7 +112,7 @@ class _Outputs:
     """The results of a layer.
 
     Attributes:
-      activations: its output, and what may be popped after it.
+      activations: its output, and the values that may be popped after it.
       state: the variables that it may have changed, by their paths.
     """
 
@@ -126,7 +127,7 @@ class _WholeOutputs:
 
     Attributes:
       compared: its results, with batch norms that return their input.
-      activations: what the next layer is given.
+      activations: its output activations, which the next layer reads.
     """
 
     compared: _Outputs
@@ -135,11 +136,11 @@ class _WholeOutputs:
 
 @dataclass(frozen=True)
 class LayerToCheck:
-    """A layer, and what runs it.
+    """A layer, and the layers whose variables it reads.
 
     Attributes:
       index: its index among all layers.
-      layers: the layer, behind those whose variables it reads.
+      layers: the layers whose variables it reads; it is the last of them.
       entries: the variables of these.
     """
 
@@ -161,9 +162,9 @@ class LayerChecker:
       axes: the axis of the examples in each of its leaves.
       sizes: the number of examples of each micro-batch.
       rngs: the keys of a step, or ``None``.
-      train: whether this is training.
-      tolerance: the largest relative difference that passes; ``None``: what rounding
-        explains.
+      train: True in training.
+      tolerance: the largest relative difference that passes; ``None``: that of
+        rounding.
     """
 
     def __init__(
@@ -198,27 +199,32 @@ class LayerChecker:
 
         Args:
           layer: the layer.
-          reductions: of the last layer, what `Pipeline.apply` makes of its outputs;
-            default: what has no examples may be a mean or a sum, as a loss takes it.
+          reductions: the reductions by `Pipeline.apply` of the outputs of the last
+            layer; default: leaves without examples may be a mean or a sum, as a loss
+            takes them.
         """
         if self._stopped:
             return CheckResult(layer.name, notes=(self._stopped,))
-        given = self._activations
+        previous = self._activations
         entries = jax.tree.map(host, layer.entries)
-        skips = [*given.skips.values()]
-        inputs = _LayerInputs(params=_params_of(entries), activations=(given.x, skips))
+        inputs = _LayerInputs(
+            params=_params_of(entries),
+            activations=(previous.x, [*previous.skips.values()]),
+        )
         fixed = _Fixed(
-            microbatch_values=[*given.microbatch_values],
+            microbatch_values=[*previous.microbatch_values],
             state=_state_of(entries),
             keys=self._keys,
         )
 
         out_keys: list[_skip.Key] = []
-        apply = functools.partial(self._apply, layer.layers, [*given.skips], out_keys)
+        apply = functools.partial(
+            self._apply, layer.layers, [*previous.skips], out_keys
+        )
         with _inactive_parts.collect_notes() as switch_notes:
             specs = jax.eval_shape(apply, inputs, fixed)
-        # Batch norms of Flax normalize each micro-batch by itself, which is known and
-        # meant: here they return what they are given.
+        # Batch norms of Flax normalize each micro-batch by itself, as is intended: for
+        # comparisons they return their input.
         bypass = self._train and any("batch_stats" in entry for entry in entries)
         advice = _advice(layer.index, is_last=reductions is not None)
         try:
@@ -233,8 +239,8 @@ class LayerChecker:
                     notes=tuple(switch_notes),
                     advice=advice,
                 )
-            notes = f"not compared: {first_line(error)}", *switch_notes
-            return CheckResult(layer.name, notes=notes)
+            notes = [f"not compared: {first_line(error)}", *switch_notes]
+            return CheckResult(layer.name, notes=tuple(notes))
 
         random = np.random.default_rng(0)
         cotangents = [
@@ -245,8 +251,9 @@ class LayerChecker:
 
         leaf_reductions: list[Sequence[str]] = [("mean", "sum")] * len(out_axes)
         if reductions is not None:
-            of_outputs = reductions(specs.activations[0])
-            leaf_reductions[: len(of_outputs)] = of_outputs
+            # Leaves of the output come before those of skips.
+            output_reductions = reductions(specs.activations[0])
+            leaf_reductions[: len(output_reductions)] = output_reductions
         compared, differences = self._compare(
             function, whole, parts, out_axes, leaf_reductions
         )
@@ -272,7 +279,7 @@ class LayerChecker:
         if self._stopped:
             name = f"loss_fn with reduction={objective.reduction!r}"
             return CheckResult(name, notes=(self._stopped,))
-        return _loss_check.check(
+        return _loss_check.check_loss(
             objective,
             self._activations.x,
             targets,
@@ -297,23 +304,26 @@ class LayerChecker:
 
         Args:
           layers: the layers.
-          in_keys: the keys of what it may pop.
-          out_keys: becomes the keys of what may be popped after it.
+          in_keys: the keys of the values that it may pop.
+          out_keys: a list that becomes the keys of the values that may be popped after
+            it.
           inputs: its parameters and activations.
           fixed: its other arguments.
-          bypass: whether batch norms of Flax return their input.
+          bypass: True if batch norms of Flax return their input.
         """
         x, skips = inputs.activations
         values = dict(zip(in_keys, skips, strict=True))
         with (
             jax.default_matmul_precision("highest"),
-            _batch_norm.merge_statistics(True),
+            _batch_norm.merge_statistics(are_merged=True),
             _batch_norm.record_batch_norms(),
             _batch_norm.bypass_batch_norms() if bypass else nullcontext(),
         ):
             pairs = zip(inputs.params, fixed.state, strict=True)
             entries = [{**params, **state} for params, state in pairs]
-            y, changed = layers.last(entries, x, fixed.keys, self._train, values)
+            y, changed = layers.call_last(
+                entries, x, rngs=fixed.keys, train=self._train, skips=values
+            )
         out_keys[:] = values
         state = [comparable_state(collections) for collections in changed]
         return _Outputs((y, [*values.values()]), state)
@@ -328,8 +338,15 @@ class LayerChecker:
     ) -> tuple[SplitFunction, list[int | None]]:
         """A layer as a function, and the axis of the examples in its activations.
 
+        Args:
+          apply: ``(inputs, fixed, *, bypass) -> outputs``.
+          inputs: its parameters and activations.
+          fixed: its other arguments.
+          specs: specs of its outputs for all examples.
+          bypass: True if batch norms of Flax return their input.
+
         Raises:
-          Unlike: if it returns something else in micro-batches.
+          Unlike: if the structure or shapes of its outputs differ in micro-batches.
         """
         in_axes = self._activations.axes
 
@@ -353,9 +370,14 @@ class LayerChecker:
         out_axes = list(map(axis_of, whole_leaves, part_leaves))
 
         def differentiated_leaves(activations: PyTree) -> list[jax.Array]:
-            # A leaf of no example may be a mean or a sum.
-            pairs = zip(jax.tree.leaves(activations), out_axes, strict=True)
-            return [x for x, axis in pairs if axis is not None and is_inexact(x)]
+            # A leaf of no example may be a mean or a sum: its gradient would differ.
+            return [
+                leaf
+                for leaf, axis in zip(
+                    jax.tree.leaves(activations), out_axes, strict=True
+                )
+                if axis is not None and is_inexact(leaf)
+            ]
 
         def at_once(inputs: _LayerInputs, fixed: _Fixed) -> Any:
             compared = apply(inputs, fixed, bypass=bypass)
@@ -382,22 +404,35 @@ class LayerChecker:
         out_axes: Sequence[int | None],
         reductions: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
-        """The kinds of results that a layer has, and what differs of them."""
+        """The quantities that a layer has, and their differences.
+
+        Args:
+          function: the layer.
+          whole: its results for all examples at once.
+          parts: its results in micro-batches.
+          out_axes: the axis of the examples in each leaf of its activations.
+          reductions: the reductions of each leaf without examples.
+        """
         compared: list[str] = []
         differences: list[Difference] = []
         limit = function.limit if self._tolerance is None else self._tolerance
 
         def add(
-            kind: str, whole: PyTree, parts: PyTree, axes: Any = None, **options: Any
+            quantity: str,
+            *,
+            whole: PyTree,
+            parts: PyTree,
+            axes: Sequence[int | None] | None = None,
+            **options: Any,
         ) -> None:
-            count = len(jax.tree.leaves(whole))
-            if count and kind not in compared:
-                compared.append(kind)
+            num_leaves = len(jax.tree.leaves(whole))
+            if num_leaves and quantity not in compared:
+                compared.append(quantity)
             difference = compare(
-                kind,
+                quantity,
                 whole=whole,
                 parts=parts,
-                axes=[None] * count if axes is None else axes,
+                axes=[None] * num_leaves if axes is None else axes,
                 sizes=self._sizes,
                 limit=limit,
                 **options,
@@ -405,31 +440,33 @@ class LayerChecker:
             if difference is not None:
                 differences.append(difference)
 
-        at_once, in_parts = whole.results.compared, parts.results
+        whole_outputs = whole.results.compared
+        part_outputs = parts.results
         add(
             "outputs",
-            at_once.activations,
-            in_parts.activations,
-            out_axes,
+            whole=whole_outputs.activations,
+            parts=part_outputs.activations,
+            axes=out_axes,
             reductions=reductions,
         )
-        add("state", at_once.state, in_parts.state)
+        add("state", whole=whole_outputs.state, parts=part_outputs.state)
         if whole.gradient is not None:
+            param_grads = whole.gradient.params
             add(
                 "gradients",
-                whole.gradient.params,
-                parts.gradient.params,
-                by="parameters",
-                smallest_scale=_SMALLEST_SCALE * size(whole.gradient.params),
+                whole=param_grads,
+                parts=parts.gradient.params,
+                inputs_name="parameters",
+                smallest_scale=_SMALLEST_SCALE * max_magnitude(param_grads),
             )
-            given = self._activations
-            activations = given.x, [*given.skips.values()]
+            inputs = self._activations
+            input_leaves = (inputs.x, [*inputs.skips.values()])
             add(
                 "gradients",
-                whole.gradient.activations,
-                parts.gradient.activations,
-                floating(activations, given.axes),
-                by="input",
+                whole=whole.gradient.activations,
+                parts=parts.gradient.activations,
+                axes=floating_axes(input_leaves, inputs.axes),
+                inputs_name="input",
             )
         return tuple(compared), tuple(differences)
 
@@ -475,14 +512,14 @@ def _advice(index: int, *, is_last: bool) -> str:
 def _params_of(entries: Entries) -> list[PyTree]:
     """The parameters of each entry."""
     return [
-        {name: tree for name, tree in entry.items() if name == "params"}
-        for entry in entries
+        {"params": entry["params"]} if "params" in entry else {} for entry in entries
     ]
 
 
 def _state_of(entries: Entries) -> list[PyTree]:
     """The variables of each entry that are no parameters."""
-    return [
-        {name: tree for name, tree in entry.items() if name != "params"}
-        for entry in entries
-    ]
+    return [_without_params(entry) for entry in entries]
+
+
+def _without_params(entry: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    return {name: tree for name, tree in entry.items() if name != "params"}

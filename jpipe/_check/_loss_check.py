@@ -5,7 +5,6 @@ or a quotient of sums. A loss that is none of these, such as a mean over the tok
 mask, would train another model, and nothing would show it.
 """
 
-import contextlib
 import functools
 import hashlib
 import operator
@@ -20,7 +19,7 @@ from .. import _compat
 from .._arguments._batch import Batch
 from .._arguments._objective import Objective, as_loss_weight
 from .._jaxprs import _dataflow, _sharding_constraints
-from ._comparison import Difference, compare, floating
+from ._comparison import Difference, compare, floating_axes
 from ._comparison import tolerance as rounding_tolerance
 from ._report import CheckResult
 from ._split_function import (
@@ -43,7 +42,7 @@ ADVICE = (
 # Digests of the programs of losses that passed: they are not run again.
 _passed: set[bytes] = set()
 # The outputs that a loss is run on have at most this number of elements.
-_MOST = 2**26
+_MAX_ELEMENTS = 2**26
 # reduction -> relative difference of two numbers that are equal but for rounding; a
 # weight such as mask.sum() + 1e-2 causes a small difference that is intended.
 _TOLERANCE = {"mean": 1e-4, "sum": 1e-4, "weighted": 1e-2}
@@ -54,7 +53,7 @@ _PERIOD = 65521
 def _terms(
     objective: Objective, axes: Sequence[int | None], sizes: Sequence[int]
 ) -> Callable[..., list[jax.Array]]:
-    """``(outputs, targets, microbatch_values) -> terms`` whose sum is the loss.
+    """``(outputs, targets, microbatch_values) -> terms``; their sum is the loss.
 
     There is one term for each micro-batch. For ``microbatch_values`` see
     `with_values_of`; by default there are none.
@@ -84,14 +83,14 @@ def _terms(
         if objective.reduction == "mean":
             shares = [n / sum(sizes) for n in sizes]
             return [value * share for value, share in zip(values, shares, strict=True)]
-        weight = sum(as_loss_weight(weight, total) for total, weight in values)
-        weight = jax.lax.stop_gradient(weight)
-        return [total / weight for total, _ in values]
+        divisor = sum(as_loss_weight(weight, total) for total, weight in values)
+        divisor = jax.lax.stop_gradient(divisor)
+        return [total / divisor for total, _ in values]
 
     return run
 
 
-def check(
+def check_loss(
     objective: Objective,
     outputs: PyTree,
     targets: PyTree,
@@ -109,9 +108,9 @@ def check(
       outputs: the outputs for all examples.
       targets: their targets.
       output_axes: the axis of the examples in each leaf of the outputs.
-      target_axes: that in each leaf of the targets.
+      target_axes: the axis of the examples in each leaf of the targets.
       sizes: the number of examples of each micro-batch.
-      tolerance: the largest difference that passes; ``None``: what rounding explains.
+      tolerance: the largest difference that passes; ``None``: that of rounding.
       microbatch_values: the outputs that each micro-batch has by itself: see
         `with_values_of`.
     """
@@ -159,8 +158,11 @@ def check(
         some_outputs, some_targets = part(
             (outputs, targets), axes, start=0, stop=sizes[0], count=count
         )
-        first = with_values_of(some_outputs, microbatch_values, 0), (some_targets, ())
-        if not _runs_on_some(at_once, (outputs, fixed), first):
+        first_outputs = with_values_of(some_outputs, microbatch_values, 0)
+        runs_on_all = _can_trace(at_once, outputs, fixed)
+        if not runs_on_all and not _can_trace(
+            at_once, first_outputs, (some_targets, ())
+        ):
             raise  # the loss cannot run on any examples
         return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
 
@@ -182,7 +184,16 @@ def _compare_loss(
     sizes: Sequence[int],
     tolerance: float | None,
 ) -> tuple[Any, tuple[Difference, ...]]:
-    """The loss of all examples, and its differences and those of its gradient."""
+    """The loss of all examples, and the differences of it and its gradient.
+
+    Args:
+      function: the loss.
+      outputs: the outputs for all examples.
+      fixed: the other arguments of the function.
+      output_axes: the axis of the examples in each leaf of the outputs.
+      sizes: the number of examples of each micro-batch.
+      tolerance: the largest difference that passes; ``None``: that of rounding.
+    """
     cotangents = [np.ones((), leaf.dtype) for leaf in function.outputs]
     whole, parts = function.run(outputs, fixed, cotangents)
     limit = function.limit if tolerance is None else tolerance
@@ -202,7 +213,7 @@ def _compare_loss(
                 "gradients",
                 whole=whole.gradient,
                 parts=parts.gradient,
-                axes=floating(outputs, output_axes),
+                axes=floating_axes(outputs, output_axes),
                 sizes=sizes,
                 limit=limit,
             )
@@ -210,13 +221,13 @@ def _compare_loss(
     return whole.results, tuple(filter(None, differences))
 
 
-def _runs_on_some(function: Callable[..., Any], *calls: tuple[Any, ...]) -> bool:
-    """True if a function can be traced with the arguments of one of several calls."""
-    for args in calls:
-        with contextlib.suppress(Exception):
-            jax.eval_shape(function, *args)
-            return True
-    return False
+def _can_trace(function: Callable[..., Any], *args: Any) -> bool:
+    """True if a function can be traced with some arguments."""
+    try:
+        jax.eval_shape(function, *args)
+    except Exception:
+        return False
+    return True
 
 
 def probe(
@@ -246,14 +257,11 @@ def probe(
     """
     if objective.reduction == "microbatch_mean":
         return "each micro-batch counts by itself"
-    leaves = jax.tree.leaves(targets)
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
-        isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves
-    ):
+    if not all(map(_is_local_array, jax.tree.leaves(targets))):
         return "its targets are not arrays of this process"
     sizes = _sizes(outputs, batch)
     if not sizes:
-        return f"its outputs have more than {_MOST:,} elements"
+        return f"its outputs have more than {_MAX_ELEMENTS:,} elements"
     count = sum(sizes)
     specs, axes = _whole(outputs, size=batch.sizes[0], count=count, preferred_axis=axis)
     at_once = _terms(objective, [*axes, *target_axes], [count])
@@ -265,13 +273,12 @@ def probe(
         return [terms(outputs, some_targets) for terms in (at_once, in_parts)]
 
     try:
-        both = jax.jit(_sharding_constraints.without(losses))
-        traced = both.trace(specs, targets)
+        traced = jax.jit(_sharding_constraints.without(losses)).trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"
         lowered = traced.lower()
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
-        if text in _passed:
+        digest = hashlib.sha256(lowered.as_text().encode()).digest()
+        if digest in _passed:
             return ""
         run = lowered.compile(compiler_options=_compat.quick_to_compile())
         results = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
@@ -297,8 +304,15 @@ def probe(
                 f"{sizes[0]} and {sizes[1]} (random outputs, the first of these "
                 f"targets), so micro-batches would train another loss; {ADVICE}"
             )
-    _passed.add(text)
+    _passed.add(digest)
     return ""
+
+
+def _is_local_array(leaf: Any) -> bool:
+    """True if a leaf is an array whose values this process has."""
+    if isinstance(leaf, jax.Array):
+        return leaf.is_fully_addressable
+    return isinstance(leaf, np.ndarray)
 
 
 def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
@@ -306,11 +320,14 @@ def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
     size = batch.sizes[0]
     total = sum(batch.sizes) * batch.num_shards
     elements = sum(leaf.size for leaf in jax.tree.leaves(outputs)) // size + 1
-    if (most := _MOST // elements) < 2:
+    max_examples = _MAX_ELEMENTS // elements
+    if max_examples < 2:
         return None
-    first = max(1, min(size, most // 3))
-    second = min(2 * first, total - first, most - first)
-    return first, second if second != first else max(1, first // 2)
+    first = max(1, min(size, max_examples // 3))
+    second = min(2 * first, total - first, max_examples - first)
+    if second == first:
+        second = max(1, first // 2)
+    return first, second
 
 
 def _whole(
@@ -321,7 +338,7 @@ def _whole(
     Args:
       outputs: specs of the outputs of ``size`` examples.
       size: the number of these.
-      count: the number of examples that are wanted.
+      count: the number of examples in the specs.
       preferred_axis: the axis of the examples where several have that length.
     """
     leaves, structure = jax.tree.flatten(outputs)

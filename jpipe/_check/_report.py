@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..schedules._formats import format_table
 from ._comparison import Difference
 
-_COMPARED = ("outputs", "state", "gradients")
+_QUANTITIES = ("outputs", "state", "gradients")
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,12 @@ class CheckResult:
     """The result of checking a layer, or the loss.
 
     Attributes:
-      name: the name of it in the table.
+      name: its name in the table.
       differences: the differences between micro-batches and all examples at once.
-      compared: the kinds that were compared, of ``"outputs"``, ``"state"`` and
+      compared: the quantities that were compared, of ``"outputs"``, ``"state"`` and
         ``"gradients"``.
       notes: further remarks on it.
-      advice: what to type where it differs.
+      advice: the line to type if it differs.
     """
 
     name: str
@@ -35,15 +35,15 @@ class CheckResult:
 
     def row(self) -> list[str]:
         """The cells of its row in the table."""
-        marks = [self._mark(kind) for kind in _COMPARED]
+        marks = [self._mark(quantity) for quantity in _QUANTITIES]
         remarks = [*map(str, self.differences), *self.notes]
         return [self.name, *marks, "; ".join(remarks)]
 
-    def _mark(self, kind: str) -> str:
-        """The word for one kind of results."""
-        if any(difference.kind == kind for difference in self.differences):
+    def _mark(self, quantity: str) -> str:
+        """The cell of a quantity in the table."""
+        if any(difference.quantity == quantity for difference in self.differences):
             return "DIFFER"
-        return "same" if kind in self.compared else "-"
+        return "same" if quantity in self.compared else "-"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class CheckReport:
         return self.is_same
 
     def __str__(self) -> str:
-        rows = [["", *_COMPARED, ""], *(result.row() for result in self._results)]
+        rows = [["", *_QUANTITIES, ""], *(result.row() for result in self._results)]
         return f"{self._title()}:\n{format_table(rows, left=range(5))}"
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:

@@ -1,11 +1,11 @@
 """Runs a function with all examples at once and in micro-batches.
 
-    function:       (inputs, fixed)              -> (outputs, results)
-    at once:        (inputs, fixed, cotangents)  -> (results, gradient by inputs)
-    in micro-batches:  likewise
+    function:          (inputs, fixed)              -> (outputs, results)
+    at once:           (inputs, fixed, cotangents)  -> (results, gradient by inputs)
+    in micro-batches:  (inputs, fixed, cotangents)  -> (results, gradient by inputs)
 
-``outputs`` are the arrays that are differentiated, ``results`` is what is compared. The
-gradient is that of one projection of the outputs: its cotangents are given.
+``outputs`` are the arrays that are differentiated, ``results`` are the arrays that are
+compared. The gradient is that of one projection of the outputs, by their cotangents.
 """
 
 import itertools
@@ -45,8 +45,8 @@ class SplitFunction:
     """A function to be run at once and in micro-batches.
 
     Args:
-      at_once: the function.
-      in_parts: the same, of micro-batches.
+      at_once: the function of all examples.
+      in_parts: the function of micro-batches.
       inputs: the arguments by which both are differentiated.
       fixed: the other arguments.
 
@@ -126,13 +126,13 @@ def _compiled(function: Differentiated) -> Callable[..., Any]:
     return jax.jit(_sharding_constraints.without(run), compiler_options=options)
 
 
-def _on_host(computed: tuple[PyTree, PyTree]) -> SplitOutputs:
-    results, gradient = jax.tree.map(host, computed)
+def _on_host(results_and_gradient: tuple[PyTree, PyTree]) -> SplitOutputs:
+    results, gradient = jax.tree.map(host, results_and_gradient)
     return SplitOutputs(results, gradient)
 
 
 def _or_none(leaf: Any) -> Any:
-    """A gradient; ``None`` for what JAX has in place of that by an integer."""
+    """A gradient; ``None`` in place of JAX's zeros for the gradient by an integer."""
     return None if leaf.dtype == jax.dtypes.float0 else leaf
 
 
@@ -202,8 +202,8 @@ def with_values_of(
       microbatch: the index of the micro-batch.
 
     Returns:
-      Its arrays. The gradients of values are those of the leaves in whose place they
-      are: they are added up.
+      Its arrays. The gradients of values are added up as those of the leaves that they
+      replace.
     """
     if not microbatch_values:
         return tree
@@ -215,12 +215,13 @@ def with_values_of(
 
 
 def _in_place_of(leaf: Any, value: Any) -> Any:
+    """A value in place of a leaf, which gets its gradient."""
     return _with_gradient_of(leaf, value) if is_inexact(leaf) else value
 
 
 @jax.custom_jvp
 def _with_gradient_of(leaf: Any, value: Any) -> Any:
-    """A value, whose gradient is that of something else."""
+    """A value, whose gradient goes to another leaf."""
     del leaf
     return value
 

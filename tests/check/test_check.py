@@ -274,7 +274,7 @@ def test_outputs_are_compared_as_apply_joins_them():
     for name, axis in [("size", None), ("size", jpipe.MEAN), ("load", 0)]:
         options = {"out_axes": {**axes, name: axis}}
         (difference,) = checked([jnp.sin, head], options=options).layers[1].differences
-        assert difference.what == f"outputs[0]['{name}']"
+        assert difference.array_name == f"outputs[0]['{name}']"
 
 
 def test_equal_layers_are_compiled_once():
