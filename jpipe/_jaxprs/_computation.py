@@ -88,7 +88,9 @@ class Computation:
     @cached_property
     def has_constraints(self) -> bool:
         """True if it holds constraints of a user: see `_sharding_constraints`."""
-        return self.closed is not None and _sharding_constraints.are_in(self.closed)
+        return self.closed is not None and _sharding_constraints.has_constraints(
+            self.closed
+        )
 
     @classmethod
     def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Computation":

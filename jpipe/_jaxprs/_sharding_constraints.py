@@ -77,7 +77,7 @@ def without(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def are_in(closed: core.ClosedJaxpr) -> bool:
+def has_constraints(closed: core.ClosedJaxpr) -> bool:
     """True if there are constraints, or names of these, in a jaxpr."""
     return any(map(_is_constraint_or_name, _jaxpr.equations(closed)))
 
@@ -140,7 +140,7 @@ def _has_mesh(closed: core.ClosedJaxpr) -> bool:
     """
     avals = list[Any]([*closed.in_avals, *closed.out_avals])
     meshes = (aval.sharding.mesh for aval in avals if hasattr(aval, "sharding"))
-    return are_in(closed) or not all(mesh.empty for mesh in meshes)
+    return has_constraints(closed) or not all(mesh.empty for mesh in meshes)
 
 
 def _is_operand_sharding(value: Any) -> bool:

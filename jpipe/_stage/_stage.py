@@ -98,7 +98,7 @@ class Stage:
         return [var in weights for var in self.closed.jaxpr.invars]
 
     @cached_property
-    def _programs(self) -> _vjp.ForwardBackward:
+    def _vjp_parts(self) -> _vjp.ForwardBackward:
         fewest = _remat.keeps_fewest(self.mode)
         closed = _loops.keep_fewest(self.closed) if fewest else self.closed
         run = _jaxpr.as_traced(closed)
@@ -125,7 +125,7 @@ class Stage:
     @cached_property
     def forward(self) -> Computation:
         """``inputs -> (outputs, aux, residuals)``."""
-        return Computation.of("forward", self._programs.forward)
+        return Computation.of("forward", self._vjp_parts.forward)
 
     @cached_property
     def backward(self) -> Computation:
@@ -133,11 +133,11 @@ class Stage:
 
         That of the loss takes its divisors in place of cotangents: see `_vjp.cut_vjp`.
         """
-        return Computation.of("backward", self._programs.backward)
+        return Computation.of("backward", self._vjp_parts.backward)
 
     @cached_property
     def _halves(self) -> _split_backward.BackwardHalves:
-        backward = self._programs.backward
+        backward = self._vjp_parts.backward
         num_other_inputs = len(backward.jaxpr.invars) - len(self._is_weight)
         num_grads = len(backward.jaxpr.outvars)
         return _split_backward.split_backward(
@@ -160,7 +160,7 @@ class Stage:
     @property
     def num_residuals(self) -> int:
         """The number of residuals of its forward."""
-        return len(self._programs.residuals)
+        return len(self._vjp_parts.residuals)
 
     # ----------------------------------- the computations of actions, which add to sums
 
@@ -210,13 +210,13 @@ class Stage:
         return op != INPUT and self.num_trained > 0
 
     def _forward_adding_jaxpr(self, results: ResultSums | None) -> core.ClosedJaxpr:
-        forward = self._programs.forward
+        forward = self._vjp_parts.forward
         return compose(forward, results.add, results.sources) if results else forward
 
     def _backward_adding_jaxpr(self, op: str) -> core.ClosedJaxpr:
         if op == INPUT:
             return self._halves.first
-        backward = self._programs.backward if op == BACKWARD else self._halves.second
+        backward = self._vjp_parts.backward if op == BACKWARD else self._halves.second
         if not self._has_weight_grads(op):
             return backward
         grads: list[Source] = [ResultSource(i) for i in range(self.num_trained)]
@@ -247,7 +247,7 @@ class Stage:
     def _add_grads(self) -> core.ClosedJaxpr:
         """``(sums, gradients) -> sums``."""
         sums = [sum_spec(var.aval) for var in self.weights[: self.num_trained]]
-        grads = self._programs.backward.out_avals[: self.num_trained]
+        grads = self._vjp_parts.backward.out_avals[: self.num_trained]
         closed, _ = _jaxpr.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
         return closed
 
@@ -263,13 +263,13 @@ class Stage:
         traced_input = dict(
             zip(
                 self.closed.jaxpr.invars,
-                self._programs.reads.jaxpr.invars,
+                self._vjp_parts.reads.jaxpr.invars,
                 strict=True,
             )
         )
         return _residuals.measure_residuals(
-            self._programs.reads,
-            self._programs.residuals,
+            self._vjp_parts.reads,
+            self._vjp_parts.residuals,
             activations=[traced_input[var] for var in [*self.arrives, *self.inputs]],
             side_inputs=[traced_input[var] for var in self.side_inputs],
             mode=_remat.mode_name(self.mode),

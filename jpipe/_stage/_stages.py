@@ -99,14 +99,15 @@ class Stages:
         first_readers = self._first_readers()
         self.owner_stages = [*owner_stages, *first_readers[len(owner_stages) :]]
         self.states = self._state_of_stages(state or StateUpdate())
-        # (stage, size of the micro-batch) -> equal for stages that compile to the same
+        # (stage, size of the micro-batch) -> key of its jaxpr
         self._jaxpr_keys: dict[tuple[int, int], Hashable] = {}
-        # (stage, size, remat mode), and what equal stages have in common -> the stage
+        # (stage, size, remat mode) -> the stage
         self._in_mode: dict[tuple[int, int, Any], Stage] = {}
+        # (key of the operations, remat mode) -> the first of equal stages
         self._distinct: dict[Hashable, Stage] = {}
         # key of the jaxpr of a stage -> its forward, without residuals
         self._forwards: dict[Hashable, Computation] = {}
-        # size of a micro-batch -> what computes its loss weight from batch inputs
+        # size of a micro-batch -> ``batch_inputs -> loss weight``
         self._loss_weights: dict[int, Computation | None] = {}
         if self.first.is_weighted:
             self._loss_weights = {n: self._loss_weight_of(n) for n in programs}
@@ -123,28 +124,28 @@ class Stages:
     def _last(self) -> int:
         return self.num_stages - 1
 
-    def part(self, stage: int, microbatch: int = 0) -> Stage:
+    def part(self, stage_index: int, microbatch: int = 0) -> Stage:
         """The slice that a stage computes on a micro-batch, in no remat mode yet."""
-        return self._stages[self._sizes[microbatch]][stage]
+        return self._stages[self._sizes[microbatch]][stage_index]
 
     def program(self, microbatch: int) -> TracedFunction:
         """The function, traced on a micro-batch."""
         return self._traced[self._sizes[microbatch]]
 
-    def weights(self, stage: int, microbatch: int = 0) -> list[WeightIndex]:
+    def weights(self, stage_index: int, microbatch: int = 0) -> list[WeightIndex]:
         """The weights that a stage reads, in the order of `Stage.weights`."""
-        return self._weights[self._sizes[microbatch]][stage]
+        return self._weights[self._sizes[microbatch]][stage_index]
 
-    def weights_on(self, stage: int) -> list[WeightIndex]:
+    def weights_on(self, stage_index: int) -> list[WeightIndex]:
         """The weights that a stage reads, and those that it owns though nobody does."""
-        owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage]
-        return [*dict.fromkeys([*self.weights(stage), *owned])]
+        owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage_index]
+        return [*dict.fromkeys([*self.weights(stage_index), *owned])]
 
-    def params_of(self, stage: int) -> set[int]:
+    def params_of(self, stage_index: int) -> set[int]:
         """The parameters that a stage reads, itself or by values of the prologue."""
         num_params = self.first.num_params
         params = set[int]()
-        for weight in self.weights(stage):
+        for weight in self.weights(stage_index):
             if weight < num_params:
                 params.add(weight)
             else:
@@ -156,54 +157,54 @@ class Stages:
         weight_vars = [*self.first.params, *self.once.jaxpr.outvars]
         return _jaxpr.spec(weight_vars[weight].aval)
 
-    def trained_by(self, stage: int) -> list[WeightIndex]:
+    def trained_by(self, stage_index: int) -> list[WeightIndex]:
         """The weights that a stage reads and that have a gradient."""
-        return [i for i in self.weights(stage) if self.trained[i]]
+        return [i for i in self.weights(stage_index) if self.trained[i]]
 
-    def kind(self, stage: int, microbatch: int = 0) -> Hashable:
+    def kind(self, stage_index: int, microbatch: int = 0) -> Hashable:
         """A key that is equal for stages whose forwards and backwards are the same."""
-        part = self.part(stage, microbatch)
-        jaxpr_key = self._jaxpr_key(stage, self._sizes[microbatch])
-        is_last = stage == self._last
-        return jaxpr_key, is_last, part.num_trained, part.num_differentiated
+        stage = self.part(stage_index, microbatch)
+        jaxpr_key = self._jaxpr_key(stage_index, self._sizes[microbatch])
+        is_last = stage_index == self._last
+        return jaxpr_key, is_last, stage.num_trained, stage.num_differentiated
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """True if an activation has a cotangent."""
         return var in self._differentiated[self._sizes[microbatch]]
 
-    def mode(self, stage: int, microbatch: int) -> Any:
+    def mode(self, stage_index: int, microbatch: int) -> Any:
         """The remat mode of a stage on a micro-batch."""
-        return _remat.mode(self._remat[stage], microbatch, len(self._sizes))
+        return _remat.mode(self._remat[stage_index], microbatch, len(self._sizes))
 
-    def functions(self, stage: int, microbatch: int, mode: Any) -> Stage:
+    def functions(self, stage_index: int, microbatch: int, mode: Any) -> Stage:
         """The stage in a remat mode; of equal stages the first."""
-        key = stage, self._sizes[microbatch], mode
+        key = stage_index, self._sizes[microbatch], mode
         if key not in self._in_mode:
-            self._in_mode[key] = self._distinct_stage(stage, microbatch, mode)
+            self._in_mode[key] = self._distinct_stage(stage_index, microbatch, mode)
         return self._in_mode[key]
 
-    def forward(self, stage: int, microbatch: int) -> Computation:
+    def forward(self, stage_index: int, microbatch: int) -> Computation:
         """The forward of a stage alone, without residuals."""
-        key = self._jaxpr_key(stage, self._sizes[microbatch])
+        key = self._jaxpr_key(stage_index, self._sizes[microbatch])
         if key not in self._forwards:
-            closed = self.part(stage, microbatch).closed
+            closed = self.part(stage_index, microbatch).closed
             self._forwards[key] = Computation.of("forward", closed)
         return self._forwards[key]
 
-    def residuals(self, stage: int) -> Residuals:
+    def residuals(self, stage_index: int) -> Residuals:
         """The residuals of the first micro-batch in a stage."""
-        return self.functions(stage, 0, self.mode(stage, 0)).stored
+        return self.functions(stage_index, 0, self.mode(stage_index, 0)).stored
 
-    def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
+    def does(self, stage_index: int, microbatch: int, weights_only: bool) -> bool:
         """True if a backward has anything to compute.
 
         Args:
-          stage: the index of the stage.
+          stage_index: the index of the stage.
           microbatch: the index of the micro-batch.
           weights_only: True for the half that computes gradients of weights.
         """
-        part = self.part(stage, microbatch)
-        return part.num_trained > 0 if weights_only else part.has_backward
+        stage = self.part(stage_index, microbatch)
+        return stage.num_trained > 0 if weights_only else stage.has_backward
 
     def weight(self, microbatch: int) -> Computation | None:
         """``batch_inputs of the last stage -> loss weight`` of a weighted loss.
@@ -269,9 +270,9 @@ class Stages:
         num_params = self.first.num_params
         num_weights = num_params + len(self.once.jaxpr.outvars)
         readers: dict[WeightIndex, int] = {}
-        for stage in range(self.num_stages):
-            for weight in self.weights(stage):
-                readers.setdefault(weight, stage)
+        for stage_index in range(self.num_stages):
+            for weight in self.weights(stage_index):
+                readers.setdefault(weight, stage_index)
         for index in range(len(self.once.jaxpr.outvars)):
             reader = readers.get(num_params + index, self._last)
             for param in _read_params(self.once, index):
@@ -282,28 +283,28 @@ class Stages:
 
     # -------------------------------------------------------------------- equal stages
 
-    def _jaxpr_key(self, stage: int, size: int) -> Hashable:
+    def _jaxpr_key(self, stage_index: int, size: int) -> Hashable:
         """A key that is equal for stages whose jaxprs compute the same."""
-        if (stage, size) not in self._jaxpr_keys:
-            part = self._stages[size][stage]
-            self._jaxpr_keys[stage, size] = (
-                len(part.weights),
-                len(part.arrives),
-                len(part.inputs),
-                len(part.side_inputs),
-                len(part.leaves),
-                *_structural_key.structural_key(part.closed),
+        if (stage_index, size) not in self._jaxpr_keys:
+            stage = self._stages[size][stage_index]
+            self._jaxpr_keys[stage_index, size] = (
+                len(stage.weights),
+                len(stage.arrives),
+                len(stage.inputs),
+                len(stage.side_inputs),
+                len(stage.leaves),
+                *_structural_key.structural_key(stage.closed),
             )
-        return self._jaxpr_keys[stage, size]
+        return self._jaxpr_keys[stage_index, size]
 
-    def _distinct_stage(self, stage: int, microbatch: int, mode: Any) -> Stage:
-        key = self.kind(stage, microbatch), mode
+    def _distinct_stage(self, stage_index: int, microbatch: int, mode: Any) -> Stage:
+        key = self.kind(stage_index, microbatch), mode
         if key not in self._distinct:
             divisors = None
-            if self.first.has_loss and stage == self._last:
+            if self.first.has_loss and stage_index == self._last:
                 divisors = specs(self.first.weight if self.divides else [])
-            part = self.part(stage, microbatch)
-            self._distinct[key] = replace(part, mode=mode, divisors=divisors)
+            stage = self.part(stage_index, microbatch)
+            self._distinct[key] = replace(stage, mode=mode, divisors=divisors)
         return self._distinct[key]
 
     def _loss_weight_of(self, size: int) -> Computation | None:

@@ -207,7 +207,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("[*[None] * self.num_trained, *grads]", "[*grads, *grads]"),
     ],
     "_stage/_stages": [
-        ("key = self.kind(stage, microbatch), mode", "key = self.kind(stage, 0)"),
+        (
+            "key = self.kind(stage_index, microbatch), mode",
+            "key = self.kind(stage_index, 0)",
+        ),
     ],
     "_stage/_vjp": [
         (
