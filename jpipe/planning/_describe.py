@@ -1,6 +1,13 @@
-"""What a pipeline is in words, from what is known of it so far."""
+"""Makes the `Plan` of a pipeline: more of it, the more the pipeline has seen.
+
+construction     stages, devices, schedule
+variables        parameters and bytes of each stage
+first trace      work and sent bytes of each stage
+training step    residuals, compiled actions, peaks
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .._instructions import _memory
@@ -19,136 +26,200 @@ from ._plan import Forecast, Plan, StagePlan
 
 
 class PipelineInfo(NamedTuple):
-    """What is known of a pipeline.
+    """A pipeline, as far as it was divided.
 
     Attributes:
-      pipe: what is fixed for all batches.
-      names: of each stage its layers; of a model its pieces, or the modules in it.
-      layout: where its variables are, once they were seen.
-      reads: of each stage the numbers of the leaves that it reads, likewise.
-      last: what was divided last, which may be evaluation, or have no mini-batch.
+      placement: stages, devices and schedule: all that is fixed for all batches.
+      names: the names of the layers of each stage; of a model those of its pieces, or
+        of the modules in it.
+      layout: the layout of the variables; ``None`` before they were seen.
+      stage_params: the indices of the variables that each stage reads; empty before
+        they were seen.
+      specialization: the mini-batch that was divided last; it may be one of
+        evaluation, or have too few examples to run.
       skips: the name, source and target of each long skip connection.
-      modules: of each stage the modules in it, where names are those of pieces.
+      modules: the names of the modules in each stage, if ``names`` are those of pieces.
     """
 
-    pipe: StagePlacement
+    placement: StagePlacement
     names: Sequence[Sequence[str]]
     layout: ParamLayout | None = None
-    reads: Sequence[Sequence[int]] = ()
-    last: Specialization | None = None
+    stage_params: Sequence[Sequence[int]] = ()
+    specialization: Specialization | None = None
     skips: Sequence[tuple[str, int, int]] = ()
     modules: Sequence[Sequence[str]] = ()
 
     @property
-    def built(self) -> Specialization | None:
-        """A mini-batch with a loss, if that was the last."""
-        last = self.last
-        return last if last and last.runs and last.stages.first.has_loss else None
+    def training_step(self) -> Specialization | None:
+        """The last mini-batch, if it has a loss and runs."""
+        last = self.specialization
+        if last is None or not last.runs or not last.stages.first.has_loss:
+            return None
+        return last
 
 
-def describe_function(last: Specialization) -> PipelineInfo:
-    """What is known of a model or a loss function that is divided."""
-    stages, layout = last.stages, last.layout
-    reads = [stages.weights_on(s) for s in range(stages.num_stages)]
+def describe_function(specialization: Specialization) -> PipelineInfo:
+    """The information on a model or a loss function that is divided."""
+    stages = specialization.stages
+    layout = specialization.layout
     return PipelineInfo(
-        last.pipe, name_stages(stages, layout.keys), layout, reads, last
+        placement=specialization.pipe,
+        names=name_stages(stages, layout.keys),
+        layout=layout,
+        stage_params=[stages.weights_on(s) for s in range(stages.num_stages)],
+        specialization=specialization,
     )
 
 
-def describe(known: PipelineInfo, forecast: Forecast | None = None) -> Plan:
-    """Says who runs what, and more the more is known.
+def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
+    """Makes the plan of a pipeline.
 
     Args:
-      known: what is known.
-      forecast: of the plan that it was built by, if any.
+      info: the pipeline.
+      forecast: the forecast of the plan that it was built by, if there is one.
     """
-    pipe, built = known.pipe, known.built
-    most: Sequence[int | None] = [None] * len(pipe.stages)
+    placement = info.placement
+    specialization = info.specialization
+    residual_bytes: Sequence[int | None] = [None] * len(placement.stages)
     peaks: tuple[tuple[str, int], ...] = ()
     compiled_actions: tuple[Action, ...] = ()
-    if built is not None:
-        program, compiled_actions = built.program, built.compiled_actions
-        most = peak_residual_bytes(program, len(pipe.stages))
-        names = map(pipe.called, program.devices)
-        peaks = tuple(zip(names, _memory.peak_bytes(program), strict=True))
-    work: Sequence[float | None] = [None] * len(pipe.stages)
-    if known.last is not None:
-        work = _shares(known.last.stages)
+    step = info.training_step
+    if step is not None:
+        compiled_actions = step.compiled_actions
+        residual_bytes = peak_residual_bytes(step.program, len(placement.stages))
+        devices = map(placement.called, step.program.devices)
+        peaks = tuple(zip(devices, _memory.peak_bytes(step.program), strict=True))
+    work: Sequence[float | None] = [None] * len(placement.stages)
+    if specialization is not None:
+        work = _work_shares(specialization.stages)
+
+    stages = []
+    for index in range(len(placement.stages)):
+        stage = _describe_stage(
+            info, index, residual_bytes=residual_bytes[index], work=work[index]
+        )
+        stages.append(stage)
     return Plan(
-        stages=tuple(
-            _stage(known, s, size, part)
-            for s, (size, part) in enumerate(zip(most, work, strict=True))
-        ),
-        schedule=pipe.schedule,
+        stages=tuple(stages),
+        schedule=placement.schedule,
         compiled_actions=compiled_actions,
         peak_bytes=peaks,
-        skips=tuple(known.skips),
+        skips=tuple(info.skips),
         forecast=forecast,
-        data=pipe.num_shards,
-        cuts=known.last.cuts if known.last else None,
-        param_shapes=_param_shapes(known.layout) if known.layout else None,
+        data=placement.num_shards,
+        cuts=None if specialization is None else specialization.cuts,
+        param_shapes=None if info.layout is None else _param_shapes(info.layout),
     )
 
 
 def _param_shapes(layout: ParamLayout) -> tuple[tuple[int, ...], ...]:
     """The shapes of the parameters."""
-    return tuple(tuple(layout.specs[i][0].shape) for i in layout.params)
+    return tuple(tuple(layout.specs[index][0].shape) for index in layout.params)
 
 
-def _shares(stages: Stages) -> list[float]:
-    """The part of the work of a forward that each stage has, estimated."""
+def _work_shares(stages: Stages) -> list[float]:
+    """The estimated share of each stage in the work of a forward."""
     work = [_work.of(stages.part(s).closed) for s in range(stages.num_stages)]
-    return [stage / max(sum(work), 1) for stage in work]
+    total = max(sum(work), 1)
+    return [stage_work / total for stage_work in work]
 
 
-def _stage(
-    known: PipelineInfo, s: int, residual_bytes: int | None, work: float | None
+def _describe_stage(
+    info: PipelineInfo,
+    index: int,
+    *,
+    residual_bytes: int | None,
+    work: float | None,
 ) -> StagePlan:
-    pipe, built, layout = known.pipe, known.built, known.layout
-    device, params, trained, local = pipe.devices[s], None, None, None
-    sharded_params: dict[str, int] = {}
-    if layout is not None:
-        # What is tied within the stage is counted once.
-        own = [i for i in layout.params if i in set(known.reads[s])]
-        params = [layout.specs[i][0] for i in own]
-        local = list(map(nbytes, params))
-        if isinstance(device, StageMesh):
-            pairs = zip(own, params, strict=True)
-            shardings = [device.fitting(layout.shardings[i], x.shape) for i, x in pairs]
-            local = [
-                device.local_bytes(*pair) for pair in zip(local, shardings, strict=True)
-            ]
-            for spec, sharding in zip(params, shardings, strict=True):
-                for name in sharding.axes:
-                    sharded_params[name] = sharded_params.get(name, 0) + spec.size
-        if built:
-            trained = sum(
-                layout.specs[i][0].size for i in own if built.stages.trained[i]
-            )
-    one = built.residuals(s) if built else None
+    """The description of one stage.
+
+    Args:
+      info: the pipeline.
+      index: the index of the stage.
+      residual_bytes: the most that it stores between forward and backward in a step.
+      work: its share in the work of a forward.
+    """
+    placement = info.placement
+    specialization = info.specialization
+    params = _StageParams()
+    if info.layout is not None:
+        params = _count_params(info, info.layout, index)
+    residuals = None
+    if info.training_step is not None:
+        residuals = info.training_step.residuals(index)
+    sent_bytes = None
+    if specialization is not None:
+        sent_bytes = _sent_bytes(specialization.stages, index)
+    replicas = dict.fromkeys(placement.replicas(index))
     return StagePlan(
-        index=s,
-        rank=pipe.schedule.placement[s],
-        device=", ".join(map(pipe.called, dict.fromkeys(pipe.replicas(s)))),
-        layers=tuple(known.names[s]),
-        remat=_remat.mode_name(pipe.remat[s]),
-        num_params=None if params is None else sum(spec.size for spec in params),
-        param_bytes=None if local is None else sum(local),
+        index=index,
+        rank=placement.schedule.placement[index],
+        device=", ".join(map(placement.called, replicas)),
+        layers=tuple(info.names[index]),
+        remat=_remat.mode_name(placement.remat[index]),
+        num_params=params.num_params,
+        param_bytes=params.param_bytes,
         residual_bytes=residual_bytes,
-        num_trained=trained,
-        residuals=one.nbytes if one else {},
-        recomputed_flops=one.recomputed_flops if one else None,
-        sharded_params=sharded_params,
-        sent_bytes=_sent(known.last.stages, s) if known.last else None,
-        modules=tuple(known.modules[s]) if known.modules else (),
+        num_trained=params.num_trained,
+        residuals={} if residuals is None else residuals.nbytes,
+        recomputed_flops=None if residuals is None else residuals.recomputed_flops,
+        sharded_params=params.sharded_params,
+        sent_bytes=sent_bytes,
+        modules=tuple(info.modules[index]) if info.modules else (),
         work=work,
     )
 
 
-def _sent(stages: Stages, stage: int) -> int:
-    """The bytes of what later stages read of one, of the first micro-batch."""
+@dataclass(frozen=True)
+class _StageParams:
+    """The parameters of a stage, counted; for the attributes see `StagePlan`."""
+
+    num_params: int | None = None
+    param_bytes: int | None = None
+    num_trained: int | None = None
+    sharded_params: dict[str, int] = field(default_factory=dict)
+
+
+def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _StageParams:
+    """Counts the parameters that a stage reads; shared ones within it count once."""
+    device = info.placement.devices[stage]
+    read = set(info.stage_params[stage])
+    indices = [index for index in layout.params if index in read]
+    # index of a parameter -> its number of elements
+    sizes = {index: layout.specs[index][0].size for index in indices}
+
+    param_bytes = 0
+    sharded_params: dict[str, int] = {}  # axis of the mesh -> sharded elements
+    for index in indices:
+        spec, _ = layout.specs[index]
+        num_bytes = nbytes(spec)
+        if isinstance(device, StageMesh):
+            sharding = device.fitting(layout.shardings[index], spec.shape)
+            num_bytes = device.local_bytes(num_bytes, sharding)
+            for axis in sharding.axes:
+                sharded_params[axis] = sharded_params.get(axis, 0) + sizes[index]
+        param_bytes += num_bytes
+
+    num_trained = None
+    step = info.training_step
+    if step is not None:
+        num_trained = sum(
+            sizes[index] for index in indices if step.stages.trained[index]
+        )
+    return _StageParams(
+        num_params=sum(sizes.values()),
+        param_bytes=param_bytes,
+        num_trained=num_trained,
+        sharded_params=sharded_params,
+    )
+
+
+def _sent_bytes(stages: Stages, stage: int) -> int:
+    """The bytes of the first micro-batch that other stages read of one."""
+    read = set()
+    for other_stage in range(stages.num_stages):
+        if other_stage != stage:
+            read.update(stages.part(other_stage).arrives)
     part = stages.part(stage)
-    others = [stages.part(s) for s in range(stages.num_stages) if s != stage]
-    read = {var for other in others for var in other.arrives}
-    sent = [v for v in [*part.leaves, *part.aux] if v in read]
+    sent = [var for var in [*part.leaves, *part.aux] if var in read]
     return sum(map(nbytes, specs(sent)))

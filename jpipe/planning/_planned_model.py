@@ -1,0 +1,182 @@
+"""A model on abstract devices: traced layer by layer, and as a step of a plan.
+
+A plan counts in layers of a list, or in pieces of one model: the parts between the
+places that few bytes cross. A model is cut into pieces once, on the first micro-batch
+that it is traced on; the cut points mean the same on micro-batches of other sizes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from .._arguments._trainable import Trainable
+from .._instructions._progress import Progress
+from .._instructions._transfer import AbstractDevice
+from .._layers._adapter import adapt_layers, is_model
+from .._layers._layer_group import group_layers
+from .._layers._skip import skip_name
+from .._layers._text import abbreviate
+from .._model._model import Model
+from .._partition import _balanced_cuts
+from .._partition._config import PipelineConfig
+from .._partition._cut_points import CutPoints
+from .._partition._partition import Partition
+from .._pipelined import _model_functions
+from .._pipelined._pipelined_function import PipelinedFunction
+from .._pipelined._specialization import Specialization
+from .._stage._stage_names import name_stages
+from ..schedules import gpipe
+from ._describe import describe, describe_function
+from ._plan import Plan
+from ._request import Request, any_loss
+from ._space import Choice
+from ._traced import TracedLayer
+
+PyTree = Any
+_NO_TARGETS = (
+    "loss= was given and no targets=: the loss was called with () in their place"
+)
+# A model is cut as finely as for about so many stages.
+_NUM_PIECES = 16
+
+
+class PlannedModel:
+    """A list of layers, or one model as pieces between which few bytes cross.
+
+    Args:
+      layers: the layers or the model, as `jpipe.pipeline` takes them.
+    """
+
+    def __init__(self, layers: Any) -> None:
+        self._is_model = is_model(layers)
+        self._layers = adapt_layers([layers] if self._is_model else layers)
+        # The names of the layers or pieces.
+        self._names = [layer.name for layer in self._layers]
+        # The ends of all pieces of one model; None before it was traced.
+        self._pieces: CutPoints | None = None
+        # The model of the last step; one model is the same in all steps.
+        self._model: Model | None = None
+
+    def traced(self, request: Request) -> TracedLayer:
+        """Traces each layer or piece as a stage, on the first micro-batch.
+
+        Raises:
+          ValueError: as a pipeline of them.
+          TypeError: likewise.
+        """
+        with Progress("models traced") as progress:
+            progress.show(0, 1)
+            one_microbatch = request.resized(request.batch().sizes[0])
+            num_layers = len(self._names)
+            if self._is_model:
+                if self._pieces is None:
+                    self._pieces = self._find_pieces(one_microbatch)
+                num_layers = len(self._pieces.positions) + 1
+            model, specialization, variables = self._specialize(
+                one_microbatch, _one_layer_per_stage(num_layers)
+            )
+            if self._is_model:
+                modules = name_stages(specialization.stages, specialization.layout.keys)
+                self._names = [
+                    abbreviate(names) or f"piece {index}"
+                    for index, names in enumerate(modules)
+                ]
+            skips = {}
+            if model.is_list:
+                skips = model.name_skips(specialization.stages)
+            return TracedLayer(tuple(self._names), specialization, variables, skips)
+
+    def describe_step(self, request: Request, choice: Choice) -> Plan:
+        """Describes a training step on abstract devices, without a forecast."""
+        model, specialization, _ = self._specialize(request.with_loss(), choice)
+        ends = [0, *itertools.accumulate(choice.balance)]
+        names = [self._names[begin:end] for begin, end in itertools.pairwise(ends)]
+        info = describe_function(specialization)
+        if not model.is_list:
+            return describe(info._replace(names=names, modules=info.names))
+        skips = [
+            (skip_name(route.key), route.source, route.target) for route in model.routes
+        ]
+        return describe(info._replace(names=names, skips=skips))
+
+    def _find_pieces(self, one_microbatch: Request) -> CutPoints:
+        """Finds the places of a model that few bytes cross."""
+        # Traced in one stage, but with as many calls of `jax.checkpoint` opened as for
+        # that many pieces.
+        self._pieces = CutPoints.none(_NUM_PIECES)
+        _, specialization, variables = self._specialize(
+            one_microbatch, _one_layer_per_stage(1)
+        )
+        traced = specialization.stages.first
+        positions = _balanced_cuts.find_pieces(traced, _NUM_PIECES)
+        num_params = len(jax.tree.leaves(variables))
+        return CutPoints.of(traced, positions, num_params, _NUM_PIECES)
+
+    def _specialize(
+        self, request: Request, choice: Choice
+    ) -> tuple[Model, Specialization, PyTree]:
+        """Returns the model, its function in stages, and specs of its variables."""
+        schedule = choice.schedule
+        config = PipelineConfig(
+            num_microbatches=schedule.num_microbatches,
+            ranks=[
+                AbstractDevice(rank, choice.data) for rank in range(schedule.num_ranks)
+            ],
+            schedule=schedule,
+            remat=choice.remat,
+            cuts=self._cut_points(choice.balance) if self._is_model else None,
+        )
+        groups = None
+        if not self._is_model:
+            groups = group_layers(self._layers, choice.balance)
+        partition = Partition(config, groups)
+        model = self._model
+        if model is None or model.is_list:  # the marks of a list depend on the balance
+            model = Model(self._layers, request.axes, partition.stage_of_layer)
+            self._model = model
+
+        # No caller receives the state that is written, so no warning is due.
+        spec = replace(
+            _model_functions.forward_spec(model, train=request.train),
+            discards=lambda *_: None,
+        )
+        args: list[PyTree] = [request.sample, request.rngs]
+        if request.objective is not None:
+            spec = _model_functions.loss_spec(
+                model, request.objective, [], train=request.train
+            )
+            args = [request.sample, request.targets, request.rngs]
+        trainable = Trainable(request.trainable, by_layer=model.is_list)
+
+        def trained(variables: PyTree) -> list[bool]:
+            return jax.tree.leaves(model.marks(variables, trainable))
+
+        try:
+            initial = model.initial(model.sample(request.sample, partition))
+            variables = model.from_entries(initial.specs)
+            function = PipelinedFunction(spec, partition, trained)
+            specialization = function(variables, *args)
+        except Exception as error:
+            has_loss = request.loss not in (None, any_loss)
+            if has_loss and not jax.tree.leaves(request.targets):
+                error.add_note(_NO_TARGETS)
+            raise
+        return model, specialization, variables
+
+    def _cut_points(self, balance: Sequence[int]) -> CutPoints:
+        """The cut points of a model whose stages have so many pieces."""
+        assert self._pieces is not None
+        ends = itertools.accumulate(balance[:-1])
+        return self._pieces.some([end - 1 for end in ends])
+
+
+def _one_layer_per_stage(num_layers: int) -> Choice:
+    """A choice in which each layer is a stage, and all micro-batches are one."""
+    return Choice(
+        balance=(1,) * num_layers,
+        remat=("none",) * num_layers,
+        schedule=gpipe(num_layers, 1),
+    )
