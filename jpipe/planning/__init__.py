@@ -1,5 +1,5 @@
-"""What to decide before a pipeline is built: profiles, cuts, plans.
+"""Profiles, cuts and plans: all that is decided before a pipeline is built.
 
-A step imports the `Plan` that `print(pipe)` shows and `_describe`, which makes it, and
-nothing else.
+A step imports only the `Plan` that `print(pipe)` shows, and `_describe`, which makes
+it.
 """

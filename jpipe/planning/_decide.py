@@ -1,4 +1,10 @@
-"""`jpipe.plan`: how to cut a model, on which mesh, under which schedule, and why."""
+"""`jpipe.plan`: decides the mesh, balance, schedule and remat modes of a pipeline.
+
+layers --profile--> seconds and bytes of each layer, for several sizes of micro-batch
+--search---> candidates with forecasts              (`_plan_search`)
+--lower----> candidates with counted bytes          (`_verify`)
+--explain--> the `Plan`, with reasons               (`_reasons`)
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,23 +29,24 @@ from ._fused import fused_residuals
 from ._interpolate import interpolated
 from ._layer_profile import MODES, count_faults, unknown_mode
 from ._link import link
-from ._mesh_shapes import shapes
+from ._mesh_shapes import mesh_shapes
 from ._plan import Plan
-from ._plan_search import REMATS
+from ._plan_search import REMAT_MODES
+from ._planned_model import PlannedModel
 from ._profile import Profile, speed_faults
 from ._profiler import answer
-from ._reasons import chosen
+from ._reasons import explain_best
 from ._request import Request
 from ._space import Hardware, SearchSpace
-from ._subject import PlannedModel
 from ._traced import TracedLayer
-from ._verify import choose
+from ._verify import choose_candidate
 
 PyTree = Any
-_TRAINING = tuple(name for name in BY_NAME if name != "forward_only")
-# What `jpipe.profile` takes besides the layers and a sample.
-_OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
-    *("sample", "num_microbatches"),
+_TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
+# The arguments of `jpipe.profile` that `plan` takes too.
+_PROFILE_OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
+    "sample",
+    "num_microbatches",
 }
 _NO_LOSS = (
     "loss: none was given (loss=, targets=): what it computes and keeps, such as "
@@ -60,58 +67,61 @@ def plan(
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
     schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
-    remat: str | Sequence[str] = REMATS,
+    remat: str | Sequence[str] = REMAT_MODES,
     balance: Sequence[int] | None = None,
     profile: Profile | None = None,
     **options: Any,
 ) -> Plan:
-    """Decides how to run a model: which mesh, cut, micro-batches and schedule.
+    """Decides how to run a model: its mesh, cut, micro-batches and schedule.
 
-    Layers are profiled, each by itself. Then every schedule of the catalogue is tried
-    on paper, on up to so many devices, with the cut that suits it; stages of devices
-    that need more than they have keep less; the best get a schedule made to measure.
-    The fastest that fits is the plan.
+    Layers are profiled, each by itself. Then every schedule of the catalogue is
+    simulated, on any number of the devices, with the cut that suits it; stages of
+    devices that need more memory than they have keep less; the best get a schedule made
+    to measure. The fastest that fits is the plan.
 
     A stage may have several devices, all stages as many, on which the examples of each
     micro-batch are spread: the axis ``"data"`` of a mesh. Each of them has all of the
     stage's parameters, gradients and optimizer state, and the residuals of its own
-    examples; they add up their gradients once in a step, in a ring. M micro-batches on
-    D devices give the numbers of M * D micro-batches on one.
+    examples; they add up their gradients once in a step, in a ring. The results of M
+    micro-batches on D devices equal those of M * D micro-batches on one device.
 
-    Each action takes the ``action_seconds`` of the profile and what it computes, and
-    one thread has all programs and transfers of a step run, one after another: tiny
-    layers are not spread over many devices.
+    Each action takes the time of its computation and the ``action_seconds`` of the
+    profile. One host thread dispatches all programs and transfers, one after another,
+    so very small layers are not worth several devices.
 
-    The path of each part of the optimizer's state decides what it belongs to, as in a
-    train step. What belongs to no parameter, such as counters, is counted with the
-    first layer; what tied layers share, with the first of them. What `tx.update` needs
-    while it runs is not counted.
+    The optimizer's state is counted with the parameters that its paths name, as in a
+    train step. State of no parameter, such as counters, is counted with the first
+    layer; state of parameters that layers share, with the first of these. The memory
+    that `tx.update` needs while it runs is not counted.
 
     Args:
       layers: as `jpipe.pipeline` takes them; one model is cut where few bytes cross.
       sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       tx: the optax optimizer, whose state takes memory.
-      num_devices: how many devices there are; default: as many as `jax.devices`.
-      memory_limit: bytes of each; ``None``: as many as it takes.
+      num_devices: the number of devices; default: that of `jax.devices`.
+      memory_limit: the bytes that a device has; ``None``: no limit.
       bandwidth: bytes per second between two devices; default: as measured between
         two of them, where layers are measured and there are two; else transfers take
         no time but ``latency``.
       latency: seconds that a transfer takes whatever its size; default: measured
         likewise, else 0.
-      num_microbatches: how many, or a choice; default: one, two, four and eight times
-        the number of stages that all devices make, as far as there are examples, and
-        one. Layers are profiled for the smallest part of a mini-batch that a device
-        would compute at once, and the largest below all of it; times and bytes are
-        taken to grow evenly with its size.
-      data: on how many devices each stage spreads the examples of a micro-batch, or a
-        choice; default: any number that divides ``num_devices`` and the examples.
-      schedules: one of the catalogue, or several to choose from, by names or builders;
-        default: the catalogue and what is made to measure.
+      num_microbatches: the number of micro-batches, or several to choose from; default:
+        one, two, four and eight times the number of stages that all devices make, as
+        far as there are examples, and one. Layers are profiled for the smallest part of
+        a mini-batch that a device would compute at once, and the largest below all of
+        it; times and bytes are taken to grow evenly with its size.
+      data: the number of devices on which each stage spreads the examples of a
+        micro-batch, or several to choose from; default: any number that divides
+        ``num_devices`` and the examples.
+      schedules: a schedule of the catalogue, or several to choose from, by names or
+        builders; default: the catalogue and schedules made to measure.
       remat: a mode, or several that stages may have.
-      balance: a cut, if it is known already: what would it take? Of one model it counts
-        the pieces that its profile lists.
-      profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
-      **options: for `jpipe.profile`, such as ``loss`` and ``targets``, or
+      balance: the balance, if it is decided already. Of one model it counts the pieces
+        that its profile lists.
+      profile: a profile of ``layers`` on a micro-batch of ``sample``, in place of
+        measuring. It fixes the number of parts of a mini-batch: ``data`` times
+        ``num_microbatches``.
+      **options: arguments for `jpipe.profile`, such as ``loss`` and ``targets``, or
         ``measure=False``.
 
     Returns:
@@ -127,71 +137,100 @@ def plan(
       >>> import jax.numpy as jnp, jpipe, optax
       >>> from flax import linen as nn
       >>> layers = [nn.Dense(64), nn.relu, nn.Dense(64), nn.relu, nn.Dense(64)]
-      >>> made = jpipe.plan(
+      >>> plan = jpipe.plan(
       ...     layers, jnp.ones((32, 64)), optax.sgd(0.1), num_devices=2, measure=False
       ... )
-      >>> sum(made.balance), jpipe.Plan.from_json(made.to_json()) == made
+      >>> sum(plan.balance), jpipe.Plan.from_json(plan.to_json()) == plan
       (5, True)
     """
     check_optimizer(tx)
     if profile is not None:
-        options = {**_as_made(profile), **options}
-    if unknown := sorted(options.keys() - _OPTIONS):
+        options = {**_options_of_profile(profile), **options}
+    if unknown := sorted(options.keys() - _PROFILE_OPTIONS):
         raise TypeError(f"plan takes no {', '.join(unknown)}; see help(jpipe.plan)")
-    count = len(jax.devices()) if num_devices is None else num_devices
-    numbers = None if num_microbatches is None else _listed(num_microbatches)
-    spread = None if data is None else _listed(data)
-    builders = _listed(_TRAINING if schedules is None else schedules)
-    names = tuple(find_catalogue_key(schedule) or schedule for schedule in builders)
-    modes = _listed(remat)
-    counts = [("num_devices", count), *(("data", own) for own in spread or ())]
-    counts += [("num_microbatches", own) for own in numbers or ()]
-    if memory_limit is not None:
-        counts.append(("memory_limit", memory_limit))
-    faults = [*_faults(counts, names, modes), *speed_faults(bandwidth, latency or 0.0)]
+    if num_devices is None:
+        num_devices = len(jax.devices())
+    microbatch_counts = None
+    if num_microbatches is not None:
+        microbatch_counts = _as_tuple(num_microbatches)
+    data_counts = None if data is None else _as_tuple(data)
+    builders = _as_tuple(_TRAINING_SCHEDULES if schedules is None else schedules)
+    schedule_names = tuple(map(_catalogue_name, builders))
+    remat_modes = _as_tuple(remat)
+    hardware = Hardware(
+        num_devices=num_devices,
+        memory_limit=memory_limit,
+        bandwidth=bandwidth,
+        latency=0.0 if latency is None else latency,
+    )
+    faults = [
+        *_count_faults(
+            {
+                "num_devices": [num_devices],
+                "data": data_counts,
+                "num_microbatches": microbatch_counts,
+                "memory_limit": None if memory_limit is None else [memory_limit],
+            }
+        ),
+        *_name_faults(schedule_names, remat_modes),
+        *speed_faults(hardware.bandwidth, hardware.latency),
+    ]
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
-    hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
-    request, subject = Request(sample, **options), PlannedModel(layers)
-    examples = request.batch().sizes[0]
-    known = profile.microbatch_size if profile else None
-    choice = shapes(spread, numbers, count, examples, known)
-    parts = sorted({shape.parts for shape in choice})
-    finest = dataclasses.replace(request, num_microbatches=parts[-1])
-    # All that a terminal shows meanwhile counts from here.
-    with Progress("plans made"):
-        model, required = subject.traced(finest), None
+
+    request = Request(sample, **options)
+    model = PlannedModel(layers)
+    shapes = mesh_shapes(
+        data_counts,
+        microbatch_counts,
+        num_devices=num_devices,
+        num_examples=request.batch().sizes[0],
+        part_size=None if profile is None else profile.microbatch_size,
+    )
+    part_counts = sorted({shape.num_parts for shape in shapes})
+    finest = dataclasses.replace(request, num_microbatches=part_counts[-1])
+
+    with Progress("plans made"):  # a terminal shows all progress as a part of this
+        traced = model.traced(finest)
+        checked_balance = None
         if balance is not None:
-            required = check_balance(balance, len(model.names))
-        optimizer = _optimizer_bytes(tx, model)
+            checked_balance = check_balance(balance, len(traced.names))
+        optimizer_bytes = _optimizer_bytes(tx, traced)
         if profile is None:
-            profiles = _profiles(subject, model, finest, parts)
+            profiles = _profile_parts(model, traced, finest, part_counts)
+            hardware = _with_measured_link(hardware, latency, finest.where)
         else:
-            profile.check(fingerprint(model, finest.train, finest.where))
-            profiles = {parts[0]: profile}
+            profile.check(fingerprint(traced, finest.train, finest.where))
+            profiles = {part_counts[0]: profile}
         if memory_limit is not None:
-            profiles = fused_residuals(profiles, subject, finest, count)
+            profiles = fused_residuals(profiles, model, finest, num_devices)
         space = SearchSpace(
-            {number: _with_state(own, optimizer) for number, own in profiles.items()},
-            optimizer,
-            hardware if profile else _linked(hardware, latency, finest.where),
-            names,
-            tuple(sorted(set(modes), key=MODES.index, reverse=True)),
+            profiles={
+                num_parts: _with_state(part_profile, optimizer_bytes)
+                for num_parts, part_profile in profiles.items()
+            },
+            optimizer_bytes=optimizer_bytes,
+            hardware=hardware,
+            schedule_names=schedule_names,
+            remat_modes=tuple(sorted(set(remat_modes), key=MODES.index, reverse=True)),
             fits_schedules=schedules is None,
-            balance=required,
-            shapes=choice,
+            balance=checked_balance,
+            mesh_shapes=shapes,
         )
-        candidates = choose(space, request, subject)
+        candidates = choose_candidate(space, request, model)
+
     if not candidates:
+        counts = sorted({shape.num_microbatches for shape in shapes})
         raise ValueError(
-            f"plan: schedules={list(names)} have no order for {space.num_layers} "
-            f"layers on {count} devices in "
-            f"{sorted({shape.microbatches for shape in choice})} micro-batches"
+            f"plan: schedules={list(schedule_names)} have no order for "
+            f"{space.num_layers} layers on {num_devices} devices in {counts} "
+            f"micro-batches"
         )
-    return chosen(candidates, space, () if request.loss else (_NO_LOSS,))
+    notes = [_NO_LOSS] if request.loss is None else []
+    return explain_best(candidates, space, notes)
 
 
-def _as_made(profile: Any) -> dict[str, Any]:
+def _options_of_profile(profile: Any) -> dict[str, Any]:
     """The options by which a profile was made, as it stores them.
 
     Raises:
@@ -202,85 +241,132 @@ def _as_made(profile: Any) -> dict[str, Any]:
             f"profile={profile!r} is a {type(profile).__name__}; needs what "
             f"jpipe.profile returned, or jpipe.Profile.from_json(text)"
         )
-    if (rates := estimated(profile.fingerprint)) is None:
+    rates = estimated(profile.fingerprint)
+    if rates is None:
         return {}
     return {"measure": False, **rates}
 
 
-def _profiles(
-    subject: PlannedModel, model: TracedLayer, finest: Request, numbers: Sequence[int]
+def _as_tuple(argument: Any) -> tuple[Any, ...]:
+    """A sequence as a tuple; a number, text or function as a tuple of one."""
+    if isinstance(argument, Iterable) and not isinstance(argument, str):
+        return tuple(argument)
+    return (argument,)
+
+
+def _catalogue_name(schedule: Any) -> Any:
+    """The name of a schedule or builder in the catalogue; unchanged if it has none."""
+    name = find_catalogue_key(schedule)
+    return schedule if name is None else name
+
+
+def _count_faults(arguments: Mapping[str, Sequence[Any] | None]) -> Iterator[str]:
+    """Faults of arguments that count something; ``None`` where one is left out."""
+    for name, counts in arguments.items():
+        if counts is None:
+            continue
+        for count in counts:
+            yield from count_faults(name, count)
+
+
+def _name_faults(
+    schedule_names: Sequence[Any], remat_modes: Sequence[Any]
+) -> Iterator[str]:
+    """Faults of the names of schedules and remat modes."""
+    for argument, names in (("schedules", schedule_names), ("remat", remat_modes)):
+        if not names:
+            yield f"{argument}={names!r}: name one or more, or leave it out"
+    for name in schedule_names:
+        if find_catalogue_key(name) not in _TRAINING_SCHEDULES:
+            listed = ", ".join(map(repr, _TRAINING_SCHEDULES))
+            yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
+    yield from (unknown_mode(mode) for mode in remat_modes if mode not in MODES)
+
+
+def _profile_parts(
+    model: PlannedModel,
+    traced: TracedLayer,
+    finest: Request,
+    part_counts: Sequence[int],
 ) -> Mapping[int, Profile]:
-    """By the number of parts: of the most, of the fewest, and in between."""
+    """Profiles by the number of parts, interpolated between the most and the fewest.
+
+    Args:
+      model: the model that is planned.
+      traced: its layers, traced on the smallest part.
+      finest: the request for the smallest part.
+      part_counts: the numbers of parts, in order.
+    """
     # A whole mini-batch at once may be more than a device holds.
-    few = next((number for number in numbers[:-1] if number > 1), numbers[0])
-    small = large = answer(model, finest)
-    if few != finest.num_microbatches:
-        coarse = dataclasses.replace(finest, num_microbatches=few)
-        large = answer(subject.traced(coarse), coarse)
-    examples = sum(finest.batch().sizes)
+    cut_counts = (count for count in part_counts[:-1] if count > 1)
+    fewest_parts = next(cut_counts, part_counts[0])
+    small = answer(traced, finest)
+    large = small
+    if fewest_parts != finest.num_microbatches:
+        coarsest = dataclasses.replace(finest, num_microbatches=fewest_parts)
+        large = answer(model.traced(coarsest), coarsest)
+
+    num_examples = sum(finest.batch().sizes)
     return {
-        number: interpolated(small, large, -(-examples // number)) for number in numbers
+        num_parts: interpolated(small, large, -(-num_examples // num_parts))
+        for num_parts in part_counts
     }
 
 
-def _linked(
+def _with_measured_link(
     hardware: Hardware, latency: float | None, where: Device | Rates
 ) -> Hardware:
-    """With what transfers take, where it is not given and can be measured."""
+    """Hardware with a measured link, if it can be measured and is not given.
+
+    Args:
+      hardware: the devices.
+      latency: the latency of the user; ``None``: as measured.
+      where: the device that layers are measured on, or the rates of an abstract one.
+    """
     if isinstance(where, Rates) or hardware.num_devices == 1:
         return hardware
-    others = [d for d in jax.local_devices(backend=where.platform) if d != where]
-    if not others or not (hardware.bandwidth is None or latency is None):
+    if hardware.bandwidth is not None and latency is not None:
         return hardware
-    found = link(where, others[0])
-    latency = found.latency if latency is None else latency
-    bandwidth = hardware.bandwidth or found.bandwidth
+    devices = jax.local_devices(backend=where.platform)
+    neighbor = next((device for device in devices if device != where), None)
+    if neighbor is None:
+        return hardware
+
+    measured = link(where, neighbor)
+    if latency is None:
+        latency = measured.latency
+    bandwidth = hardware.bandwidth
+    if bandwidth is None:
+        bandwidth = measured.bandwidth
     return dataclasses.replace(
         hardware,
         latency=latency,
         bandwidth=bandwidth,
-        measured=f"{format_seconds(latency)} for each and "
+        link_text=f"{format_seconds(latency)} for each and "
         f"{format_bytes(int(bandwidth))} per second, "
-        f"where not given as measured from {where} to {others[0]}",
+        f"where not given as measured from {where} to {neighbor}",
     )
 
 
-def _optimizer_bytes(tx: optax.GradientTransformation, model: TracedLayer) -> list[int]:
-    """The optimizer's state of each layer."""
-    numbers, tree = jax.tree.flatten(model.params)
-    trained = [model.stages.trained[i] for i in numbers]
-    owners = [model.divided.layout.owner_stages[i] for i in numbers]
-    params = tree.unflatten(model.specs(numbers))
-    return opt_state_bytes(tx, params, trained, owners, len(model.names))
+def _optimizer_bytes(
+    tx: optax.GradientTransformation, traced: TracedLayer
+) -> list[int]:
+    """The bytes of the optimizer's state of each layer."""
+    indices, tree = jax.tree.flatten(traced.params)
+    owner_stages = traced.divided.layout.owner_stages
+    return opt_state_bytes(
+        tx,
+        tree.unflatten(traced.specs(indices)),
+        trained=[traced.stages.trained[index] for index in indices],
+        layers=[owner_stages[index] for index in indices],
+        count=len(traced.names),
+    )
 
 
 def _with_state(profile: Profile, optimizer_bytes: Sequence[int]) -> Profile:
-    """The optimizer's state as a part of that of the layers."""
-    pairs = zip(profile.layers, optimizer_bytes, strict=True)
-    layers = (
-        dataclasses.replace(layer, state_bytes=layer.state_bytes + more)
-        for layer, more in pairs
-    )
+    """A profile whose layers have the optimizer's state as a part of their state."""
+    layers = []
+    for layer, num_bytes in zip(profile.layers, optimizer_bytes, strict=True):
+        state_bytes = layer.state_bytes + num_bytes
+        layers.append(dataclasses.replace(layer, state_bytes=state_bytes))
     return dataclasses.replace(profile, layers=tuple(layers))
-
-
-def _listed(given: Any) -> tuple[Any, ...]:
-    """One name or several, as several."""
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    return tuple(given) if several else (given,)
-
-
-def _faults(
-    counts: Iterable[tuple[str, Any]], names: Sequence[Any], remat: Sequence[Any]
-) -> Iterator[str]:
-    """Which numbers are none, and which schedules and remat modes there are not."""
-    for name, number in counts:
-        yield from count_faults(name, number)
-    for what, choices in (("schedules", names), ("remat", remat)):
-        if not choices:
-            yield f"{what}={choices!r}: name one or more, or leave it out"
-    for name in names:
-        if find_catalogue_key(name) not in _TRAINING:
-            listed = ", ".join(map(repr, _TRAINING))
-            yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
-    yield from (unknown_mode(mode) for mode in remat if mode not in MODES)

@@ -1,4 +1,11 @@
-"""What a candidate for a plan would take: seconds of a step, bytes of each device."""
+"""Forecasts a candidate for a plan: seconds of a step, bytes of each device.
+
+    seconds = max(makespan of the simulated schedule, seconds of the host thread)
+
+The host thread dispatches all programs and transfers of a step, one after another. The
+simulated costs are those of the programs that run: a forward of the last stage is a
+part of the backward that follows it, and the first stage has no input gradient.
+"""
 
 import dataclasses
 import itertools
@@ -7,269 +14,312 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schedules import Action, Costs, Schedule, Timeline
+from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ..schedules._formats import format_count
 from ._fingerprint import measured_on_cpu
-from ._plan import Memory, Plan, named
+from ._plan import Memory, Plan
 from ._profile import Profile
 from ._replicate import ring
-from ._space import Hardware, SearchSpace
+from ._space import Choice, Hardware, SearchSpace
 
-# Where devices share cores, halves of backwards have to be faster by so much.
-_HALVES = 1.05
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to run a model.
-
-    Attributes:
-      balance: layers of each stage.
-      remat: which residuals each stage stores.
-      schedule: who runs what when.
-      data: on how many devices of each rank the examples of a micro-batch are spread.
-    """
-
-    balance: tuple[int, ...]
-    remat: tuple[str, ...]
-    schedule: Schedule
-    data: int
-
-    @property
-    def num_devices(self) -> int:
-        """On how many devices it runs."""
-        return self.schedule.num_ranks * self.data
-
-    def __str__(self) -> str:
-        modes = dict.fromkeys(self.remat)
-        return (
-            f"{self.schedule.name}, balance {list(self.balance)}, "
-            f"{format_count(self.schedule.num_microbatches, 'micro-batch')}, "
-            f"remat {' and '.join(modes)}"
-            + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
-        )
+# A step with halves of backwards counts so many times its seconds where devices share
+# cores.
+_HALVES_HANDICAP = 1.05
 
 
 @dataclass(frozen=True)
-class Candidate(Choice):
-    """One way to run a model, with what it would take.
+class Candidate:
+    """A choice and its forecast.
 
     Attributes:
-      profile: of its layers, from which that was predicted.
-      timeline: the schedule with the costs of these stages.
-      memory: of each rank at its peak.
-      host: seconds in which one thread has all programs and transfers of a step run.
-      plan: what is known of it once it was lowered.
+      choice: the choice.
+      profile: the profile of the layers, from which all of this was predicted.
+      timeline: the schedule, simulated with the costs of the stages.
+      memory: the bytes of each rank at its peak, on each of its devices.
+      host_seconds: seconds in which one thread dispatches all programs and transfers of
+        a step.
+      plan: the description of the step, once it was lowered.
     """
 
+    choice: Choice
     profile: Profile
     timeline: Timeline
     memory: tuple[Memory, ...]
-    host: float
+    host_seconds: float
     plan: Plan | None = None
 
     @property
     def costs(self) -> Costs:
-        """Those of its stages, as they run."""
+        """The costs of the stages, as they run."""
         assert self.timeline.costs is not None
         return self.timeline.costs
 
     @property
     def seconds(self) -> float:
-        """Of a step: one thread has all of it run, on all devices."""
-        return max(self.timeline.makespan, self.host)
+        """The seconds of a step: those of the devices or of the host."""
+        return max(self.timeline.makespan, self.host_seconds)
 
     @property
-    def most_bytes(self) -> int:
-        """Of the device that needs most."""
+    def max_bytes(self) -> int:
+        """The bytes of the device that needs most."""
         return max(memory.total for memory in self.memory)
 
     def fits(self, hardware: Hardware) -> bool:
-        """Whether no device needs more than it has."""
+        """True if no device needs more than it has."""
         limit = hardware.memory_limit
-        return limit is None or self.most_bytes <= limit
+        return limit is None or self.max_bytes <= limit
 
     def objective(self, hardware: Hardware) -> tuple[float, ...]:
-        """What is less is better."""
+        """A key for sorting: candidates that fit first, the fastest of them first."""
         if not self.fits(hardware):
-            return 1, self.most_bytes, self.seconds
-        # Of two as fast, the smaller.
-        return 0, self.seconds * self.handicap, self.most_bytes
+            return 1, self.max_bytes, self.seconds
+        # Of two that are as fast, the smaller comes first.
+        return 0, self.seconds * self.handicap, self.max_bytes
 
     @property
     def handicap(self) -> float:
-        """By how much a step that is predicted to be as fast as another one is slower.
+        """A factor by which a step with halves of backwards counts as slower on a CPU.
 
-        Devices that share cores have them to themselves while others wait, and what
-        fills a bubble takes them away: with halves of backwards a step is not as fast
-        as predicted (`benchmarks/README.md`).
+        Devices that share cores have them to themselves while others wait, and an
+        action that fills a bubble takes them away: with halves of backwards a step is
+        not as fast as predicted (`benchmarks/README.md`).
         """
         if not measured_on_cpu(self.profile.fingerprint):
             return 1.0
-        actions = itertools.chain(*self.schedule.rows)
-        return _HALVES if any(action.op == WEIGHT for action in actions) else 1.0
+        actions = itertools.chain(*self.choice.schedule.rows)
+        has_halves = any(action.op == WEIGHT for action in actions)
+        return _HALVES_HANDICAP if has_halves else 1.0
 
 
-def stage_costs(space: SearchSpace, way: Choice) -> Costs:
-    """What stages cost, with the exchange of their gradients where shards make some.
+def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
+    """The costs of stages, with the exchange of their gradients if shards make some.
 
-    A rank exchanges those of all its stages, one after the other, when it has run all:
-    that is put down to the stage that it runs last.
+    A rank exchanges the gradients of all its stages, one after the other, when it has
+    run all: that counts for the stage that it runs last.
     """
-    hardware, schedule, data = space.hardware, way.schedule, way.data
-    bandwidth, latency = hardware.bandwidth, hardware.latency
-    link = {"bandwidth": bandwidth, "latency": latency}
-    costs = space.profile(schedule, data).costs(way.balance, remat=way.remat, **link)
-    if data == 1:
+    schedule = choice.schedule
+    bandwidth = space.hardware.bandwidth
+    latency = space.hardware.latency
+    profile = space.profile(schedule, choice.data)
+    costs = profile.costs(
+        choice.balance, remat=choice.remat, bandwidth=bandwidth, latency=latency
+    )
+    if choice.data == 1:
         return costs
-    exchange = [0.0 for _ in way.balance]
-    last = [row[-1].stage for row in schedule.rows]
-    for rank, size in zip(schedule.placement, costs.accumulator_bytes, strict=True):
-        exchange[last[rank]] += ring(size, data, bandwidth or math.inf, latency)
+
+    exchange_bandwidth = math.inf if bandwidth is None else bandwidth
+    exchange = [0.0] * schedule.num_stages
+    last_stages = [row[-1].stage for row in schedule.rows]
+    for rank, num_bytes in zip(
+        schedule.placement, costs.accumulator_bytes, strict=True
+    ):
+        seconds = ring(num_bytes, choice.data, exchange_bandwidth, latency)
+        exchange[last_stages[rank]] += seconds
     return dataclasses.replace(costs, exchange=exchange)
 
 
-def evaluate(space: SearchSpace, way: Choice) -> Candidate:
-    """Runs a candidate on paper.
+def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
+    """Forecasts a choice: simulates its schedule and counts its bytes.
 
     Args:
-      space: what it is chosen from.
-      way: how it runs.
+      space: the choices, with profiles and hardware.
+      choice: the choice.
     """
-    balance, remat, schedule, data = way.balance, way.remat, way.schedule, way.data
-    profile = space.profile(schedule, data)
-    action, exchanged = profile.action_seconds, len(balance) if data > 1 else 0
-    costs = stage_costs(space, way)
-    costs = fused_costs(costs, schedule, remat[-1] == "full", action)
+    schedule = choice.schedule
+    profile = space.profile(schedule, choice.data)
+    costs = fused_costs(
+        stage_costs(space, choice),
+        schedule,
+        is_last_recomputed=choice.remat[-1] == "full",
+        action_seconds=profile.action_seconds,
+    )
     timeline = schedule.simulate(costs)
-    memory = _memory(space, way, timeline, costs)
-    host = action * (_dispatched(schedule, costs) + exchanged)
-    return Candidate(balance, remat, schedule, data, profile, timeline, memory, host)
+    num_exchanges = schedule.num_stages if choice.data > 1 else 0
+    num_dispatched = _count_dispatched(schedule, costs) + num_exchanges
+    return Candidate(
+        choice=choice,
+        profile=profile,
+        timeline=timeline,
+        memory=_rank_memory(space, choice, timeline=timeline, costs=costs),
+        host_seconds=profile.action_seconds * num_dispatched,
+    )
 
 
-def transfers(costs: Costs, placement: Sequence[int]) -> list[float]:
-    """The bytes of each transfer of one micro-batch between ranks, there and back."""
-    sizes: list[float] = []
-    for link in costs.links(len(placement)):
-        if placement[link.source] != placement[link.target]:
-            sizes += link.bytes, link.cotangent_bytes
-    return sizes
+def rank_transfers(costs: Costs, placement: Sequence[int]) -> list[Skip]:
+    """The transfers of one micro-batch between ranks, and back of their gradients."""
+    return [
+        transfer
+        for transfer in costs.links(len(placement))
+        if placement[transfer.source] != placement[transfer.target]
+    ]
 
 
-def _dispatched(schedule: Schedule, costs: Costs) -> int:
-    """How many programs and transfers a step has."""
-    count = sum(costs.of(action) > 0 for row in schedule.rows for action in row)
-    sizes = transfers(costs, schedule.placement)
-    moved = len(sizes[::2]) + sum(size > 0 for size in sizes[1::2])
-    return count + moved * schedule.num_microbatches
+def _count_dispatched(schedule: Schedule, costs: Costs) -> int:
+    """The number of programs and transfers in a step."""
+    actions = itertools.chain(*schedule.rows)
+    num_programs = sum(costs.of(action) > 0 for action in actions)
+    transfers = rank_transfers(costs, schedule.placement)
+    num_returned = sum(transfer.cotangent_bytes > 0 for transfer in transfers)
+    num_transfers = (len(transfers) + num_returned) * schedule.num_microbatches
+    return num_programs + num_transfers
 
 
 def fused_costs(
-    costs: Costs, schedule: Schedule, keeps_nothing: bool, action_seconds: float = 0.0
+    costs: Costs,
+    schedule: Schedule,
+    *,
+    is_last_recomputed: bool,
+    action_seconds: float = 0.0,
 ) -> Costs:
-    """The costs of what a step runs, where that is not action by action.
+    """The costs of the programs that a step runs, where these are not its actions.
 
     A forward of the last stage that its own backward follows is a part of it: nothing
-    is stored between or computed twice. The first stage has no gradient of its input:
-    its W does all that a backward does.
+    is stored between them or computed twice. The first stage has no gradient of its
+    input: its W does all that a backward does.
 
     Args:
-      costs: one number per stage.
-      schedule: who runs what when.
-      keeps_nothing: whether the last stage keeps its input only, so that all of its
-        forwards run with their backwards.
-      action_seconds: of each action, whatever it computes; what runs as one program
-        takes it once.
+      costs: the costs of actions, one number per stage.
+      schedule: the actions of each rank, in order.
+      is_last_recomputed: True if the last stage stores only its input, so that all of
+        its forwards run in their backwards.
+      action_seconds: seconds of each action whatever it computes; a program that does
+        two actions takes them once.
 
     Returns:
       Costs with one number per micro-batch for the last stage.
     """
-    last, count = schedule.num_stages - 1, schedule.num_microbatches
-    row = schedule.rows[schedule.placement[last]]
-    joined = {
-        action.microbatch
-        for action, after in itertools.pairwise(row)
-        if action == Action(FORWARD, last, action.microbatch)
-        and after[1:] == action[1:]
-    }
-    if keeps_nothing:
-        joined = set(range(count))
-    inputs = [costs.of(Action(INPUT, s, 0)) for s in range(last + 1)]
-    weights = [costs.of(Action(WEIGHT, s, 0)) for s in range(last + 1)]
-    whole, half = costs.of(Action(BACKWARD, last, 0)), inputs[last]
-    if not keeps_nothing:
-        more = max(costs.forward[last] - action_seconds, 0.0)
-        whole, half = whole + more, half + more
-    weights[0] = max(inputs[0] + weights[0] - action_seconds, 0.0)
-    inputs[0] = 0.0
+    stages = range(schedule.num_stages)
+    last = stages[-1]
+    if is_last_recomputed:
+        fused_microbatches = set(range(schedule.num_microbatches))
+    else:
+        fused_microbatches = _microbatches_without_wait(schedule, last)
 
-    def with_last(numbers: Any, other: float) -> list[Any]:
-        own = [other if m in joined else numbers[last] for m in range(count)]
-        return [*numbers[:last], own]
+    backward = costs.of(Action(BACKWARD, last, 0))
+    input_grads = [costs.of(Action(INPUT, stage, 0)) for stage in stages]
+    weight_grads = [costs.of(Action(WEIGHT, stage, 0)) for stage in stages]
+    # The seconds that a fused forward adds to its backward, which has them already
+    # where it computes the forward again.
+    added = 0.0
+    if not is_last_recomputed:
+        added = max(costs.forward[last] - action_seconds, 0.0)
+    fused_backward = backward + added
+    fused_input_grad = input_grads[last] + added
+
+    # Whole backwards of the first stage run in its W.
+    weight_grads[0] = max(input_grads[0] + weight_grads[0] - action_seconds, 0.0)
+    input_grads[0] = 0.0
+    fused_weight_grad = weight_grads[last]
+    if last == 0:
+        fused_input_grad = 0.0
+        fused_weight_grad = fused_backward
+
+    def replace_last(numbers: Any, fused: float) -> list[Any]:
+        of_last = [numbers[last]] * schedule.num_microbatches
+        for microbatch in fused_microbatches:
+            of_last[microbatch] = fused
+        return [*numbers[:last], of_last]
 
     return dataclasses.replace(
         costs,
-        forward=with_last(costs.forward, 0.0),
-        backward=with_last(costs.backward, whole),
-        input_grad=with_last(inputs, half if last else 0.0),
-        weight_grad=with_last(weights, weights[last] if last else whole),
-        residual_bytes=with_last(costs.residual_bytes, costs.boundary_bytes[last]),
+        forward=replace_last(costs.forward, 0.0),
+        backward=replace_last(costs.backward, fused_backward),
+        input_grad=replace_last(input_grads, fused_input_grad),
+        weight_grad=replace_last(weight_grads, fused_weight_grad),
+        residual_bytes=replace_last(costs.residual_bytes, costs.boundary_bytes[last]),
     )
 
 
-def _memory(
-    space: SearchSpace, way: Choice, timeline: Timeline, costs: Costs
+def _microbatches_without_wait(schedule: Schedule, stage: int) -> set[int]:
+    """The micro-batches whose backward in a stage directly follows their forward."""
+    row = schedule.rows[schedule.placement[stage]]
+    return {
+        action.microbatch
+        for action, following in itertools.pairwise(row)
+        if action == Action(FORWARD, stage, action.microbatch)
+        and following[1:] == action[1:]
+    }
+
+
+def _rank_memory(
+    space: SearchSpace, choice: Choice, *, timeline: Timeline, costs: Costs
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
-    profile = space.profile(way.schedule, way.data)
-    stages = list(itertools.pairwise([0, *itertools.accumulate(way.balance)]))
-    workspace = [_workspace(profile, *stage) for stage in stages]
-    for i, mode in enumerate(way.remat):
-        # One program computes such a stage both ways: what it stores, it stores itself.
-        if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
-            residuals = profile.residuals_of[profile.pending_mode(mode)]
-            workspace[i] += int(residuals[stages[i]])
-    memory = []
+    profile = space.profile(choice.schedule, choice.data)
+    ends = [0, *itertools.accumulate(choice.balance)]
+    spans = list(itertools.pairwise(ends))
+    workspace = _stage_workspace(profile, choice, costs)
+
+    rank_memory = []
     for rank, peak in enumerate(timeline.peak_bytes):
-        own = [i for i, at in enumerate(timeline.placement) if at == rank]
-        layers = [at for i in own for at in range(*stages[i])]
-        optimizer = sum(space.optimizer_bytes[at] for at in layers)
-        whole = (profile.layers[at] for at in layers)
-        lasting = sum(layer.param_bytes + layer.state_bytes for layer in whole)
-        sums = [costs.accumulator_bytes[i] for i in own]
-        activations = int(peak) - lasting - sum(sums)
-        # When no activations are left, what shards add up stands beside their sums,
-        # stage by stage.
-        added = max(sums, default=0) - activations if way.data > 1 else 0
-        each = Memory(
-            parameters=lasting - optimizer,
+        stages = [s for s, r in enumerate(timeline.placement) if r == rank]
+        layers = list[int]()
+        for stage in stages:
+            begin, end = spans[stage]
+            layers += range(begin, end)
+        profiles = [profile.layers[layer] for layer in layers]
+        persistent = sum(layer.param_bytes + layer.state_bytes for layer in profiles)
+        optimizer = sum(space.optimizer_bytes[layer] for layer in layers)
+        sums = [costs.accumulator_bytes[stage] for stage in stages]
+        activations = int(peak) - persistent - sum(sums)
+        needed = [workspace[stage] for stage in stages]
+        if choice.data > 1:
+            # When no activations are left, the gradients that shards exchange stand
+            # beside their sums, stage by stage.
+            needed.append(max(sums) - activations)
+        memory = Memory(
+            parameters=persistent - optimizer,
             gradients=sum(sums),
             optimizer=optimizer,
             activations=activations,
-            workspace=max(added, *(workspace[i] for i in own)),
+            workspace=max(0, *needed),
         )
-        memory.append(each)
-    return tuple(memory)
+        rank_memory.append(memory)
+    return tuple(rank_memory)
 
 
-def _workspace(profile: Profile, first: int, stop: int) -> int:
-    """What the largest program of a stage needs, at the layer that needs most.
+def _stage_workspace(profile: Profile, choice: Choice, costs: Costs) -> list[int]:
+    """The bytes that the largest program of each stage needs while it runs."""
+    last = len(choice.balance) - 1
+    ends = [0, *itertools.accumulate(choice.balance)]
+    workspace = []
+    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
+        num_bytes = _layers_workspace(profile, begin, end)
+        mode = choice.remat[stage]
+        is_fused = stage == last and 0.0 in costs.forward[last]
+        if mode == "full" or is_fused:
+            # One program runs forward and backward: it holds the residuals itself.
+            residuals = profile.residuals_of[profile.pending_mode(mode)]
+            num_bytes += int(residuals[begin, end])
+        workspace.append(num_bytes)
+    return workspace
 
-    Besides its own there is what passes into the layer and out of it within the stage,
-    and the skip connections within the stage that are open there.
+
+def _layers_workspace(profile: Profile, begin: int, end: int) -> int:
+    """The workspace of a program of layers, at the layer that needs most.
+
+    Besides the workspace of the layer itself there is the input of the layer and its
+    output, if they stay within the stage, and the skip connections within the stage
+    that are open there.
     """
-    change = [0] * (stop - first + 1)
+    # For each layer, the bytes of skip connections that open less those that close.
+    change = [0] * (end - begin + 1)
     for skip in profile.skips:
-        if first <= skip.source and skip.target < stop:
-            change[skip.source - first] += skip.bytes
-            change[skip.target - first + 1] -= skip.bytes
-    return max(
-        (profile.layers[i].workspace_bytes or 0)
-        + (profile.boundary_bytes(i) if i > first else 0)
-        + (profile.boundary_bytes(i + 1) if i + 1 < stop else 0)
-        + skips
-        for i, skips in zip(
-            range(first, stop), itertools.accumulate(change), strict=False
-        )
-    )
+        if begin <= skip.source and skip.target < end:
+            change[skip.source - begin] += skip.bytes
+            change[skip.target - begin + 1] -= skip.bytes
+
+    needed = []
+    open_bytes = 0
+    for layer in range(begin, end):
+        open_bytes += change[layer - begin]
+        num_bytes = open_bytes
+        workspace = profile.layers[layer].workspace_bytes
+        if workspace is not None:
+            num_bytes += workspace
+        if layer > begin:
+            num_bytes += profile.boundary_bytes(layer)
+        if layer + 1 < end:
+            num_bytes += profile.boundary_bytes(layer + 1)
+        needed.append(num_bytes)
+    return max(needed)

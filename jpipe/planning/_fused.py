@@ -1,7 +1,7 @@
-"""What stages store, by their layers together: less than each of them by itself.
+"""Scales the residuals of layers to what stages store: less than layers by themselves.
 
-What one layer gives to the next is stored once, or not at all where it follows by cheap
-operations from what is stored before it.
+The output of one layer is the input of the next one: a stage stores it once, or not at
+all if it follows by cheap operations from what is stored before it.
 """
 
 import dataclasses
@@ -10,49 +10,66 @@ from collections.abc import Mapping
 from ..schedules import gpipe
 from ._layer_partition import partition
 from ._layer_profile import LayerProfile
+from ._planned_model import PlannedModel
 from ._profile import Profile
 from ._request import Request
-from ._subject import PlannedModel
+from ._space import Choice
 
 
 def fused_residuals(
     profiles: Mapping[int, Profile],
-    subject: PlannedModel,
+    model: PlannedModel,
     request: Request,
     num_stages: int,
 ) -> dict[int, Profile]:
-    """Profiles whose layers store about what they do in stages.
+    """Profiles whose layers store about as much as they do in stages.
 
-    How much less that is than what they store by themselves is known of one cut and one
-    number of micro-batches, and taken to be the same for all.
+    The ratio of the two is computed for one cut and one number of micro-batches, and
+    taken to be the same for all.
 
     Args:
-      profiles: of layers by themselves, by the number of micro-batches.
-      subject: the layers.
-      request: has the number of micro-batches that is looked at.
-      num_stages: of the cut, an even one.
+      profiles: number of micro-batches -> profile of layers by themselves.
+      model: the model that has these layers.
+      request: the request for the number of micro-batches that is looked at.
+      num_stages: the number of stages of the cut, which is an even one.
     """
-    number = request.num_microbatches
-    alone = profiles[number]
-    balance = partition(alone, min(num_stages, len(alone.layers)))
-    schedule = gpipe(len(balance), number)
-    plan = subject.planned(request, balance, "min_cut", schedule)
-    shares: list[dict[str, float]] = []
+    profile = profiles[request.num_microbatches]
+    balance = partition(profile, min(num_stages, len(profile.layers)))
+    choice = Choice(
+        balance=tuple(balance),
+        remat=("min_cut",) * len(balance),
+        schedule=gpipe(len(balance), request.num_microbatches),
+    )
+    plan = model.describe_step(request, choice)
+
+    # For each layer: remat mode -> bytes in its stage / bytes by itself
+    ratios: list[dict[str, float]] = []
     for stage, size in zip(plan.stages, balance, strict=True):
-        first = len(shares)
-        sums = {m: own[first, first + size] for m, own in alone.residuals_of.items()}
-        share = {m: n / sums[m] for m, n in stage.residuals.items() if sums.get(m)}
-        # What "full" stores, the input of a stage, is no sum.
-        shares += [share | {"full": 1.0}] * size
+        begin = len(ratios)
+        end = begin + size
+        stage_ratios = {}
+        for mode, stored_bytes in stage.residuals.items():
+            residuals = profile.residuals_of.get(mode)
+            if residuals is not None and residuals[begin, end]:
+                stage_ratios[mode] = stored_bytes / residuals[begin, end]
+        # Under "full" a stage stores its input, which is no sum over layers.
+        stage_ratios["full"] = 1.0
+        ratios += [stage_ratios] * size
 
-    def fused(at: int, layer: LayerProfile) -> LayerProfile:
-        stored = layer.residual_bytes.items()
-        less = {mode: int(size * shares[at].get(mode, 1.0)) for mode, size in stored}
-        return dataclasses.replace(layer, residual_bytes=less)
-
-    return {
-        number: dataclasses.replace(
-            own, layers=tuple(fused(*each) for each in enumerate(own.layers))
+    fused_profiles = {}
+    for num_microbatches, layer_profile in profiles.items():
+        pairs = zip(layer_profile.layers, ratios, strict=True)
+        layers = tuple(_scale_residuals(layer, ratio) for layer, ratio in pairs)
+        fused_profiles[num_microbatches] = dataclasses.replace(
+            layer_profile, layers=layers
         )
-        for number, own in profiles.items()
+    return fused_profiles
+
+
+def _scale_residuals(layer: LayerProfile, ratios: Mapping[str, float]) -> LayerProfile:
+    """A layer whose residuals under each mode are scaled."""
+    residual_bytes = {
+        mode: int(num_bytes * ratios.get(mode, 1.0))
+        for mode, num_bytes in layer.residual_bytes.items()
     }
+    return dataclasses.replace(layer, residual_bytes=residual_bytes)

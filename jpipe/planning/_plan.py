@@ -1,4 +1,9 @@
-"""Who runs what, in names and numbers: no arrays, functions or devices."""
+"""A pipeline in names and numbers: no arrays, functions or devices.
+
+`print(plan)` shows a row for each stage, the grid of the schedule, residuals by remat
+modes, skip connections and peaks, as far as they are known, and the forecast if there
+is one.
+"""
 
 import dataclasses
 import json
@@ -12,12 +17,17 @@ from .._stage._stage_names import mark_shared_names
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT
 from ..schedules._costs import TIME_FIELDS
-from ..schedules._formats import format_bytes, format_seconds, format_table
+from ..schedules._formats import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_table,
+)
 from ..schedules._json import decode, parse_json
 from ._layer_profile import number_faults
 
-# Columns of a grid beyond which its end is left out.
-_WIDEST = 160
+# Longer lines of a grid are shortened.
+_MAX_WIDTH = 160
 
 
 @dataclass(frozen=True)
@@ -25,27 +35,27 @@ class StagePlan:
     """One stage.
 
     Attributes:
-      index: its number.
+      index: the index of the stage.
       rank: the rank that runs it.
       device: the name of the rank's device.
       layers: the names of its layers; of a model those of its pieces or modules.
-      remat: which residuals it stores between forward and backward.
+      remat: its remat mode.
       num_params: the number of parameters; ``None`` while shapes are unknown.
-      param_bytes: their bytes, on each of its devices.
+      param_bytes: the bytes of the parameters, on each of its devices.
       residual_bytes: the most that it stores between forward and backward in a step;
         ``None`` while no step is compiled.
-      num_trained: how many of the parameters the step trains.
-      residuals: the bytes of those of one micro-batch, by remat modes, where they are
-        known: all where nothing is computed again by `jax.checkpoint`.
-      recomputed_flops: the floating-point operations that its backward takes for
-        computing again what was not stored; ``None`` if it is not known.
-      sharded_params: how many of the parameters are sharded along each axis of the
-        stage's own mesh.
-      sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
-        known.
-      modules: of a model the modules that it calls, where ``layers`` are pieces.
-      work: the part of the work of a forward that it has, estimated: operations, and
-        bytes that they write; ``None`` if it is not known.
+      num_trained: the number of parameters that the step trains.
+      residuals: remat mode -> bytes of the residuals of one micro-batch; all modes if
+        `jax.checkpoint` computes nothing again.
+      recomputed_flops: the floating-point operations of its backward that compute again
+        what was not stored; ``None`` if unknown.
+      sharded_params: axis of the stage's mesh -> number of parameters that are sharded
+        along it.
+      sent_bytes: the bytes of one micro-batch that other stages read of it; ``None`` if
+        unknown.
+      modules: the modules that it calls, if ``layers`` are pieces of a model.
+      work: its estimated share in the work of a forward: operations, and bytes that
+        they write; ``None`` if unknown.
     """
 
     index: int
@@ -67,15 +77,16 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a device holds at its peak, predicted: bytes.
+    """The predicted bytes on a device at its peak.
 
     Attributes:
-      parameters: and all else that a layer has, such as batch statistics.
-      gradients: their sums over micro-batches.
-      optimizer: its state.
-      activations: what waits between actions.
-      workspace: what the largest program needs while it runs, besides that; also the
-        one that adds up the gradients of devices that share a stage.
+      parameters: parameters, and all else that a layer has, such as batch statistics.
+      gradients: the sums of gradients over micro-batches.
+      optimizer: the optimizer's state.
+      activations: residuals, and arrays that wait between actions.
+      workspace: the memory that the largest program needs besides that, while it runs;
+        a program may be the one that adds up the gradients of devices that share a
+        stage.
     """
 
     parameters: int
@@ -86,19 +97,21 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        """What is there before and after activations."""
+        """The bytes that are there before and after activations."""
         return self.parameters + self.gradients
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(dataclasses.astuple(self))
 
     def describe_excess(self, limit: int) -> str:
-        """Says that it is more than a device has, and what it is made of."""
-        parts = (
-            f"{name} {format_bytes(own)}" for name, own in vars(self).items() if own
-        )
+        """Says by how much it is more than a device has, and lists the parts."""
+        parts = [
+            f"{name} {format_bytes(num_bytes)}"
+            for name, num_bytes in vars(self).items()
+            if num_bytes
+        ]
         return (
             f"needs {format_bytes(self.total)}, {format_bytes(self.total - limit)} "
             f"more than a device has: {', '.join(parts)}"
@@ -107,17 +120,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan would take, and why it was chosen.
+    """The predicted costs of a step of a plan, and the reasons for the plan.
 
     Attributes:
-      seconds: of a step, predicted.
-      memory: of each rank at its peak.
-      costs: of the stages, from which all of that was predicted.
-      memory_limit: bytes of a device; ``None`` if none was given.
-      sent_bytes: between all devices in a step.
-      reasons: in sentences: what holds it up, what it was chosen over, what is idle.
-      last_forward: the seconds of a forward of the last stage, also where it is a part
-        of its backward, so that ``costs`` have it there.
+      seconds: the seconds of a step.
+      memory: the memory of each rank at its peak.
+      costs: the costs of the stages, from which all of that was predicted.
+      memory_limit: the bytes that a device has; ``None`` if there was no limit.
+      sent_bytes: the bytes that cross between devices in a step.
+      reasons: sentences: the bottleneck, the runner-up, devices that are idle.
+      last_forward: the seconds of a forward of the last stage by itself; in ``costs``
+        it may be a part of the backward.
     """
 
     seconds: float
@@ -133,26 +146,26 @@ class Forecast:
 class Plan:
     """A pipeline on paper; prints as a table and the grid of its schedule.
 
-    `Pipeline.plan` is that of a pipeline, `jpipe.plan` makes one for
+    `Pipeline.plan` is the plan of a pipeline; `jpipe.plan` makes one for
     `jpipe.pipeline` to build.
 
     Attributes:
       stages: one entry per stage.
-      schedule: who runs which action when.
+      schedule: the actions of each rank, in order.
       compiled_actions: the actions of which a step runs a program; empty while no
         step is compiled. A forward that is missing is a part of its backward; half of a
         backward that is missing has nothing to compute.
-      peak_bytes: the most that a step holds on each device, with parameters but without
-        the optimizer's state; empty while no step is compiled.
+      peak_bytes: the name of each device and the most that a step holds on it, with
+        parameters but without the optimizer's state; empty while no step is compiled.
       skips: the name, source and target stage of each long skip connection; empty while
         no input was seen.
-      forecast: what it would take; ``None`` if the pipeline was not planned.
-      data: on how many devices of each rank the examples of a micro-batch are spread:
-        along the axis ``"data"`` of a mesh. Numbers of a device are those of each
-        of them.
-      cuts: where one model is divided; ``None`` of a list of layers.
-      param_shapes: the shapes of its parameters, by which a pipeline knows what the
-        plan is of; ``None`` while they are unknown.
+      forecast: the predicted costs; ``None`` if the pipeline was not planned.
+      data: the number of devices of each rank on which the examples of a micro-batch
+        are spread: along the axis ``"data"`` of a mesh. Numbers of a device are those
+        of each of them.
+      cuts: the cut points of one model; ``None`` of a list of layers.
+      param_shapes: the shapes of its parameters, by which a pipeline recognizes the
+        model of the plan; ``None`` while they are unknown.
     """
 
     stages: tuple[StagePlan, ...]
@@ -172,17 +185,17 @@ class Plan:
 
     @property
     def layer_names(self) -> list[list[str]]:
-        """The layers of each stage; of a model its modules, each once."""
+        """The names of the layers of each stage; of a model those of its modules."""
         names = [[*(stage.modules or stage.layers)] for stage in self.stages]
         return names if self.cuts is None else mark_shared_names(names)
 
     @property
     def remat(self) -> list[str]:
-        """What each stage keeps."""
+        """The remat mode of each stage."""
         return [stage.remat for stage in self.stages]
 
     def to_json(self) -> str:
-        """All of it as a JSON object; `from_json` reads it."""
+        """The plan as a JSON object; `from_json` reads it."""
         fields = dataclasses.asdict(self)
         fields["schedule"] = json.loads(self.schedule.to_json())
         fields["compiled_actions"] = list(map(str, self.compiled_actions))
@@ -235,128 +248,160 @@ class Plan:
             yield from self.cuts.faults()
 
     def __str__(self) -> str:
-        parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [self._table(), shortened(self._grid())]
-        parts += _residuals(self.stages)
+        parts = []
+        if self.data > 1:
+            parts.append(mesh_text(self.schedule, self.data))
+        parts.append(self._table())
+        parts.append(_shorten_grid(self._grid()))
+        if any(stage.residuals for stage in self.stages):
+            parts.append(_residuals_table(self.stages))
         if self.skips:
-            listed = (f"{name}: stage {s} to {t}" for name, s, t in self.skips)
+            listed = [f"{name}: stage {s} to {t}" for name, s, t in self.skips]
             parts.append(f"skip connections: {', '.join(listed)}")
         if self.peak_bytes:
-            listed = ", ".join(
-                f"{name} {format_bytes(n)}" for name, n in self.peak_bytes
+            listed = [f"{name} {format_bytes(n)}" for name, n in self.peak_bytes]
+            parts.append(
+                f"peak of a step beside the optimizer's state: {', '.join(listed)}"
             )
-            parts.append(f"peak of a step beside the optimizer's state: {listed}")
-        if self.forecast:
-            parts.append(self._foretold(self.forecast))
+        if self.forecast is not None:
+            parts.append(self._forecast_text(self.forecast))
         return "\n".join(parts)
 
     def _table(self) -> str:
-        """A row for each stage, of what is known."""
+        """A row for each stage, with the columns that are known."""
         stages = self.stages
-        found = {"stage": [str(stage.index) for stage in stages]}
-        found["device"] = [stage.device for stage in stages]
+        # title of a column -> a cell for each stage
+        columns = {
+            "stage": [str(stage.index) for stage in stages],
+            "device": [stage.device for stage in stages],
+        }
         if any(self.layer_names):  # a function may have no modules
-            found["layers"] = [*map(abbreviate, self.layer_names)]
-        found["remat"] = self.remat
-        left = range(len(found))
+            columns["layers"] = [abbreviate(names) for names in self.layer_names]
+        columns["remat"] = self.remat
+        num_text_columns = len(columns)
         if any(stage.num_params is not None for stage in stages):
-            found["parameters"] = [*map(_params, stages)]
-            found["bytes"] = [_size(stage.param_bytes) for stage in stages]
+            columns["parameters"] = [_params_cell(stage) for stage in stages]
+            columns["bytes"] = [_bytes_cell(stage.param_bytes) for stage in stages]
             if any(stage.residual_bytes is not None for stage in stages):
-                found["residuals"] = [_size(stage.residual_bytes) for stage in stages]
+                columns["residuals"] = [
+                    _bytes_cell(stage.residual_bytes) for stage in stages
+                ]
         if all(stage.sent_bytes is not None for stage in stages):
-            found["sent"] = [_size(stage.sent_bytes) for stage in stages]
+            columns["sent"] = [_bytes_cell(stage.sent_bytes) for stage in stages]
         if all(stage.work is not None for stage in stages):
-            found["work"] = [f"{stage.work or 0:.0%}" for stage in stages]
+            columns["work"] = [f"{stage.work or 0:.0%}" for stage in stages]
         if any(stage.sharded_params for stage in stages):
-            pairs = (stage.sharded_params.items() for stage in stages)
-            found["cut along"] = [", ".join(f"{k} {n:,}" for k, n in p) for p in pairs]
-        return format_table([[*found], *zip(*found.values(), strict=True)], left)
+            columns["cut along"] = [_sharded_cell(stage) for stage in stages]
+        rows = zip(*columns.values(), strict=True)
+        return format_table([list(columns), *rows], left=range(num_text_columns))
 
     def _grid(self) -> str:
-        """The schedule as it runs; its bubble follows where it is predicted."""
-        if not self.compiled_actions:
-            return self.schedule.drawn(Costs(), has_bubble=self.forecast is None)
-        compiled_actions, default = set(self.compiled_actions), Costs()
+        """The schedule as it runs; its bubble is in the forecast, if there is one."""
+        costs = Costs()
+        if self.compiled_actions:
+            costs = self._costs_of_compiled()
+        return self.schedule.drawn(costs, has_bubble=self.forecast is None)
 
-        def last(action: Action) -> float:
-            if action not in compiled_actions:
+    def _costs_of_compiled(self) -> Costs:
+        """Default costs of the programs of a step; other actions cost nothing.
+
+        A backward has the costs of its forward too, if they are one program.
+        """
+        compiled = set(self.compiled_actions)
+        default = Costs()
+
+        def seconds(op: str, stage: int, microbatch: int) -> float:
+            action = Action(op, stage, microbatch)
+            if action not in compiled:
                 return 0.0
-            forward = action._replace(op=FORWARD)
-            joined = action.op in (BACKWARD, INPUT) and forward not in compiled_actions
-            return default.of(action) + joined * default.of(forward)
+            forward = Action(FORWARD, stage, microbatch)
+            if op in (BACKWARD, INPUT) and forward not in compiled:
+                return default.of(action) + default.of(forward)
+            return default.of(action)
 
         microbatches = range(self.schedule.num_microbatches)
-        times: dict[str, Any] = {
-            name: [
-                [last(Action(op, stage.index, m)) for m in microbatches]
-                for stage in self.stages
-            ]
-            for op, name in TIME_FIELDS.items()
-        }
-        return self.schedule.drawn(Costs(**times), has_bubble=self.forecast is None)
+        # field of `Costs` -> for each stage and micro-batch, the seconds
+        times: dict[str, Any] = {}
+        for op, name in TIME_FIELDS.items():
+            times[name] = []
+            for stage in self.stages:
+                times[name].append([seconds(op, stage.index, m) for m in microbatches])
+        return Costs(**times)
 
-    def _foretold(self, forecast: Forecast) -> str:
-        """What it would take, and why."""
+    def _forecast_text(self, forecast: Forecast) -> str:
+        """The predicted seconds and bytes, and the reasons."""
         timeline = self.schedule.simulate(forecast.costs)
-        names = (field.name for field in dataclasses.fields(Memory))
+        names = [part.name for part in dataclasses.fields(Memory)]
         rows = [["predicted", "busy", *names, "all"]]
-        each = zip(timeline.busy, forecast.memory, strict=True)
-        for rank, (busy, memory) in enumerate(each):
-            sizes = map(format_bytes, (*dataclasses.astuple(memory), memory.total))
-            rows.append([f"rank {rank}", format_seconds(busy), *sizes])
-        seconds, limit = forecast.seconds, forecast.memory_limit
-        part = sum(timeline.busy) / (seconds * len(timeline.rows)) if seconds else 1.0
-        times = seconds / timeline.lower_bound if seconds else 1.0
-        lines = [
-            format_table(rows, left=range(1)),
-            f"predicted: {format_seconds(seconds)} a step, bubble {1 - part:.1%}, "
-            f"{times:.2f} times the least that any order of these stages can take"
-            + (f"; {format_bytes(limit)} a device" if limit is not None else ""),
-            *forecast.reasons,
-        ]
-        return "\n".join(lines)
+        for rank, memory in enumerate(forecast.memory):
+            sizes = [*dataclasses.astuple(memory), memory.total]
+            busy = format_seconds(timeline.busy[rank])
+            rows.append([f"rank {rank}", busy, *map(format_bytes, sizes)])
+
+        seconds = forecast.seconds
+        busy_share = 1.0
+        times_bound = 1.0
+        if seconds:
+            busy_share = sum(timeline.busy) / (seconds * len(timeline.rows))
+            times_bound = seconds / timeline.lower_bound
+        summary = (
+            f"predicted: {format_seconds(seconds)} a step, "
+            f"bubble {1 - busy_share:.1%}, "
+            f"{times_bound:.2f} times the least that any order of these stages can take"
+        )
+        if forecast.memory_limit is not None:
+            summary += f"; {format_bytes(forecast.memory_limit)} a device"
+        table = format_table(rows, left=range(1))
+        return "\n".join([table, summary, *forecast.reasons])
 
 
-def named(schedule: Schedule, data: int) -> str:
-    """The shape of the mesh on which a schedule runs."""
-    ranks = schedule.num_ranks
-    what = "stages" if ranks == schedule.num_stages else "ranks"
-    return f"{ranks} {what if ranks > 1 else what[:-1]} x {data} devices (data)"
+def mesh_text(schedule: Schedule, data: int) -> str:
+    """The shape of the mesh on which a schedule runs, in words."""
+    num_ranks = schedule.num_ranks
+    unit = "stage" if num_ranks == schedule.num_stages else "rank"
+    return f"{format_count(num_ranks, unit)} x {data} devices (data)"
 
 
-def _params(stage: StagePlan) -> str:
-    """The number of its parameters, and of those that are trained if others are not."""
+def _params_cell(stage: StagePlan) -> str:
+    """The number of parameters, and of those that are trained if others are not."""
     if stage.num_params is None:
         return ""
-    is_trained = stage.num_trained in (None, stage.num_params)
-    trained = "" if is_trained else f" ({stage.num_trained:,} trained)"
-    return f"{stage.num_params:,}{trained}"
+    if stage.num_trained in (None, stage.num_params):
+        return f"{stage.num_params:,}"
+    return f"{stage.num_params:,} ({stage.num_trained:,} trained)"
 
 
-def _size(num_bytes: int | None) -> str:
+def _bytes_cell(num_bytes: int | None) -> str:
     return "" if num_bytes is None else format_bytes(num_bytes)
 
 
-def shortened(grid: str) -> str:
-    """A grid without its end, where it is too wide to be read."""
+def _sharded_cell(stage: StagePlan) -> str:
+    """The number of parameters that are sharded along each axis."""
+    return ", ".join(f"{axis} {n:,}" for axis, n in stage.sharded_params.items())
+
+
+def _shorten_grid(grid: str) -> str:
+    """A grid without the ends of its lines, if it is too wide to be read."""
     rows = grid.split("\n")
-    if max(map(len, rows)) <= _WIDEST:
+    if max(map(len, rows)) <= _MAX_WIDTH:
         return grid
-    short = (r if len(r) <= _WIDEST else f"{r[:_WIDEST]} ..." for r in rows)
-    return "\n".join([*short, "(print(pipe.schedule) shows all)"])
+    short_rows = []
+    for row in rows:
+        is_long = len(row) > _MAX_WIDTH
+        short_rows.append(f"{row[:_MAX_WIDTH]} ..." if is_long else row)
+    return "\n".join([*short_rows, "(print(pipe.schedule) shows all)"])
 
 
-def _residuals(stages: Sequence[StagePlan]) -> list[str]:
-    """The residuals of each stage under each mode, where they are known."""
-    known = [stage for stage in stages if stage.residuals]
-    modes = list(dict.fromkeys(mode for stage in known for mode in stage.residuals))
+def _residuals_table(stages: Sequence[StagePlan]) -> str:
+    """The residuals under each mode, of the stages of which they are known."""
+    stages = [stage for stage in stages if stage.residuals]
+    modes = dict[str, None]()  # in the order in which stages name them
+    for stage in stages:
+        modes.update(dict.fromkeys(stage.residuals))
     rows = [["residuals of a micro-batch by", *modes, "recomputed flops"]]
-    for stage in known:
-        cells = [
-            format_bytes(stage.residuals[m]) if m in stage.residuals else ""
-            for m in modes
-        ]
-        again = "" if stage.recomputed_flops is None else f"{stage.recomputed_flops:,}"
-        rows.append([f"stage {stage.index}", *cells, again])
-    return [format_table(rows, left=range(1))] if known else []
+    for stage in stages:
+        cells = [_bytes_cell(stage.residuals.get(mode)) for mode in modes]
+        flops = stage.recomputed_flops
+        flops_cell = "" if flops is None else f"{flops:,}"
+        rows.append([f"stage {stage.index}", *cells, flops_cell])
+    return format_table(rows, left=range(1))

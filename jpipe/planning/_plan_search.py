@@ -1,247 +1,321 @@
-"""Cuts, micro-batches, schedules, residuals: all tried on paper."""
+"""Searches balances, micro-batches, schedules and remat modes, all simulated.
 
+A branch is a shape of the mesh and a number of ranks. The search
+
+1. bounds the seconds of each branch from below, and evaluates branches from the lowest
+   bound on: each schedule of the catalogue, with the balance that suits it; a branch
+   whose bound is above the best candidate so far is left out;
+2. lowers the memory of candidates that do not fit: by remat modes that store less, then
+   by other balances;
+3. improves the best candidates: their balance by local search, then their schedule by
+   one that is made to measure.
+
+A balance is exact for one stage per rank (`_bottleneck_cut`).
+"""
+
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._climb import Cuts, climb
-from ._forecast import Candidate, Choice, evaluate, stage_costs
+from ._forecast import Candidate, evaluate, stage_costs
 from ._layer_partition import NoCut, partition
 from ._mesh_shapes import MeshShape
 from ._profile import Profile
-from ._space import Hardware, SearchSpace
+from ._space import Choice, Hardware, SearchSpace
 
-# From fast and large to slow and small. What "none" stores more saves no time.
-REMATS = ("min_cut", "full")
-# So many of the best, on as many devices per stage, get a better cut and a schedule
-# made to measure; so many actions are simulated for each cut.
-_IMPROVED, _ACTIONS = 3, 20_000
-# How many cuts are made for a limit, until one fits.
-_CUTS = 6
+# From fast and large to slow and small. "none" stores more and saves no time.
+REMAT_MODES = ("min_cut", "full")
+# The number of candidates, on as many devices per stage, that are improved.
+_NUM_IMPROVED = 3
+# The number of actions that a local search simulates for a candidate.
+_NUM_SIMULATED = 20_000
+# The number of balances that are tried for a limit of bytes, until one fits.
+_NUM_BALANCES = 6
 _ROUNDING = 1e-12
 
 
-def search(space: SearchSpace) -> list[Candidate]:
-    """Candidates, those that fit first, the fastest of them first.
+class _Branch(NamedTuple):
+    """A shape and a number of ranks.
 
-    What can be none of the best, whatever its cut and its schedule, is not tried.
+    Attributes:
+      shape: the numbers of micro-batches, and of devices that share one.
+      num_ranks: the number of ranks.
+      least_seconds: a lower bound on the seconds of a step.
+    """
+
+    shape: MeshShape
+    num_ranks: int
+    least_seconds: float
+
+
+def search(space: SearchSpace) -> list[Candidate]:
+    """Searches a space; candidates, those that fit first, the fastest of them first.
+
+    Candidates that cannot be the best, whatever their balance and schedule, are left
+    out.
 
     Args:
-      space: what to choose from.
+      space: the choices.
 
     Returns:
-      The candidates; several may be the same.
+      The candidates; a choice may be repeated.
     """
-    found = ranked(_candidates(space), space.hardware)
-    for candidate in count_items("candidates improved", list(_top(found))):
-        better = candidate if space.balance else _local_search(candidate, space)
-        found.append(better)
+    candidates = _rank(_catalogue_candidates(space), space.hardware)
+    best = list(_best_of_schedules(candidates))
+    for candidate in count_items("candidates improved", best):
+        improved = candidate
+        if space.balance is None:
+            improved = _improve_balance(candidate, space)
+        candidates.append(improved)
         if space.fits_schedules:
-            found += _with_fitted_schedule(better, space)
-    return ranked(found, space.hardware)
+            candidates += _with_fitted_schedule(improved, space)
+    return _rank(candidates, space.hardware)
 
 
-def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+def _rank(candidates: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first."""
-    return sorted(found, key=lambda candidate: candidate.objective(hardware))
+    return sorted(candidates, key=lambda candidate: candidate.objective(hardware))
 
 
-def _candidates(space: SearchSpace) -> list[Candidate]:
-    """Numbers of micro-batches and of ranks, with each schedule of the catalogue."""
-    most = space.hardware.num_devices
-    branches = [
-        (_least(space.profiles[shape.parts], ranks, shape.microbatches), -ranks, shape)
-        for shape in space.shapes
-        for ranks in range(1, min(most // shape.data, space.num_layers) + 1)
-    ]
-    found: list[Candidate] = []
-    # The most hopeful first: beside them others need not be tried.
-    in_order = count_items(
-        "numbers of devices and micro-batches planned", sorted(branches)
-    )
-    for least, ranks, shape in in_order:
-        fitting = (x.seconds for x in found if x.fits(space.hardware))
-        to_beat = min(fitting, default=math.inf)
-        if least < to_beat:
-            found += _of_branch(-ranks, shape, space, to_beat)
-    return found
+def _catalogue_candidates(space: SearchSpace) -> list[Candidate]:
+    """The candidates of all branches that may have the best one."""
+    candidates: list[Candidate] = []
+    # With a fast candidate early, branches with larger bounds need not be tried.
+    for branch in count_items(
+        "numbers of devices and micro-batches planned", _sorted_branches(space)
+    ):
+        fitting = (x.seconds for x in candidates if x.fits(space.hardware))
+        best_seconds = min(fitting, default=math.inf)
+        if branch.least_seconds < best_seconds:
+            candidates += _branch_candidates(branch, space, best_seconds)
+    return candidates
 
 
-def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
-    """Seconds that no step beats, whatever its cut and its schedule.
+def _sorted_branches(space: SearchSpace) -> list[_Branch]:
+    """All branches, the one with the smallest bound first."""
+    branches = []
+    for shape in space.mesh_shapes:
+        profile = space.profiles[shape.num_parts]
+        max_ranks = min(space.hardware.num_devices // shape.data, space.num_layers)
+        for num_ranks in range(1, max_ranks + 1):
+            seconds = _least_seconds(profile, num_ranks, shape.num_microbatches)
+            branches.append(_Branch(shape, num_ranks, seconds))
+    return sorted(branches, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
 
-    The busiest rank has as much to do as all have on average, or what cannot be cut;
-    and one thread has at least a forward of each rank run, and its transfer.
+
+def _least_seconds(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
+    """A lower bound on the seconds of a step, whatever its balance and schedule.
+
+    The busiest rank has as much to do as all have on average, or as the largest layer;
+    and the host thread dispatches at least a forward of each rank, and its transfer.
     """
-    each = [layer.least_seconds for layer in profile.layers]
-    busy = max(sum(each) / num_ranks, *each) + profile.action_seconds
+    layers = [layer.least_seconds for layer in profile.layers]
+    busy = max(sum(layers) / num_ranks, *layers) + profile.action_seconds
     host = (2 * num_ranks - 1) * profile.action_seconds
-    # Sums in another order are a little other.
+    # Sums in another order differ by rounding.
     return num_microbatches * max(busy, host) * (1 - _ROUNDING)
 
 
-def _of_branch(
-    num_ranks: int, shape: MeshShape, space: SearchSpace, to_beat: float
+def _branch_candidates(
+    branch: _Branch, space: SearchSpace, best_seconds: float
 ) -> Iterator[Candidate]:
-    """Each schedule of the catalogue, with the cuts that suit it."""
-    # By placement and mode: without a limit their schedules have the same cut.
-    cuts: dict[tuple[tuple[int, ...], str], tuple[int, ...] | None] = {}
-    for name in space.names:
+    """Each schedule of the catalogue, with the balances that suit it.
+
+    Args:
+      branch: the shape and the number of ranks.
+      space: the choices.
+      best_seconds: the seconds of the fastest candidate so far that fits.
+    """
+    data = branch.shape.data
+    # (placement, remat mode) -> balance, which is the same for all such schedules
+    # while memory has no limit; None if there is none
+    balances: dict[tuple[tuple[int, ...], str], tuple[int, ...] | None] = {}
+    for name in space.schedule_names:
         try:
-            schedule = BY_NAME[name](num_ranks, shape.microbatches)
+            schedule = BY_NAME[name](branch.num_ranks, branch.shape.num_microbatches)
         except ScheduleError:  # it has no order for these numbers
             continue
         if schedule.num_stages > space.num_layers:
             continue
-        for mode in space.remats:
+        for mode in space.remat_modes:
             key = schedule.placement, mode
-            if key not in cuts:
-                cuts[key] = _cut(schedule, shape.data, mode, space)
-            if (balance := cuts[key]) is None:
+            if key not in balances:
+                balances[key] = _choose_balance(space, schedule, data=data, mode=mode)
+            balance = balances[key]
+            if balance is None:
                 continue
-            modes = (mode,) * len(balance)
-            candidate = evaluate(space, Choice(balance, modes, schedule, shape.data))
+            choice = Choice(
+                balance=balance,
+                remat=(mode,) * len(balance),
+                schedule=schedule,
+                data=data,
+            )
+            candidate = evaluate(space, choice)
             yield candidate
-            if candidate.fits(space.hardware) or candidate.seconds >= to_beat:
-                # As a rule other modes and other cuts take longer.
+            if candidate.fits(space.hardware) or candidate.seconds >= best_seconds:
+                # Other modes and balances rarely take less.
                 break
-            yield from _under_limit(candidate, mode, space)
+            yield from _fit_into_memory(candidate, mode, space)
 
 
-def _under_limit(
+def _fit_into_memory(
     candidate: Candidate, mode: str, space: SearchSpace
 ) -> Iterator[Candidate]:
-    """What makes a candidate fit: stages that store less, or another cut.
+    """Candidates that need less: with stages that store less, or another balance.
 
-    A cut is made by what stages have and store. What a rank needs besides that, such as
-    workspace and what is on its way to it, is taken off its limit for the next one.
+    A balance is chosen by the bytes that stages have and store. If a rank needs more
+    besides, such as workspace and arrays on their way to it, its budget for the next
+    balance is less by as much.
     """
-    limit, data = space.hardware.memory_limit, candidate.data
+    limit = space.hardware.memory_limit
     assert limit is not None
-    schedule, memory = candidate.schedule, candidate.memory
-    if sum(m.lasting + m.optimizer for m in memory) > limit * len(memory):
-        return  # residuals are no matter
-    less = list(_reduced_remat(candidate, space))
-    yield from less
-    several = schedule.num_ranks < schedule.num_stages
-    if several and any(each.fits(space.hardware) for each in less):
-        return  # to look for a cut that fits takes long there
-    room = [float(limit)] * schedule.num_ranks
-    for _ in range(_CUTS):
-        balance = _cut(schedule, data, mode, space, room) if min(room) > 0 else None
+    schedule = candidate.choice.schedule
+    data = candidate.choice.data
+    persistent = sum(memory.lasting + memory.optimizer for memory in candidate.memory)
+    if persistent > limit * schedule.num_ranks:
+        return  # no residuals are small enough
+
+    reduced = list(_reduce_remat(candidate, space))
+    yield from reduced
+    has_stages_to_place = schedule.num_ranks < schedule.num_stages
+    if has_stages_to_place and any(x.fits(space.hardware) for x in reduced):
+        return  # the search for a balance takes long there
+
+    budgets = [float(limit)] * schedule.num_ranks
+    for _ in range(_NUM_BALANCES):
+        if min(budgets) <= 0:
+            return
+        balance = _choose_balance(
+            space, schedule, data=data, mode=mode, max_bytes=budgets
+        )
         if balance is None:
             return
-        modes = (mode,) * len(balance)
-        other = evaluate(space, Choice(balance, modes, schedule, data))
-        yield other
-        if other.fits(space.hardware):
+        choice = dataclasses.replace(candidate.choice, balance=balance)
+        balanced = evaluate(space, choice)
+        yield balanced
+        if balanced.fits(space.hardware):
             return
-        over = [max(own.total - limit, 0) for own in other.memory]
-        room = [own - more for own, more in zip(room, over, strict=True)]
+        for rank, memory in enumerate(balanced.memory):
+            budgets[rank] -= max(memory.total - limit, 0)
 
 
-def _reduced_remat(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
+def _reduce_remat(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     """Stores less and less in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
-    following = dict(itertools.pairwise(space.remats))
+    # remat mode -> the next one, which stores less
+    next_mode = dict(itertools.pairwise(space.remat_modes))
     while not candidate.fits(space.hardware):
-        schedule = candidate.schedule
-        remat = tuple(
-            following.get(mode, mode) if candidate.memory[rank].total > limit else mode
-            for mode, rank in zip(candidate.remat, schedule.placement, strict=True)
-        )
-        if remat == candidate.remat:
+        choice = candidate.choice
+        remat = []
+        for mode, rank in zip(choice.remat, choice.schedule.placement, strict=True):
+            is_full = candidate.memory[rank].total > limit
+            remat.append(next_mode.get(mode, mode) if is_full else mode)
+        if tuple(remat) == choice.remat:
             return
-        way = Choice(candidate.balance, remat, schedule, candidate.data)
-        candidate = evaluate(space, way)
+        candidate = evaluate(space, dataclasses.replace(choice, remat=tuple(remat)))
         yield candidate
 
 
-def _cut(
+def _choose_balance(
+    space: SearchSpace,
     schedule: Schedule,
+    *,
     data: int,
     mode: str,
-    space: SearchSpace,
-    room: Sequence[float] | None = None,
+    max_bytes: Sequence[float] | None = None,
 ) -> tuple[int, ...] | None:
-    """The cut with the shortest step; none if no cut keeps within the memory.
+    """The balance with the shortest step; ``None`` if there is none.
 
-    Where a rank has several stages, the one whose busiest rank has least to do.
+    If a rank has several stages, the balance whose busiest rank has least to do.
 
     Args:
-      schedule: for as many stages.
-      data: over how many devices each micro-batch is spread.
-      mode: which residuals stages store.
-      space: what to choose from.
-      room: the bytes of each rank, if they matter.
+      space: the choices.
+      schedule: a schedule for as many stages.
+      data: the number of devices over which each micro-batch is spread.
+      mode: the remat mode of all stages.
+      max_bytes: the bytes that each rank may hold, if there is a limit.
     """
     if space.balance is not None:
         return space.balance if len(space.balance) == schedule.num_stages else None
-    hardware = space.hardware
-    several = schedule.num_ranks < schedule.num_stages
+    has_stages_to_place = schedule.num_ranks < schedule.num_stages
+    needs_schedule = has_stages_to_place or max_bytes is not None
     try:
-        cut = partition(
+        balance = partition(
             space.profile(schedule, data),
             schedule.num_stages,
-            objective="max" if several else "step",
+            objective="max" if has_stages_to_place else "step",
             num_microbatches=schedule.num_microbatches,
-            bandwidth=hardware.bandwidth,
-            latency=hardware.latency,
-            schedule=schedule if room or several else None,
-            max_bytes=room,
+            bandwidth=space.hardware.bandwidth,
+            latency=space.hardware.latency,
+            schedule=schedule if needs_schedule else None,
+            max_bytes=max_bytes,
             remat=mode,
         )
     except NoCut:
         return None
-    return tuple(cut)
+    return tuple(balance)
 
 
-def _top(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The best, one of each schedule, for each number of devices per stage."""
-    for data in sorted({each.data for each in found}):
+def _best_of_schedules(ranked: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The best candidates, one of each schedule, for each number of shards."""
+    for data in sorted({candidate.choice.data for candidate in ranked}):
         best: dict[Schedule, Candidate] = {}
-        for candidate in found:
-            if candidate.data == data and len(candidate.balance) > 1:
-                best.setdefault(candidate.schedule, candidate)
-        yield from itertools.islice(best.values(), _IMPROVED)
+        for candidate in ranked:
+            choice = candidate.choice
+            if choice.data == data and choice.schedule.num_stages > 1:
+                best.setdefault(choice.schedule, candidate)
+        yield from itertools.islice(best.values(), _NUM_IMPROVED)
 
 
-def _local_search(candidate: Candidate, space: SearchSpace) -> Candidate:
-    """The best of a candidate's cut and those around it, by their simulated steps.
+def _improve_balance(candidate: Candidate, space: SearchSpace) -> Candidate:
+    """The best of a candidate's balance and those around it, by simulated steps.
 
-    A cut is made by what stages take, one after another: not by where its schedule
-    waits, nor by how long gradients are exchanged.
+    A balance is chosen by the seconds of stages, one after another. The simulation also
+    knows where the schedule waits, and how long gradients are exchanged.
     """
-    schedule, seen = candidate.schedule, {}
+    schedule = candidate.choice.schedule
+    evaluated: dict[tuple[int, ...], Candidate] = {}  # ends of stages -> candidate
 
-    def keys(cuts: Cuts) -> list[tuple[float, ...]]:
-        each = list(map(tuple, cuts.tolist()))
-        for ends in each:
-            balance = tuple(b - a for a, b in itertools.pairwise(ends))
-            way = Choice(balance, candidate.remat, schedule, candidate.data)
-            seen[ends] = evaluate(space, way)
-        return [seen[ends].objective(space.hardware) for ends in each]
+    def objectives(cuts: Cuts) -> list[tuple[float, ...]]:
+        values = []
+        for row in cuts.tolist():
+            ends = tuple(row)
+            balance = tuple(end - begin for begin, end in itertools.pairwise(ends))
+            choice = dataclasses.replace(candidate.choice, balance=balance)
+            evaluated[ends] = evaluate(space, choice)
+            values.append(evaluated[ends].objective(space.hardware))
+        return values
 
-    most = max(_ACTIONS // sum(map(len, schedule.rows)), 1)
-    return seen[climb([(0, *itertools.accumulate(candidate.balance))], keys, most)[0]]
+    num_actions = sum(map(len, schedule.rows))
+    num_tried = max(_NUM_SIMULATED // num_actions, 1)
+    start = (0, *itertools.accumulate(candidate.choice.balance))
+    best, *_ = climb([start], objectives, num_tried)
+    return evaluated[best]
 
 
 def _with_fitted_schedule(
     candidate: Candidate, space: SearchSpace
 ) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
-    limit, schedule = space.hardware.memory_limit, candidate.schedule
-    room = None
+    choice = candidate.choice
+    limit = space.hardware.memory_limit
+    budgets = None
     if limit is not None:
-        room = [limit - memory.workspace for memory in candidate.memory]
-    sizes = schedule.num_ranks, schedule.num_microbatches
+        budgets = [limit - memory.workspace for memory in candidate.memory]
     try:
-        fitted = schedules.fit(stage_costs(space, candidate), *sizes, max_bytes=room)
+        fitted = schedules.fit(
+            stage_costs(space, choice),
+            choice.schedule.num_ranks,
+            choice.schedule.num_microbatches,
+            max_bytes=budgets,
+        )
     except ScheduleError:
         return
-    way = Choice(candidate.balance, candidate.remat, fitted, candidate.data)
-    yield evaluate(space, way)
+    yield evaluate(space, dataclasses.replace(choice, schedule=fitted))

@@ -76,7 +76,7 @@ class PlannedModel:
                     self._pieces = self._find_pieces(one_microbatch)
                 num_layers = len(self._pieces.positions) + 1
             model, specialization, variables = self._specialize(
-                one_microbatch, _one_layer_per_stage(num_layers)
+                one_microbatch, _one_layer_per_stage(num_layers), pieces=self._pieces
             )
             if self._is_model:
                 modules = name_stages(specialization.stages, specialization.layout.keys)
@@ -91,7 +91,9 @@ class PlannedModel:
 
     def describe_step(self, request: Request, choice: Choice) -> Plan:
         """Describes a training step on abstract devices, without a forecast."""
-        model, specialization, _ = self._specialize(request.with_loss(), choice)
+        model, specialization, _ = self._specialize(
+            request.with_loss(), choice, pieces=self._pieces
+        )
         ends = [0, *itertools.accumulate(choice.balance)]
         names = [self._names[begin:end] for begin, end in itertools.pairwise(ends)]
         info = describe_function(specialization)
@@ -104,11 +106,11 @@ class PlannedModel:
 
     def _find_pieces(self, one_microbatch: Request) -> CutPoints:
         """Finds the places of a model that few bytes cross."""
-        # Traced in one stage, but with as many calls of `jax.checkpoint` opened as for
-        # that many pieces.
-        self._pieces = CutPoints.none(_NUM_PIECES)
+        # The model is one stage, but its calls of `jax.checkpoint` are opened as for that
+        # many, so that pieces may end in them.
+        whole = CutPoints.none(_NUM_PIECES)
         _, specialization, variables = self._specialize(
-            one_microbatch, _one_layer_per_stage(1)
+            one_microbatch, _one_layer_per_stage(1), pieces=whole
         )
         traced = specialization.stages.first
         positions = _balanced_cuts.find_pieces(traced, _NUM_PIECES)
@@ -116,9 +118,15 @@ class PlannedModel:
         return CutPoints.of(traced, positions, num_params, _NUM_PIECES)
 
     def _specialize(
-        self, request: Request, choice: Choice
+        self, request: Request, choice: Choice, *, pieces: CutPoints | None
     ) -> tuple[Model, Specialization, PyTree]:
-        """Returns the model, its function in stages, and specs of its variables."""
+        """Returns the model, its function in stages, and specs of its variables.
+
+        Args:
+          request: the inputs and the loss.
+          choice: the stages and the schedule.
+          pieces: the ends of the pieces that a balance counts; ``None`` of a list.
+        """
         schedule = choice.schedule
         config = PipelineConfig(
             num_microbatches=schedule.num_microbatches,
@@ -127,7 +135,7 @@ class PlannedModel:
             ],
             schedule=schedule,
             remat=choice.remat,
-            cuts=self._cut_points(choice.balance) if self._is_model else None,
+            cuts=None if pieces is None else _stage_cuts(pieces, choice.balance),
         )
         groups = None
         if not self._is_model:
@@ -166,11 +174,11 @@ class PlannedModel:
             raise
         return model, specialization, variables
 
-    def _cut_points(self, balance: Sequence[int]) -> CutPoints:
-        """The cut points of a model whose stages have so many pieces."""
-        assert self._pieces is not None
-        ends = itertools.accumulate(balance[:-1])
-        return self._pieces.some([end - 1 for end in ends])
+
+def _stage_cuts(pieces: CutPoints, balance: Sequence[int]) -> CutPoints:
+    """The cut points of stages that have so many pieces."""
+    ends = itertools.accumulate(balance[:-1])
+    return pieces.some([end - 1 for end in ends])
 
 
 def _one_layer_per_stage(num_layers: int) -> Choice:

@@ -17,9 +17,9 @@ from ._estimate import Rates, estimate_seconds, estimate_workspace
 from ._fingerprint import fingerprint
 from ._layer_profile import MODES
 from ._measure import Times, measure_layers
+from ._planned_model import PlannedModel
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
-from ._subject import PlannedModel
 from ._traced import TracedLayer
 
 PyTree = Any

@@ -1,30 +1,30 @@
-"""The best of the candidates as a plan, and why it is that."""
+"""Makes a plan of the best candidate, and explains why it is the best."""
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..schedules import Action, Schedule
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._formats import format_bytes, format_seconds
 from ._fingerprint import estimated, measured_on_cpu
-from ._forecast import Candidate, stage_costs, transfers
+from ._forecast import Candidate, rank_transfers, stage_costs
 from ._plan import Forecast, Plan
-from ._space import SearchSpace
+from ._space import Hardware, SearchSpace
 
-# Steps that differ by less are as long.
+# Steps whose seconds differ by a smaller part are called as long.
 _EQUAL = 0.0005
 
 
-def chosen(
-    candidates: Sequence[Candidate], space: SearchSpace, missing: Sequence[str] = ()
+def explain_best(
+    candidates: Sequence[Candidate], space: SearchSpace, notes: Sequence[str] = ()
 ) -> Plan:
-    """The best of the candidates, with the reasons.
+    """The plan of the first candidate, with the reasons.
 
     Args:
-      candidates: from `search`.
-      space: what they were chosen from.
-      missing: what was not counted, in sentences.
+      candidates: the candidates, the best first.
+      space: the choices that there were.
+      notes: more sentences for the reasons, such as costs that were not counted.
 
     Returns:
       The plan.
@@ -34,73 +34,58 @@ def chosen(
     """
     best = candidates[0]
     if not best.fits(space.hardware):
-        raise ValueError(_nothing_fits(best, space))
-    sent = _sent(best)
+        raise ValueError(_nothing_fits(best, space.hardware))
     assert best.plan is not None
-    return dataclasses.replace(
-        best.plan,
-        forecast=Forecast(
-            seconds=best.seconds,
-            memory=best.memory,
-            costs=best.costs,
-            memory_limit=space.hardware.memory_limit,
-            sent_bytes=sent,
-            reasons=(*_reasons(best, candidates, space, sent), *missing),
-            last_forward=stage_costs(space, best).forward[-1],
-        ),
+    sent_bytes = _sent_bytes(best)
+    reasons = _reasons(candidates, space.hardware, sent_bytes)
+    forecast = Forecast(
+        seconds=best.seconds,
+        memory=best.memory,
+        costs=best.costs,
+        memory_limit=space.hardware.memory_limit,
+        sent_bytes=sent_bytes,
+        reasons=(*reasons, *notes),
+        last_forward=stage_costs(space, best.choice).forward[-1],
     )
+    return dataclasses.replace(best.plan, forecast=forecast)
 
 
 def _reasons(
-    best: Candidate, candidates: Sequence[Candidate], space: SearchSpace, sent: int
-) -> Iterable[str]:
-    """Why this one, in sentences."""
-    timeline, hardware = best.timeline, space.hardware
-    rank = timeline.bottleneck
-    stages = [str(s) for s, at in enumerate(timeline.placement) if at == rank]
-    yield (
-        f"bottleneck: rank {rank} (stage {' and '.join(stages)}) computes "
-        f"{format_seconds(timeline.busy[rank])} of {format_seconds(best.seconds)}"
-    )
-    if best.host > timeline.makespan:
+    candidates: Sequence[Candidate], hardware: Hardware, sent_bytes: int
+) -> Iterator[str]:
+    """Sentences that say why the first candidate is the best."""
+    best, *_ = candidates
+    yield _bottleneck(best)
+    if best.host_seconds > best.timeline.makespan:
         yield (
             f"host: one thread has all programs and transfers run, which takes "
-            f"{format_seconds(best.host)}, more than the devices need: "
-            f"{format_seconds(timeline.makespan)}"
+            f"{format_seconds(best.host_seconds)}, more than the devices need: "
+            f"{format_seconds(best.timeline.makespan)}"
         )
-    most, limit = best.most_bytes, hardware.memory_limit
-    fullest = [memory.total for memory in best.memory].index(most)
-    room = "" if limit is None else f", {format_bytes(limit - most)} below the limit"
-    yield f"memory: rank {fullest} needs most, {format_bytes(most)}{room}"
-    free = ""
-    if not hardware.bandwidth:
-        free = "they were taken to cost no time"
-        if hardware.latency:
-            free = f"{format_seconds(hardware.latency)} for each, whatever its size"
-    speed = hardware.measured or free
-    ending = f"; {speed}" if speed else ""
-    yield f"transfers: {format_bytes(sent)} a step between devices{ending}"
-    if best.data > 1:
-        last = max(timeline.end.values()) - min(timeline.start.values())
+    yield _memory(best, hardware)
+    yield _transfers(sent_bytes, hardware)
+    if best.choice.data > 1:
+        yield _exchange(best)
+
+    fitting = (x for x in candidates[1:] if x.fits(hardware))
+    runner_up = next((x for x in fitting if not _is_same_run(x, best)), None)
+    if runner_up is not None:
+        yield f"runner-up: {runner_up.choice}: {_difference(runner_up, best)}"
+    num_idle = hardware.num_devices - best.choice.num_devices
+    if num_idle > 0:
         yield (
-            f"exchange: the {best.data} devices of a stage add up its gradients once "
-            f"in a step, {format_seconds(timeline.makespan - last)} of it"
+            f"{num_idle} of {hardware.num_devices} devices are left idle: no better "
+            f"plan that uses them was found"
         )
-    fit = [c for c in candidates[1:] if c.fits(hardware)]
-    if others := [c for c in fit if not _same(c, best)]:
-        yield f"runner-up: {others[0]}: {_difference(others[0], best)}"
-    if idle := hardware.num_devices - best.num_devices:
+    if best.choice.num_devices > 1 and measured_on_cpu(best.profile.fingerprint):
         yield (
-            f"{idle} of {hardware.num_devices} devices are left idle: no better plan "
-            f"that uses them was found"
+            f"cores: {best.choice.num_devices} devices share the {os.cpu_count() or 1} "
+            f"cores of this machine, each layer was measured with all of them to "
+            f"itself: a step will take longer than predicted, with halves of backwards "
+            f"above all"
         )
-    if best.num_devices > 1 and measured_on_cpu(best.profile.fingerprint):
-        yield (
-            f"cores: {best.num_devices} devices share the {os.cpu_count() or 1} cores "
-            f"of this machine, each layer was measured with all of them to itself: a "
-            f"step will take longer than predicted, with halves of backwards above all"
-        )
-    if (rates := estimated(best.profile.fingerprint)) is not None:
+    rates = estimated(best.profile.fingerprint)
+    if rates is not None:
         yield (
             f"layers: estimated for a device of {rates['peak_flops']:g} flops and "
             f"{rates['memory_bandwidth']:g} bytes of memory per second, and "
@@ -109,64 +94,117 @@ def _reasons(
         )
 
 
-def _difference(other: Candidate, best: Candidate) -> str:
+def _bottleneck(best: Candidate) -> str:
+    """The rank that computes longest."""
+    timeline = best.timeline
+    bottleneck = timeline.bottleneck
+    stages = [str(s) for s, rank in enumerate(timeline.placement) if rank == bottleneck]
+    return (
+        f"bottleneck: rank {bottleneck} (stage {' and '.join(stages)}) computes "
+        f"{format_seconds(timeline.busy[bottleneck])} of {format_seconds(best.seconds)}"
+    )
+
+
+def _memory(best: Candidate, hardware: Hardware) -> str:
+    """The rank that needs most memory."""
+    totals = [memory.total for memory in best.memory]
+    max_bytes = max(totals)
+    text = (
+        f"memory: rank {totals.index(max_bytes)} needs most, {format_bytes(max_bytes)}"
+    )
+    if hardware.memory_limit is not None:
+        room = format_bytes(hardware.memory_limit - max_bytes)
+        text += f", {room} below the limit"
+    return text
+
+
+def _transfers(sent_bytes: int, hardware: Hardware) -> str:
+    """The bytes that cross between devices, and the speed that was assumed."""
+    speed = hardware.link_text
+    if not speed and not hardware.bandwidth:
+        speed = "they were taken to cost no time"
+        if hardware.latency:
+            speed = f"{format_seconds(hardware.latency)} for each, whatever its size"
+    text = f"transfers: {format_bytes(sent_bytes)} a step between devices"
+    return f"{text}; {speed}" if speed else text
+
+
+def _exchange(best: Candidate) -> str:
+    """The seconds in which shards add up their gradients."""
+    timeline = best.timeline
+    actions_end = max(timeline.end.values()) - min(timeline.start.values())
+    return (
+        f"exchange: the {best.choice.data} devices of a stage add up its gradients "
+        f"once in a step, {format_seconds(timeline.makespan - actions_end)} of it"
+    )
+
+
+def _difference(runner_up: Candidate, best: Candidate) -> str:
     """The seconds or bytes of a runner-up; why it was not chosen, if they are fewer."""
-    more = other.seconds / best.seconds - 1 if best.seconds else 0.0
+    more = runner_up.seconds / best.seconds - 1 if best.seconds else 0.0
     if abs(more) < _EQUAL:
-        most = format_bytes(other.most_bytes)
-        return f"as long, and {most} in the device that needs most"
+        max_bytes = format_bytes(runner_up.max_bytes)
+        return f"as long, and {max_bytes} in the device that needs most"
     if more > 0:
-        return f"{format_seconds(other.seconds)}, {more:.1%} more"
-    less = f"{format_seconds(other.seconds)}, {-more:.1%} less"
-    if other.seconds * other.handicap > best.seconds * best.handicap:
+        return f"{format_seconds(runner_up.seconds)}, {more:.1%} more"
+    less = f"{format_seconds(runner_up.seconds)}, {-more:.1%} less"
+    if runner_up.seconds * runner_up.handicap > best.seconds * best.handicap:
         return (
             f"{less} as predicted; but devices that share cores take longer for halves "
-            f"of backwards, so it counts {other.handicap - 1:.0%} more"
+            f"of backwards, so it counts {runner_up.handicap - 1:.0%} more"
         )
     return f"{less}, if it fits: others as fast need more bytes than predicted"
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
-    """Whether two differ in nothing but their residuals and names."""
-    mesh = one.data == other.data and one.balance == other.balance
-    return mesh and _executed(one.schedule) == _executed(other.schedule)
+def _is_same_run(a: Candidate, b: Candidate) -> bool:
+    """True if two candidates differ at most in remat modes and names."""
+    has_same_stages = (
+        a.choice.data == b.choice.data and a.choice.balance == b.choice.balance
+    )
+    if not has_same_stages:
+        return False
+    return _executed_rows(a.choice.schedule) == _executed_rows(b.choice.schedule)
 
 
-def _executed(schedule: Schedule) -> list[list[Action]]:
+def _executed_rows(schedule: Schedule) -> list[list[Action]]:
     """The rows without halves of the first stage: its W is all of its backward."""
     rows = []
     for row in schedule.rows:
-        actions = [a for a in row if a.stage > 0 or a.op != INPUT]
-        rows.append(
-            [
-                a._replace(op=BACKWARD) if a.stage == 0 and a.op == WEIGHT else a
-                for a in actions
-            ]
-        )
+        executed = []
+        for action in row:
+            if action.stage == 0 and action.op == INPUT:
+                continue
+            if action.stage == 0 and action.op == WEIGHT:
+                action = action._replace(op=BACKWARD)
+            executed.append(action)
+        rows.append(executed)
     return rows
 
 
-def _nothing_fits(nearest: Candidate, space: SearchSpace) -> str:
-    limit = space.hardware.memory_limit
+def _nothing_fits(nearest: Candidate, hardware: Hardware) -> str:
+    """The message if no candidate fits."""
+    limit = hardware.memory_limit
     assert limit is not None
-    lines = [
-        f"rank {rank} {own.describe_excess(limit)}"
-        for rank, own in enumerate(nearest.memory)
-        if own.total > limit
+    excesses = [
+        f"rank {rank} {memory.describe_excess(limit)}"
+        for rank, memory in enumerate(nearest.memory)
+        if memory.total > limit
     ]
     return (
-        f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
-        f"plan fits. The nearest is {nearest}:\n  * "
-        + "\n  * ".join(lines)
-        + f"\nThat one needs {nearest.num_devices} devices of "
-        f"{format_bytes(nearest.most_bytes)}; else take more devices (num_devices=), "
+        f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no "
+        f"plan fits. The nearest is {nearest.choice}:\n  * "
+        + "\n  * ".join(excesses)
+        + f"\nThat one needs {nearest.choice.num_devices} devices of "
+        f"{format_bytes(nearest.max_bytes)}; else take more devices (num_devices=), "
         f"smaller micro-batches (num_microbatches=) or a smaller model"
     )
 
 
-def _sent(best: Candidate) -> int:
+def _sent_bytes(best: Candidate) -> int:
     """The bytes that cross between devices in a step."""
-    sizes = transfers(best.costs, best.schedule.placement)
-    moved = sum(sizes) * best.schedule.num_microbatches
-    exchanged = 2 * (best.data - 1) * sum(best.costs.accumulator_bytes)
-    return int(moved * best.data + exchanged)
+    schedule = best.choice.schedule
+    data = best.choice.data
+    transfers = rank_transfers(best.costs, schedule.placement)
+    activations = sum(x.bytes + x.cotangent_bytes for x in transfers)
+    exchanged = 2 * (data - 1) * sum(best.costs.accumulator_bytes)
+    return int(activations * schedule.num_microbatches * data + exchanged)

@@ -1,10 +1,12 @@
-"""What a plan may choose from, and for which devices."""
+"""The choices that `jpipe.plan` has, and the devices that it plans for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedules import Schedule
+from ..schedules._formats import format_count
 from ._mesh_shapes import MeshShape
+from ._plan import mesh_text
 from ._profile import Profile
 
 
@@ -13,45 +15,47 @@ class Hardware:
     """The devices that a plan is for.
 
     Attributes:
-      num_devices: how many there are.
-      memory_limit: bytes of each; ``None`` if it is no matter.
-      bandwidth: bytes per second between two of them; ``None``: transfers take no time.
-      latency: seconds of a transfer of nothing.
-      measured: what of the two was measured and between whom, in words.
+      num_devices: the number of devices.
+      memory_limit: the bytes that a device has; ``None``: no limit.
+      bandwidth: bytes per second between two devices; ``None``: transfers take no time
+        but ``latency``.
+      latency: seconds that a transfer takes whatever its size.
+      link_text: latency and bandwidth in words, if one of them was measured; else
+        empty.
     """
 
     num_devices: int
     memory_limit: int | None = None
     bandwidth: float | None = None
     latency: float = 0.0
-    measured: str = ""
+    link_text: str = ""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a plan may choose from.
+    """The choices that a plan has.
 
     Attributes:
-      profiles: of a micro-batch of one shard, by the number of such parts; the
-        optimizer's state is a part of that of the layers.
-      optimizer_bytes: the optimizer's state of each layer.
+      profiles: number of parts of a mini-batch -> profile of one part, in which the
+        state of layers includes that of the optimizer.
+      optimizer_bytes: the bytes of the optimizer's state of each layer.
       hardware: the devices.
-      names: of schedules; see `jpipe.schedules.BY_NAME`.
-      remats: modes that a stage may have, the one that stores most first.
-      fits_schedules: whether schedules are made to measure too.
-      balance: the only cut that is meant, if any.
-      shapes: the numbers of micro-batches, each with the number of devices that share
-        one.
+      schedule_names: the schedules, by names in `jpipe.schedules.BY_NAME`.
+      remat_modes: the modes that a stage may have, the one that stores most first.
+      fits_schedules: True if schedules are made to measure too.
+      balance: the only balance that is allowed; ``None``: any.
+      mesh_shapes: numbers of micro-batches, each with the number of devices that share
+        a micro-batch.
     """
 
     profiles: Mapping[int, Profile]
     optimizer_bytes: Sequence[int]
     hardware: Hardware
-    names: tuple[str, ...]
-    remats: tuple[str, ...]
+    schedule_names: tuple[str, ...]
+    remat_modes: tuple[str, ...]
     fits_schedules: bool
     balance: tuple[int, ...] | None
-    shapes: tuple[MeshShape, ...]
+    mesh_shapes: tuple[MeshShape, ...]
 
     @property
     def num_layers(self) -> int:
@@ -59,5 +63,40 @@ class SearchSpace:
         return len(self.optimizer_bytes)
 
     def profile(self, schedule: Schedule, data: int) -> Profile:
-        """That of a micro-batch of a schedule, on one of the devices that share it."""
+        """The profile of the part of a micro-batch that one device computes."""
         return self.profiles[schedule.num_microbatches * data]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice for everything that a plan decides.
+
+    Attributes:
+      balance: the number of layers of each stage.
+      remat: the remat mode of each stage.
+      schedule: the actions of each rank, in order.
+      data: the number of devices of each rank on which the examples of a micro-batch
+        are spread.
+    """
+
+    balance: tuple[int, ...]
+    remat: tuple[str, ...]
+    schedule: Schedule
+    data: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that it uses."""
+        return self.schedule.num_ranks * self.data
+
+    def __str__(self) -> str:
+        modes = dict.fromkeys(self.remat)
+        parts = [
+            self.schedule.name,
+            f"balance {list(self.balance)}",
+            format_count(self.schedule.num_microbatches, "micro-batch"),
+            f"remat {' and '.join(modes)}",
+        ]
+        if self.data > 1:
+            parts.append(mesh_text(self.schedule, self.data))
+        return ", ".join(parts)

@@ -1,4 +1,8 @@
-"""Candidates that fit by their lists of instructions, not only by the forecast."""
+"""Checks the best candidates against the instructions that they would run.
+
+A search forecasts the bytes of activations. Here the best candidates are lowered to
+their lists of instructions, from which the bytes are counted, until one fits.
+"""
 
 import dataclasses
 
@@ -6,55 +10,66 @@ from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
 from ._forecast import Candidate
 from ._plan_search import search
+from ._planned_model import PlannedModel
 from ._request import Request
-from ._space import SearchSpace
-from ._subject import PlannedModel
+from ._space import Choice, SearchSpace
 
-# So many of the best candidates are lowered, until one fits.
-_BEST = 4
+# The number of candidates that are lowered until one fits, before the smallest of all
+# others.
+_NUM_LOWERED = 4
 
 
-def choose(
-    space: SearchSpace, request: Request, subject: PlannedModel
+def choose_candidate(
+    space: SearchSpace, request: Request, model: PlannedModel
 ) -> list[Candidate]:
-    """Candidates, the first with the bytes that its list of instructions holds.
+    """Searches a space; candidates, the chosen one first, with its counted bytes.
 
     Args:
-      space: what to choose from.
-      request: what the profiles answer.
-      subject: what is planned.
+      space: the choices.
+      request: the arguments of the profiles.
+      model: the model that is planned.
 
     Returns:
-      First one that fits by its instructions; if none was found that does, the one
-      of those that were lowered which needs least.
+      First a candidate that fits by its instructions; if none of those that were
+      lowered does, the one of them that needs least. Empty if there is no candidate.
     """
-    found = search(space)
-    alike = {(x.schedule, x.balance, x.remat, x.data): x for x in reversed(found)}
-    left = list(reversed(alike.values()))
-    least = sorted(left[_BEST:], key=lambda each: each.most_bytes)[:1]
+    candidates = _distinct(search(space))
+    best = candidates[:_NUM_LOWERED]
+    smallest = sorted(candidates[_NUM_LOWERED:], key=lambda x: x.max_bytes)[:1]
+
+    forecast_only = candidates
     lowered: list[Candidate] = []
-    for guess in count_items("candidates lowered", left[:_BEST] + least):
-        left = [each for each in left if each is not guess]
-        lowered.append(_lowered(guess, request, subject))
+    for candidate in count_items("candidates lowered", best + smallest):
+        forecast_only = [x for x in forecast_only if x is not candidate]
+        lowered.append(_lower(candidate, request, model))
         if lowered[-1].fits(space.hardware):
             break
-    lowered.sort(key=lambda each: each.objective(space.hardware))
-    return [*lowered, *left]
+
+    lowered.sort(key=lambda candidate: candidate.objective(space.hardware))
+    return [*lowered, *forecast_only]
 
 
-def _lowered(
-    candidate: Candidate, request: Request, subject: PlannedModel
-) -> Candidate:
-    """A candidate with the bytes that its list of instructions holds."""
-    schedule, data = candidate.schedule, candidate.data
-    adjusted = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
-    run = candidate.balance, candidate.remat, schedule, data
-    plan = subject.planned(adjusted, *run)
+def _distinct(ranked: list[Candidate]) -> list[Candidate]:
+    """Candidates without repeated choices, whose forecasts are equal."""
+    # choice -> its candidate; from the last on, so that it keeps the place of its last
+    by_choice: dict[Choice, Candidate] = {}
+    for candidate in reversed(ranked):
+        by_choice[candidate.choice] = candidate
+    return list(reversed(by_choice.values()))
+
+
+def _lower(candidate: Candidate, request: Request, model: PlannedModel) -> Candidate:
+    """A candidate with its plan, and the bytes that its instructions hold."""
+    choice = candidate.choice
+    num_microbatches = choice.schedule.num_microbatches
+    request = dataclasses.replace(request, num_microbatches=num_microbatches)
+    plan = model.describe_step(request, choice)
+    # name of a device -> the most bytes that it holds
     peaks = dict(plan.peak_bytes)
-    memory = tuple(
-        dataclasses.replace(
-            own, activations=peaks[str(AbstractDevice(rank, data))] - own.lasting
+    memory = []
+    for rank, forecast in enumerate(candidate.memory):
+        peak = peaks[str(AbstractDevice(rank, choice.data))]
+        memory.append(
+            dataclasses.replace(forecast, activations=peak - forecast.lasting)
         )
-        for rank, own in enumerate(candidate.memory)
-    )
-    return dataclasses.replace(candidate, memory=memory, plan=plan)
+    return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)

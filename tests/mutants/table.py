@@ -278,11 +278,14 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "planning/_forecast": [
-        ("max(inputs[0] + weights[0] -", "max(weights[0] -"),
-        ("    inputs[0] = 0.0\n", ""),
-        ("[other if m in joined else numbers[last] for", "[other for"),
-        ("workspace[i] += int(", "workspace[i] += 0 * int("),
-        (" - first] += skip.bytes", " - first] -= skip.bytes"),
+        ("max(input_grads[0] + weight_grads[0] -", "max(weight_grads[0] -"),
+        ("    input_grads[0] = 0.0\n", ""),
+        (
+            "for microbatch in fused_microbatches:",
+            "for microbatch in range(schedule.num_microbatches):",
+        ),
+        ("num_bytes += int(", "num_bytes += 0 * int("),
+        (" - begin] += skip.bytes", " - begin] -= skip.bytes"),
     ],
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
