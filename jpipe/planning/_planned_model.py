@@ -106,8 +106,8 @@ class PlannedModel:
 
     def _find_pieces(self, one_microbatch: Request) -> CutPoints:
         """Finds the places of a model that few bytes cross."""
-        # The model is one stage, but its calls of `jax.checkpoint` are opened as for that
-        # many, so that pieces may end in them.
+        # The model is one stage, but its calls of `jax.checkpoint` are opened as for as
+        # many as there may be pieces, so that pieces may end within them.
         whole = CutPoints.none(_NUM_PIECES)
         _, specialization, variables = self._specialize(
             one_microbatch, _one_layer_per_stage(1), pieces=whole
