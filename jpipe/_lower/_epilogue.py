@@ -1,4 +1,4 @@
-"""The end of a step: sums over micro-batches become what the step returns.
+"""The end of a step: sums over micro-batches become the results of the step.
 
     reduce_sums:   sums of a stage, of each replica and shard -> sums of the stage
     value_grads:   terms of cotangents, loss_divisor -> cotangents of prologue values
@@ -167,7 +167,7 @@ def reduce_sums(
       replicas: the sums of each place that runs it; their gradients are read.
       shards: the sums of each shard of these places; all but gradients is read.
       state: the state that the stage writes.
-      is_stacked: whether gradients have a leading axis of shards.
+      is_stacked: True if gradients have a leading axis of shards.
     """
     grads = list[jax.Array]()
     for terms in zip(*[sums.grads for sums in replicas], strict=True):

@@ -513,7 +513,7 @@ class Lowering:
         return [*losses, *state]
 
     def _result_sums(self, stage: int, m: int) -> ResultSums | None:
-        """The function that adds these; ``None`` if there are none."""
+        """The function that adds summed results to sums; ``None`` if there are none."""
         if not self._sum_specs[stage].results:
             return None
         key = stage, self._batch.sizes[m]

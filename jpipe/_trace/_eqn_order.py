@@ -29,7 +29,7 @@ def sink_equations(
 
     Args:
       traced_functions: micro-batch size -> trace; the first micro-batch first.
-      moves: whether equations move; those of a list stay in their layers.
+      moves: True if equations move; in a list they stay in their layers.
     """
     first = next(iter(traced_functions.values()))
     find_order = _sunk_order if moves else _present_order

@@ -273,7 +273,7 @@ def _with_outvars(traced: TracedFunction, outvars: Sequence[Any]) -> core.Closed
 
 
 def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
-    """Refuses a call that writes what the step does not take from it."""
+    """Refuses a call whose writes would be lost: a step takes none of these leaves."""
     params = list[str]()
     keys = list[str]()
     metrics = list[str]()
