@@ -245,7 +245,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("weight = share / (share_so_far + share)", "weight = share"),
         ("new[norm.var] = new[norm.var] / share", "pass"),
         ("old[i], new[i], momentum", "old[i], new[i], 0.0"),
-        ("extended.append(value)", "extended.append(value if is_inexact(mean) else mean)"),
+        (
+            "extended.append(value)",
+            "extended.append(value if is_inexact(mean) else mean)",
+        ),
         ("return list(new)", "return list(sums)"),
         ("sum_spec(new if is_inexact(old) and", "sum_spec(new if False and"),
         ("stage = max(stage_of_leaf", "stage = min(stage_of_leaf"),
