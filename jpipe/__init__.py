@@ -36,8 +36,9 @@ if _TYPE_CHECKING:
     from .planning._replicate import Replicated as Replicated
     from .planning._replicate import replicate as replicate
 
-# Imported when they are first used: the command line draws schedules without JAX, and a
-# step draws nothing and plans nothing.
+# Public name -> the module that defines it. A module is imported when one of its names
+# is first used: the command line draws schedules without JAX, and a step draws nothing
+# and plans nothing.
 _HOME = {
     "MEAN": "._lower._join",
     "SUM": "._lower._join",
@@ -103,8 +104,8 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
-    found = getattr(_importlib.import_module(_HOME[name], __name__), name)
-    return globals().setdefault(name, found)
+    module = _importlib.import_module(_HOME[name], __name__)
+    return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:

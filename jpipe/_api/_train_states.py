@@ -84,7 +84,7 @@ def initial_train_state(
         tx,
         _microbatch.array_specs(params, "params"),
         trained=jax.tree.leaves(marks),
-        pipe=placement,
+        placement=placement,
         locations=locations,
     )
     # Without jit, zeros would be on the default device.

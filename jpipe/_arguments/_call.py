@@ -1,5 +1,6 @@
 """Checks the arguments of a call, and describes its mini-batch."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ._batch import Batch
 from ._static import StaticArgument
 
 PyTree = Any
-# The name of the arguments that a loss function is given by name, for errors.
+# The name in errors of all arguments that a loss function takes by name.
 KEYWORDS = "keywords"
 _AXES = (
     "in_axes= is a value for all arguments after params, or a tuple with one for each: "
@@ -34,7 +35,7 @@ def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
       argnums: the positions of the parameters.
     """
     positions = [i for i in range(count + len(argnums)) if i not in argnums]
-    return [*(f"argument {position}" for position in positions), KEYWORDS]
+    return [f"argument {position}" for position in positions] + [KEYWORDS]
 
 
 def axes_of_call(
@@ -82,12 +83,12 @@ def as_arrays(
     the structure. A Python number whose axis is ``None`` is an array.
 
     Args:
-      in_axes: where the examples are.
+      in_axes: the axes of the examples.
       args: the arguments by position.
       keywords: the arguments by name.
       argnums: the positions of the parameters.
     """
-    trees = *args, dict(keywords)
+    trees = (*args, dict(keywords))
     if all(map(_is_array, jax.tree.leaves(trees))):
         return trees
     *axes, named_axes = axes_of_call(in_axes, args, keywords)
@@ -178,16 +179,16 @@ def batch(
 
     Args:
       args: its arguments, in arrays or specs.
-      in_axes: where the examples are in each argument.
+      in_axes: the axes of the examples in each argument.
       names: the names of the arguments, for errors.
       num_microbatches: M.
       num_shards: the number of shards over which examples are spread.
-      few: whether a mini-batch that cannot be split, such as a single example, is taken
-        as one micro-batch.
+      few: True to take a mini-batch that cannot be split, such as a single example, as
+        one micro-batch.
     """
     specs = tuple(map(_microbatch.array_specs, args, names))
     axes = axes_of(in_axes, specs, names)
-    flat_axes = [axis for leaf_axes in axes for axis in leaf_axes]
+    flat_axes = list(itertools.chain.from_iterable(axes))
     unsplit = Batch(specs, [None] * len(flat_axes), (1,))
     if few and all(axis is None for axis in flat_axes):
         return unsplit

@@ -30,7 +30,7 @@ class Objective:
     Attributes:
       loss_fn: ``(outputs, targets) -> loss``, or ``(loss, aux)`` with ``has_aux``;
         for ``"weighted"`` the loss is a pair ``(total, weight)``.
-      has_aux: True if ``loss_fn`` returns something besides the loss.
+      has_aux: True if ``loss_fn`` returns aux beside the loss.
       reduction: ``"mean"``: each micro-batch weighs its share of the examples;
         ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
         add up, and the loss is their quotient.

@@ -1,7 +1,7 @@
 """The bytes that each stage moves and stores, read off a list of instructions.
 
-Who writes a value and who reads it tells what it is. F, B, I and W are actions, s is a
-stage, m a micro-batch, and a cell is a stage on a micro-batch:
+The writer and the readers of a value tell what it counts as. F, B, I and W are actions,
+s is a stage, m a micro-batch, and a cell is a stage on a micro-batch:
 
     written by               read by                     counts as
     ---------------------    ------------------------    -------------------------------
@@ -18,8 +18,8 @@ stage, m a micro-batch, and a cell is a stage on a micro-batch:
     any action of s, m       no action                   emitted_bytes
 
 Between actions there are moves and short calls, such as those that split a mini-batch
-or add the cotangents of several readers. They are seen through: a copy is what it is a
-copy of, and an action *uses* what such a call made its arguments of.
+or add the cotangents of several readers. They are seen through: a copy counts as its
+original, and an action *uses* the operands of a call that made its arguments.
 """
 
 import enum
@@ -38,12 +38,12 @@ Cell = tuple[int, int]
 
 
 class Origin(enum.Enum):
-    """Where a value comes from that no action wrote."""
+    """The origin of a value that no action wrote."""
 
-    PARAMETER = enum.auto()  # or a constant, or what is computed of these once a step
+    PARAMETER = enum.auto()  # a parameter, a constant, or computed of these once a step
     BATCH = enum.auto()  # the mini-batch, or a part of it
-    ZEROS = enum.auto()  # where a sum begins
-    ACTIONS = enum.auto()  # computed between actions of what these wrote
+    ZEROS = enum.auto()  # the initial value of a sum
+    ACTIONS = enum.auto()  # computed between actions, of values that these wrote
 
 
 def stage_costs(program: Program, schedule: Schedule) -> Costs:
@@ -62,11 +62,11 @@ def stage_costs(program: Program, schedule: Schedule) -> Costs:
     stage_bytes = _StageBytes(program, schedule)
     stages = range(schedule.num_stages)
 
+    def row(nbytes: Callable[[int, int], int], stage: int) -> list[int]:
+        return [nbytes(stage, m) for m in range(schedule.num_microbatches)]
+
     def table(nbytes: Callable[[int, int], int]) -> list[list[int]]:
-        return [
-            [nbytes(stage, m) for m in range(schedule.num_microbatches)]
-            for stage in stages
-        ]
+        return [row(nbytes, stage) for stage in stages]
 
     return Costs(
         boundary_bytes=table(stage_bytes.boundary),
@@ -111,7 +111,8 @@ class _StageBytes:
         self._find_readers()
 
     def _find_writers(self) -> None:
-        program, writer = self._program, self._writer
+        program = self._program
+        writer = self._writer
         for slot in range(program.constants.stop):
             is_in_place = program.places[slot] >= 0
             writer[slot] = Origin.PARAMETER if is_in_place else Origin.BATCH
@@ -146,7 +147,7 @@ class _StageBytes:
                 self._users.setdefault(slot, set()).update(users)
 
         for slot, users in self._users.items():
-            for cell in {_cell(action) for action in users}:
+            for cell in set(map(_cell, users)):
                 self._used_by.setdefault(cell, []).append(slot)
 
     # -------------------------------------------------------- per stage and micro-batch
@@ -190,25 +191,26 @@ class _StageBytes:
             for slot in self._reads(self._calls[weight_grad])
             if self._writer[slot] is not Origin.PARAMETER
             and not self._is_sum(slot, stage, m)
-            and {_cell(action) for action in self._users[slot]} == {(stage, m)}
+            and set(map(_cell, self._users[slot])) == {(stage, m)}
         )
 
     def emitted(self, stage: int, m: int) -> int:
         """The bytes that it leaves for the end of the step, sums not counted."""
         calls = self._calls_of(stage, m)
-        left = 0
+        new_bytes = 0
         for slot in itertools.chain.from_iterable(call.writes for call in calls):
             users = self._users.get(slot, set())
+            # A new sum, or a value that no action reads.
             if all(a.stage == stage and a.microbatch != m for a in users):
-                left += self._program.nbytes[slot]  # a new sum, or for no action
+                new_bytes += self._program.nbytes[slot]
         sums = [slot for slot in self._reads(calls) if self._is_sum(slot, stage, m)]
         # The last micro-batch drops sums that the caller does not ask for.
-        return max(left - self._total(sums), 0)
+        return max(new_bytes - self._total(sums), 0)
 
     # ----------------------------------------------------------------- per stage, skips
 
     def skips(self) -> Iterator[Skip]:
-        """The values that stages read of others than the one before."""
+        """The values that stages read of stages before the previous one."""
         microbatches = range(self._schedule.num_microbatches)
         for target in range(self._schedule.num_stages):
             for source in range(target - 1):
@@ -270,13 +272,18 @@ class _StageBytes:
 
     def _total(self, slots: Iterable[Slot]) -> int:
         """The bytes of values; those of copies of one another once."""
-        sizes = {self._original.get(s, s): self._program.nbytes[s] for s in slots}
+        # original -> bytes
+        sizes = {
+            self._original.get(slot, slot): self._program.nbytes[slot] for slot in slots
+        }
         return sum(sizes.values())
 
     def _calls_of(self, stage: int, m: int) -> list[Instruction]:
         """The calls of all actions of a cell."""
-        actions = (Action(op, stage, m) for op in OPS)
-        return [call for action in actions for call in self._calls.get(action, ())]
+        calls: list[Instruction] = []
+        for op in OPS:
+            calls += self._calls.get(Action(op, stage, m), ())
+        return calls
 
     def _reads(self, calls: Iterable[Instruction]) -> Iterator[Slot]:
         return itertools.chain.from_iterable(call.reads for call in calls)
@@ -300,17 +307,18 @@ class _StageBytes:
 
     def _model_inputs(self, m: int) -> list[Slot]:
         """The parts that the first stage reads in its forward."""
-        parts, forward = self._batch_parts(0, m), Action(FORWARD, 0, m)
+        parts = self._batch_parts(0, m)
+        forward = Action(FORWARD, 0, m)
         if forward not in self._calls:  # it is a part of the backward
             return parts
         return [slot for slot in parts if forward in self._readers[slot]]
 
     def _is_shared(self, slot: Slot) -> bool:
-        """Whether several micro-batches read a value."""
+        """True if several micro-batches read a value."""
         return len({action.microbatch for action in self._readers[slot]}) > 1
 
     def _is_sum(self, slot: Slot, stage: int, m: int) -> bool:
-        """Whether a value that a cell reads is a sum that it adds to."""
+        """True if a value that a cell reads is a sum that it adds to."""
         writer = self._writer[slot]
         if isinstance(writer, Action):  # only sums pass from micro-batch to micro-batch
             return writer.stage == stage and writer.microbatch != m

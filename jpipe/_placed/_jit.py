@@ -22,15 +22,15 @@ from .._messages import raise_all
 from .._processes._arrays import is_replicated
 from ._mesh_context import outside_of_meshes
 from ._mirrored_places import ArgumentLeaf
-from ._placed_function import LeafPlacement, PlacedFunction, where_computed
+from ._placed_function import LeafPlacement, PlacedFunction, place_results
 
 PyTree = Any
 # The arguments of a call: by position, and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# Leaves of arguments -> where they and the leaves of the result belong.
+# ``leaves of the arguments -> places`` of these and of the leaves of the result.
 Rule = Callable[[Sequence[ArgumentLeaf]], LeafPlacement]
 
-# True while such a function is traced: another one inside is a part of it.
+# True while such a function is traced: calls of others in it are a part of its trace.
 _tracing = ContextVar("tracing", default=False)
 
 
@@ -52,7 +52,7 @@ class Jitted:
     name: str
     blame: str
     donate: Sequence[int] = ()
-    rule: Rule = where_computed
+    rule: Rule = place_results
 
     def __post_init__(self) -> None:
         self.devices = tuple(dict.fromkeys(self.devices))
@@ -70,7 +70,7 @@ class Jitted:
             args, kwargs = without_statics((args, kwargs))
             return self.function(*args, **kwargs)
 
-        arguments = args, kwargs
+        arguments = (args, kwargs)
         leaves, structure = jax.tree.flatten(arguments)
         _variables.check_alive(leaves)
         signature = _signature.call_signature(structure, leaves)
@@ -105,14 +105,14 @@ class Jitted:
         return result_structure, Program(graph, outputs)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The function as the trace sees it."""
+        """The function, as it is traced."""
         token = _tracing.set(True)
         try:
             positional, named = without_statics((args, kwargs))
             return self.function(*positional, **named)
         except Exception as error:
-            listed = shape_text((*args, kwargs) if kwargs else args)
-            error.add_note(f"{self.blame}; its arguments were {listed}")
+            arguments = (*args, kwargs) if kwargs else args
+            error.add_note(f"{self.blame}; its arguments were {shape_text(arguments)}")
             raise
         finally:
             _tracing.reset(token)
@@ -120,7 +120,7 @@ class Jitted:
     def _donated(
         self, leaves: Sequence[ArgumentLeaf], arguments: Arguments
     ) -> list[bool]:
-        """For each leaf whether it may be overwritten."""
+        """One bool per leaf; True if it may be overwritten."""
         num_args = len(arguments[0])
         donated = {i % num_args for i in self.donate if -num_args <= i < num_args}
         return [leaf.argument_key in donated for leaf in leaves]
@@ -176,7 +176,7 @@ class Jitted:
     def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
         """The place of a leaf, and its sharding there; ``None`` if it has none.
 
-        A leaf on devices of no place is outside: whoever reads it gets a copy.
+        A leaf on devices of no place is outside: each reader gets a copy.
         """
         if not getattr(leaf, "committed", False):
             return NOWHERE, WHOLE

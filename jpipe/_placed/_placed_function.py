@@ -1,11 +1,11 @@
 """One function of leaves on several devices, evaluated where they are.
 
-An optimizer is written for all parameters at once, and so is much of what a training
-loop computes. Here the jaxpr of such a function is cut by the places of its operands:
-see `_segments`. Each segment becomes one call, and only what crosses a cut is moved.
-A result that is an argument is no call at all, or, with ``copy``, an array of its own.
-Leaf-by-leaf rules fall apart in one program per place with nothing to exchange; a
-global norm moves one scalar per place.
+An optimizer is written for all parameters at once, and so are many functions of a
+training loop. The jaxpr of such a function is cut by the places of its operands: see
+`_segments`. Each segment becomes one call, and only values that cross a cut are moved.
+A result that is an argument is no call at all, or, with ``copy``, a new array. Updates
+of leaves by themselves become one program per place, which exchange nothing; a global
+norm moves one scalar per place.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +28,17 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """Where the leaves of a function belong.
+    """The places of the leaves of a function's arguments and result.
 
-    A constant, a counter, and what follows from such values alone is in no place: it is
-    computed wherever it is needed.
+    Constants, counters and values that follow from them alone are in no place: they are
+    computed wherever they are needed.
 
     Attributes:
       arguments: the place of each leaf of its arguments; less than 0: none.
-      results: of the specs of its result the place of each leaf, where less than 0
-        is the first, and its sharding there.
-      stay: whether a result that follows from something placed stays where that is.
+      results: ``specs of the result -> (places, shardings)`` of its leaves; a place
+        less than 0 is the first.
+      stay: True if results stay where they are computed; ``results`` is then for those
+        that are in no place.
     """
 
     arguments: Sequence[Place]
@@ -45,46 +46,53 @@ class LeafPlacement:
     stay: bool = False
 
 
-def where_computed(leaves: Sequence[ArgumentLeaf], stay: bool = True) -> LeafPlacement:
+def place_results(
+    leaves: Sequence[ArgumentLeaf], *, stay: bool = True
+) -> LeafPlacement:
     """Results stay where they are computed, or go where arguments of their paths are.
 
-    What follows from nothing placed goes there in any case.
+    A result in no place goes there in any case.
+
+    Args:
+      leaves: the leaves of the arguments.
+      stay: True if results in a place stay there.
     """
     return LeafPlacement(
-        [leaf.place for leaf in leaves], MirroredPlaces(leaves).of, stay
+        arguments=[leaf.place for leaf in leaves],
+        results=MirroredPlaces(leaves).of,
+        stay=stay,
     )
 
 
-def own_results(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The results, each an array of its own: none twice, none of the arguments.
+def copy_shared(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Copies results that are arguments, or earlier results.
 
-    One array in two places of a state could be overwritten only once.
+    One array in two leaves of a state could be overwritten only once.
     """
     taken = set(map(id, args))
-    own = []
-    for leaf in results:
-        if isinstance(leaf, jax.Array) and id(leaf) in taken:
-            leaf = jnp.array(leaf, copy=True)
-        taken.add(id(leaf))
-        own.append(leaf)
-    return own
+    arrays = []
+    for array in results:
+        if isinstance(array, jax.Array) and id(array) in taken:
+            array = jnp.array(array, copy=True)
+        taken.add(id(array))
+        arrays.append(array)
+    return arrays
 
 
 class PlacedFunction:
     """A function that is evaluated over several places.
 
     Args:
-      function: of any pytrees.
+      function: a function of any pytrees.
       specs: its arguments as `jax.ShapeDtypeStruct` pytrees.
-      placement: where their leaves belong, and those of the result.
-      name: how profiles call its programs.
-      copy: whether a result that is an argument, or another result, is an array of its
-        own.
+      placement: the places of their leaves and of those of the result.
+      name: the name of its programs in profiles.
+      copy: True to copy a result that is an argument, or another result.
 
     Attributes:
       result: the specs of its result.
-      places: where each leaf of the result belongs.
-      shardings: its sharding there; what is not a result is whole.
+      places: the place of each leaf of the result; less than 0: the first.
+      shardings: the sharding of each leaf of the result there.
     """
 
     def __init__(
@@ -96,21 +104,21 @@ class PlacedFunction:
         *,
         copy: bool = True,
     ) -> None:
-        ending = own_results if copy else None
+        ending = copy_shared if copy else None
         closed, self.result = _jaxpr.trace(function, *specs, ending=ending)
         self.places, self.shardings = placement.results(self.result)
-        self._placed = placed = _segments.open_branches(
+        self._placed = _segments.open_branches(
             closed,
             placement.arguments,
             None if placement.stay else self.places,
         )
-        _segments.check_order(placed)
-        self._wanted = [max(place, 0) for place in self.places]
+        _segments.check_order(self._placed)
+        self._result_places = [max(place, 0) for place in self.places]
         self._stay = placement.stay
-        # The segments, in order, and the functions that they are.
-        self._calls = [
+        # The place, the jaxpr and the computation of each segment, in order.
+        self._segments = [
             (place, part.jaxpr, Computation.of(name, part))
-            for place, part in _segments.parts(placed, self._wanted)
+            for place, part in _segments.parts(self._placed, self._result_places)
         ]
 
     def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
@@ -118,33 +126,43 @@ class PlacedFunction:
 
         Args:
           graph: the graph.
-          arguments: the flat argument leaves.
+          arguments: the values of the leaves of the arguments.
 
         Returns:
-          The flat result leaves.
+          The values of the leaves of the result.
         """
         jaxpr = self._placed.closed.jaxpr
-        value = dict(zip(jaxpr.invars, arguments, strict=True))
-        ends = list(zip(jaxpr.outvars, self._wanted, strict=True))
-        pairs = zip(ends, self.shardings, strict=True)
-        shardings = {_key(*end): each for end, each in pairs if each != WHOLE}
-        for place, part, function in self._calls:
-            keys = [_key(atom, place) for atom in part.outvars]
-            results = graph.call(
-                function,
+        results = list(zip(jaxpr.outvars, self._result_places, strict=True))
+        # key of a result -> its sharding; others are whole
+        shardings: dict[Any, Sharding] = {}
+        for (atom, place), sharding in zip(results, self.shardings, strict=True):
+            if sharding != WHOLE:
+                shardings[_atom_key(atom, place)] = sharding
+
+        # key of an atom -> its value
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for place, part, computation in self._segments:
+            keys = [_atom_key(atom, place) for atom in part.outvars]
+            writes = graph.call(
+                computation,
                 place,
-                [value[var] for var in part.invars],
+                [values[var] for var in part.invars],
                 shardings=[shardings.get(key, WHOLE) for key in keys],
             )
-            value |= zip(keys, results, strict=True)
+            values |= zip(keys, writes, strict=True)
+
         outputs = []
-        for atom, wanted in ends:
-            place = self._placed[atom] if self._stay else wanted
-            own = value[_key(atom, wanted)]
-            outputs.append(graph.at(own, place if place >= 0 else wanted))
+        for atom, result_place in results:
+            place = result_place
+            if self._stay and self._placed[atom] >= 0:
+                place = self._placed[atom]
+            outputs.append(graph.at(values[_atom_key(atom, result_place)], place))
         return outputs
 
 
-def _key(atom: Any, place: Place) -> Any:
-    # A constant result has no variable; equal ones are not one array.
+def _atom_key(atom: Any, place: Place) -> Any:
+    """The key of a variable, or of a constant that is made in a place.
+
+    A constant result has no variable, and equal constants are not one array.
+    """
     return (place, id(atom)) if isinstance(atom, core.Literal) else atom

@@ -11,6 +11,7 @@ from .._arguments import _variables
 from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._messages import warn
+from .._pipelined._specialization import Specialization
 from .._placed._mesh_context import outside_of_meshes
 from ._gradients import Gradients
 
@@ -23,7 +24,7 @@ class ValueAndGrad:
 
     Attributes:
       gradients: the gradients of its loss.
-      has_aux: True if the loss function returns something besides the loss.
+      has_aux: True if the loss function returns aux beside the loss.
       has_state: True if the collections that training changes are returned too.
       feed: ``(x, targets, rngs) -> (x, targets)``, with specs for what this process
         lacks.
@@ -46,7 +47,7 @@ class ValueAndGrad:
         rngs: Rngs = None,
         train: bool = True,
     ) -> Any:
-        """Returns as soon as the work is dispatched.
+        """Computes the loss and its gradients; returns as soon as both are dispatched.
 
         Args:
           variables: one entry per layer, or the model's own tree, in place.
@@ -65,14 +66,14 @@ class ValueAndGrad:
           TypeError: if the loss function does not return a loss, or loss and aux.
         """
         x, targets = self.feed(x, targets, rngs)
-        built = self.gradients(variables, x, targets, rngs, train=train)
-        program = built.program_with_state if self.has_state else built.program
-        outputs = program(built.given(variables, (x, targets, rngs)))
+        specialization = self.gradients(variables, x, targets, rngs, train=train)
+        program = self._program(specialization)
+        outputs = program(specialization.given(variables, (x, targets, rngs)))
         # An iterator over the gradients, then the new state.
-        loss, aux, results = built.returned(outputs)
+        loss, aux, results = specialization.returned(outputs)
 
         leaves, structure = jax.tree.flatten(variables)
-        layout = built.layout
+        layout = specialization.layout
         grads: list[Any] = []
         for index, is_trained in zip(layout.params, layout.trained, strict=True):
             grads.append(next(results) if is_trained else self._no_grad(leaves[index]))
@@ -82,9 +83,9 @@ class ValueAndGrad:
             for index in layout.state:
                 leaves[index] = next(results)
             extra.append(_variables.model_state(structure.unflatten(leaves)))
-        elif built.written and not self.has_warned:
+        elif specialization.written and not self.has_warned:
             self.has_warned = True
-            written = [index for index, _ in built.written]
+            written = [index for index, _ in specialization.written]
             _warn_of_state(_variables.collections(variables, written))
         value = (loss, *extra) if extra else loss
         params_structure = jax.tree.structure(_variables.params(variables))
@@ -101,8 +102,12 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """The program that a call with these arguments runs."""
-        built = self.gradients(variables, x, targets, rngs, train=train)
-        return built.program_with_state if self.has_state else built.program
+        return self._program(self.gradients(variables, x, targets, rngs, train=train))
+
+    def _program(self, specialization: Specialization) -> Program:
+        if self.has_state:
+            return specialization.program_with_state
+        return specialization.program
 
     def _no_grad(self, leaf: Any) -> Any:
         """The placeholder for the gradient of a leaf that has none.

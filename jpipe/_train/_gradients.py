@@ -24,7 +24,7 @@ class Gradients:
     Attributes:
       objective: the loss.
       trainable: the parameters that have gradients.
-      programs: ``train`` -> the programs of training, or of evaluation.
+      programs: ``train`` -> the gradients in stages, of training or of evaluation.
       outputs: specs of the outputs that the loss was traced on, one entry per trace.
       axis: the axis of the examples in an output of one array.
       unchecked: the reason why the loss was not checked, for print; empty if it was.
@@ -54,19 +54,20 @@ class Gradients:
     ) -> Specialization:
         """The specialization for these arguments; checks the loss of a new one."""
         self.outputs.clear()  # after a trace that could not be built
-        built = self.programs[train](variables, x, targets, rngs)
+        specialization = self.programs[train](variables, x, targets, rngs)
         if self.outputs:
-            self._unrun[built] = self.outputs[0]
-        if built in self._unrun:
-            if built.batch.num_parts > 1:
-                self._check_loss(self._unrun[built], built.batch, targets)
+            self._unrun[specialization] = self.outputs[0]
+        if specialization in self._unrun:
+            batch = specialization.batch
+            if batch.num_parts > 1:
+                self._check_loss(self._unrun[specialization], batch, targets)
             # `compile` may pass specs, with which no loss can be run.
             if not any(map(_is_spec, jax.tree.leaves(targets))):
-                del self._unrun[built]
-        return built
+                del self._unrun[specialization]
+        return specialization
 
     def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
-        """Runs the loss alone, at once and in parts: see `_loss`."""
+        """Runs the loss alone, at once and in parts: see `_loss_check.probe`."""
         num_inputs = len(jax.tree.leaves(batch.args[0]))
         num_targets = len(jax.tree.leaves(targets))
         self.unchecked = _loss_check.probe(

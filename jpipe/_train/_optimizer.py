@@ -17,7 +17,7 @@ from .._messages import raise_all
 from .._partition._stage_placement import StagePlacement
 from .._placed._mirrored_places import MirroredPlaces, leaves_at
 from .._placed._placed_function import PlacedFunction
-from ._transformation import Transformation, of_init, of_update
+from ._transformation import Transformation, place_init, place_update
 
 PyTree = Any
 # The stage of each leaf, and its sharding there.
@@ -45,7 +45,7 @@ class Optimizer:
       tx: the optax transformation.
       params: specs of the parameters.
       trained: one bool per leaf of the parameters; True if it is trained.
-      pipe: the stages, and where they run.
+      placement: the devices of the stages.
       locations: the stage of each leaf, and its sharding there.
 
     Attributes:
@@ -58,7 +58,7 @@ class Optimizer:
         tx: optax.GradientTransformation,
         params: PyTree,
         trained: Sequence[bool],
-        pipe: StagePlacement,
+        placement: StagePlacement,
         locations: Locations,
     ) -> None:
         self._transformation = Transformation(tx, _ADVICE)
@@ -75,7 +75,7 @@ class Optimizer:
             return optax.apply_updates(params, updates), new_state
 
         self._trained = trained
-        self._pipe = pipe
+        self._placement = placement
         # ``None`` in place of leaves that are not trained.
         self._trained_params = _hide_frozen(params, trained)
         state = jax.eval_shape(self._transformation.init, self._trained_params)
@@ -83,7 +83,7 @@ class Optimizer:
         self._state_structure = jax.tree.structure(state)
 
         trained_locations = [
-            (pipe.place(stage), sharding)
+            (placement.place(stage), sharding)
             for stage, sharding in _selected(locations, trained)
         ]
         self._param_leaves = leaves_at(0, self._trained_params, trained_locations)
@@ -92,21 +92,21 @@ class Optimizer:
         self.update = PlacedFunction(
             update,
             [self._trained_params, state, self._trained_params],
-            of_update([*self._param_leaves, *self.state, *grad_leaves]),
+            place_update([*self._param_leaves, *self.state, *grad_leaves]),
             "optimizer_update",
         )
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
-        graph = self._pipe.graph()
-        if self._pipe.layers:
-            graph.facts |= layer_facts(self._pipe.layers, self._trained_params)
+        graph = self._placement.graph()
+        if self._placement.layers:
+            graph.facts |= layer_facts(self._placement.layers, self._trained_params)
         else:
             graph.facts["parameters"] = shape_text(self._trained_params)
         function = PlacedFunction(
             self._transformation.init,
             [self._trained_params],
-            of_init(self._param_leaves),
+            place_init(self._param_leaves),
             "optimizer_init",
         )
         inputs = [leaf.add_to(graph) for leaf in self._param_leaves]
@@ -120,7 +120,7 @@ class Optimizer:
         Raises:
           ValueError: if it is not.
         """
-        devices = self._pipe.places
+        devices = self._placement.places
         for array, leaf in zip(jax.tree.leaves(state), self.state, strict=True):
             if not _transfer.is_in_place(array, devices[leaf.place], leaf.sharding):
                 raise ValueError(
@@ -186,23 +186,25 @@ def opt_state_bytes(
 
 
 def place_opt_state(
-    state: PyTree, params: PyTree, pipe: StagePlacement, locations: Locations
+    state: PyTree, params: PyTree, placement: StagePlacement, locations: Locations
 ) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
     Args:
       state: the state, on the host or any devices.
       params: the parameters.
-      pipe: the stages, and where they run.
+      placement: the devices of the stages.
       locations: the stage of each leaf of the parameters, and its sharding there.
 
     Returns:
       The same values; a leaf that belongs to no parameter is on the first device.
     """
-    param_locations = [(pipe.place(stage), sharding) for stage, sharding in locations]
+    param_locations = [
+        (placement.place(stage), sharding) for stage, sharding in locations
+    ]
     mirrored = MirroredPlaces(leaves_at(0, params, param_locations))
     arrays = [
-        _transfer.put_leaf(leaf.value, pipe.places[leaf.place], leaf.sharding)
+        _transfer.put_leaf(leaf.value, placement.places[leaf.place], leaf.sharding)
         for leaf in mirrored.leaves_of(1, state)
     ]
     return jax.tree.unflatten(jax.tree.structure(state), arrays)

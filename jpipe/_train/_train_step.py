@@ -51,7 +51,7 @@ class TrainStep:
       gradients: ``(variables, x, targets, rng, *, train) -> specialization`` of the
         loss.
       tx: the optimizer.
-      has_aux: True if the loss function returns something besides the loss.
+      has_aux: True if the loss function returns aux beside the loss.
       feed: ``(x, targets) -> (x, targets)``, with specs for what this process lacks.
       donate: True if the state is overwritten.
       by_layer: True if states have an entry for each layer.
@@ -69,7 +69,7 @@ class TrainStep:
         self._optimizers = RecentCache[Any, Optimizer]()
         # (settings, signature index of the state, signature of the batch) -> step
         self._compiled = RecentCache[Any, _LoweredStep]()
-        # (structure, kinds of leaves) of a state -> signature index
+        # (structure, keys of the avals) of a state -> signature index
         self._signature_indices = RecentCache[Any, int]()
         self._next_signature_index = itertools.count()
 
@@ -148,7 +148,7 @@ class TrainStep:
         return self._compile(signature_index, state, x, targets).program
 
     def signature_index(self, structure: Any, leaves: Sequence[Any]) -> int:
-        """A number for the structure and the kinds of leaves of a state."""
+        """The index of the signature of a state: its structure and its avals."""
         signature = structure, _signature.aval_keys(leaves)
         if signature not in self._signature_indices:
             self._signature_indices[signature] = next(self._next_signature_index)
@@ -164,7 +164,7 @@ class TrainStep:
     def _compile(
         self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
     ) -> "_LoweredStep":
-        """The step for such a state and batch; all checks of shapes are here.
+        """The step for the signature of a state and a batch; checks all shapes.
 
         Args:
           signature_index: see `signature_index`.
@@ -325,7 +325,7 @@ def _optimizer(
         tx,
         params=_microbatch.array_specs(state.params, "params"),
         trained=layout.trained,
-        pipe=gradient.pipe,
+        placement=gradient.pipe,
         locations=locations,
     )
 

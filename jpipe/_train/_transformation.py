@@ -16,7 +16,7 @@ from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._placed._jit import Jitted
 from .._placed._mirrored_places import ArgumentLeaf, MirroredPlaces
-from .._placed._placed_function import LeafPlacement, where_computed
+from .._placed._placed_function import LeafPlacement, place_results
 
 PyTree = Any
 
@@ -93,14 +93,14 @@ def optimizer(
         devices,
         name="optimizer_init",
         blame="raised by tx.init",
-        rule=of_init,
+        rule=place_init,
     )
     jitted_update = Jitted(
         transformation.update,
         devices,
         name="optimizer_update",
         blame="raised by tx.update",
-        rule=of_update,
+        rule=place_update,
     )
 
     def update(
@@ -119,12 +119,12 @@ def _is_function(value: Any) -> bool:
     return callable(value) and jax.tree.leaves(value) == [value]
 
 
-def of_init(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
+def place_init(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     """The state of an optimizer is where its parameters are."""
-    return where_computed(leaves, stay=False)
+    return place_results(leaves, stay=False)
 
 
-def of_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
+def place_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     """Updates and a new state are where parameters and gradients are.
 
     These are the first and the third argument, the second is the state. A leaf of the
