@@ -52,7 +52,8 @@ class CustomLoop:
         Returns:
           The function. Its results stay where they are computed. A result that follows
           from no leaf on a device of the pipeline, such as ``zeros_like(params)``, is
-          on the device of an argument leaf whose path has the same end, else on the first.
+          on the device of an argument leaf whose path has the same end, else on the
+          first.
 
         Raises:
           TypeError: if ``f`` is not a function; from the function, if a leaf is not an
