@@ -95,7 +95,7 @@ def peak(setting: Setting, way: Way) -> Peak:
     extra = {action: workspace(calls.distinct[n]) for action, n in calls.of.items()}
     stages = gradient.stages
     params = [
-        [stages.spec_of(weight) for weight in stages.trained_by(s)]
+        [stages.spec_of(weight) for weight in stages.trained_weights(s)]
         for s in range(stages.num_stages)
     ]
     slots = [_slot_bytes(setting.work.tx, specs) for specs in params]

@@ -105,7 +105,7 @@ class Predictor:
         per_parameter = self._update_seconds(setting.work.tx)
         stages = gradient.stages
         parameters = [
-            sum(stages.spec_of(weight).size for weight in stages.trained_by(s))
+            sum(stages.spec_of(weight).size for weight in stages.trained_weights(s))
             for s in range(stages.num_stages)
         ]
         return Prediction(

@@ -174,7 +174,7 @@ def _loops(
     variables = pipe.init(jax.random.key(0), x)
     find = pipe._gradients(Objective(square), None)
     gradient = find(variables, x, x, None, train=True)
-    program, leaves = gradient.program, gradient.given(variables, (x, x))
+    program, leaves = gradient.program, gradient.check_arguments(variables, (x, x))
     loop, bare = [], []
     for _ in range(rounds + 1):
         start = time.perf_counter()

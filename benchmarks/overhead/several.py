@@ -37,7 +37,7 @@ def loop_cost(rounds: int) -> dict[str, float]:
     variables = pipe.init(jax.random.key(0), x)
     find = pipe._gradients(Objective(square), None)
     gradient = find(variables, x, x, None, train=True)
-    program, leaves = gradient.program, gradient.given(variables, (x, x))
+    program, leaves = gradient.program, gradient.check_arguments(variables, (x, x))
     seconds, busy = [], []
     for _ in range(rounds + 1):
         start = time.perf_counter(), time.thread_time()

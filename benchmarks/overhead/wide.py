@@ -96,7 +96,7 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     gradients = pipe._gradients(Objective(square), None)
     gradient = gradients(variables, x, x, None, train=True)
     program = gradient.program
-    leaves = gradient.given(variables, (x, x))
+    leaves = gradient.check_arguments(variables, (x, x))
     rounds: list[dict[str, float]] = []
     for _ in range(5):
         slots, clock = program.start(leaves), time.perf_counter

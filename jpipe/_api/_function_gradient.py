@@ -68,7 +68,7 @@ class FunctionGradient(CustomLoop):
         self._argnums = _positions(argnums)
 
         def joins(results: MicrobatchOutputs) -> list[_join.Join]:
-            return _join.of_aux(aux_axes, results)
+            return _join.join_aux(aux_axes, results)
 
         self._spec = FunctionSpec(
             self._call_function,
@@ -104,7 +104,7 @@ class FunctionGradient(CustomLoop):
         """
         params, trees = self._split_args((params, *args), kwargs)
         specialization = self._pipelined(params, *trees)
-        leaves = specialization.given(params, trees, "params")
+        leaves = specialization.check_arguments(params, trees, "params")
         self._feed(trees)
         outputs = specialization.program(leaves)
 

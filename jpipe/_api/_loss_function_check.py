@@ -100,7 +100,7 @@ def check_loss_function(
     if tolerance is None:
         dtypes: list[Any] = []
         for specialization in specializations:
-            dtypes += _dataflow.dtypes(specialization.stages.first.closed)
+            dtypes += _dataflow.all_dtypes(specialization.stages.first.closed)
         tolerance = _comparison.tolerance(dtypes)
     outputs = _comparison.compare(
         "outputs",
@@ -187,7 +187,9 @@ def _run(
     """Runs a program of one stage."""
     layout = specialization.layout
     params = put_tree(params, specialization.pipe.devices, layout.locations)
-    outputs = specialization.program(specialization.given(params, args, "params"))
+    outputs = specialization.program(
+        specialization.check_arguments(params, args, "params")
+    )
     loss, _, trained_grads = specialization.returned(outputs)
     grads = [
         next(trained_grads) if is_trained else None for is_trained in layout.trained

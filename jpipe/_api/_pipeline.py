@@ -206,7 +206,9 @@ class Pipeline(CustomLoop):
         """
         x, _ = self._feed(x, rngs=rngs)
         specialization = self._pipelined.forward(variables, x, rngs, train=train)
-        outputs = specialization.program(specialization.given(variables, (x, rngs)))
+        outputs = specialization.program(
+            specialization.check_arguments(variables, (x, rngs))
+        )
         return jax.tree.unflatten(specialization.aux_tree, outputs)
 
     @outside_of_meshes
@@ -575,5 +577,7 @@ class Pipeline(CustomLoop):
             )
         key = _rng.step_key(state.rng, state.step)
         specialization = gradients(state.variables, x, targets, key, train=True)
-        leaves = specialization.given(state.variables, (x, targets, key), "state")
+        leaves = specialization.check_arguments(
+            state.variables, (x, targets, key), "state"
+        )
         return profile_actions(specialization, leaves)

@@ -273,7 +273,9 @@ def probe(
         return [terms(outputs, some_targets) for terms in (at_once, in_parts)]
 
     try:
-        traced = jax.jit(_sharding_constraints.without(losses)).trace(specs, targets)
+        traced = jax.jit(_sharding_constraints.without_constraints(losses)).trace(
+            specs, targets
+        )
         if traced.jaxpr.effects:
             return "it has effects"
         lowered = traced.lower()
@@ -282,7 +284,7 @@ def probe(
             return ""
         run = lowered.compile(compiler_options=_compat.quick_to_compile())
         results = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
-        rounding = rounding_tolerance(_dataflow.dtypes(traced.jaxpr))
+        rounding = rounding_tolerance(_dataflow.all_dtypes(traced.jaxpr))
     except Exception as error:
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"

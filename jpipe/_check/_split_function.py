@@ -74,7 +74,7 @@ class SplitFunction:
             _structural_key.structural_key(whole),
             _structural_key.structural_key(parts),
         )
-        dtypes = [*_dataflow.dtypes(whole), *_dataflow.dtypes(parts)]
+        dtypes = [*_dataflow.all_dtypes(whole), *_dataflow.all_dtypes(parts)]
         self.limit = _comparison.tolerance(dtypes)
         self.error = ""
         self._at_once = _compiled(at_once)
@@ -123,7 +123,9 @@ def _compiled(function: Differentiated) -> Callable[..., Any]:
         return results, jax.tree.map(_or_none, gradient)
 
     options = _compat.quick_to_compile()
-    return jax.jit(_sharding_constraints.without(run), compiler_options=options)
+    return jax.jit(
+        _sharding_constraints.without_constraints(run), compiler_options=options
+    )
 
 
 def _on_host(results_and_gradient: tuple[PyTree, PyTree]) -> SplitOutputs:

@@ -138,7 +138,7 @@ class Graph:
             shardings = [STACKED if mapped else WHOLE] * len(function.results)
         if function.reads is not None:
             reads = [reads[i] for i in function.reads]
-        operands = [self.at(value, place) for value in reads]
+        operands = [self.bring(value, place) for value in reads]
 
         writes: list[Value] = []
         for i, spec in enumerate(function.results):
@@ -198,9 +198,9 @@ class Graph:
         """Returns the value in each process; itself if there is one process."""
         if not self.first_places:
             return value
-        return tuple(self.at(value, place) for place in self.first_places.values())
+        return tuple(self.bring(value, place) for place in self.first_places.values())
 
-    def at(self, value: Value, place: Place) -> Value:
+    def bring(self, value: Value, place: Place) -> Value:
         """Returns the value in a place: itself, or a copy."""
         if value in self._process_results:
             value = self._process_results[value].get(self.processes[place], value)

@@ -241,7 +241,9 @@ class Program:
         """An error with its instruction; for a NaN, with the operation that made it."""
         if failed.function and isinstance(error, FloatingPointError):
             with suppress(Exception):  # such as one shard of several
-                located = _nan_location.find(failed.function.run, failed.take(slots))
+                located = _nan_location.find_invalid_value(
+                    failed.function.run, failed.take(slots)
+                )
                 error = located or error
         layers = f": {failed.layers}" if failed.layers else ""
         device = self.devices[failed.place]

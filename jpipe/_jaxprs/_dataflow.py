@@ -5,7 +5,8 @@
 
 Both go through the equations once, with a fact about each variable. The facts about
 the results of a call or a branch are those of the jaxpr inside. A loop feeds its
-results to its next iteration: `reached` repeats its body until no fact changes.
+results to its next iteration: `dependent_results` repeats its body until no fact
+changes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from . import _jaxpr
 Origin = int | str | None
 
 
-def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+def dependent_results(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """One bool per result; True if it follows from any of the chosen inputs.
 
     Args:
@@ -53,7 +54,7 @@ def _eqn_reached(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
             num_leading = len(operands) - len(body.jaxpr.invars)
             # All results follow from the index of a branch.
             is_index_chosen = any(operands[:num_leading])
-            body_results = reached(body, operands[num_leading:])
+            body_results = dependent_results(body, operands[num_leading:])
             for index, is_reached in enumerate(body_results):
                 results[index] |= is_reached or is_index_chosen
 
@@ -67,7 +68,7 @@ def _eqn_reached(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
         operands = next_operands
 
 
-def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[Origin]:
+def result_origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[Origin]:
     """The origin of each result, unchanged, through calls, branches and loops.
 
     Args:
@@ -110,7 +111,7 @@ def _operand_origins(
     num_leading = len(eqn.invars) - len(body.jaxpr.invars)
     return [
         origin + num_leading if isinstance(origin, int) else origin
-        for origin in origins(body, prefix)
+        for origin in result_origins(body, prefix)
     ]
 
 
@@ -132,7 +133,7 @@ def _is_operand(eqn: core.JaxprEqn, result: int, operand: Any) -> bool:
     return operand >= carry.stop
 
 
-def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
+def all_dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
     """The dtypes of all inputs and of all that equations compute."""
     outvars = _jaxpr.outvars_of(_jaxpr.equations(closed))
     avals = list[Any]([*closed.in_avals, *(var.aval for var in outvars)])

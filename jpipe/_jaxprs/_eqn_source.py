@@ -42,7 +42,7 @@ def user_function(eqn: core.JaxprEqn) -> str:
     return _USER_FUNCTIONS.get(name, name)
 
 
-def modules(eqn: core.JaxprEqn, outside: str = "") -> Iterator[str]:
+def module_paths(eqn: core.JaxprEqn, outside: str = "") -> Iterator[str]:
     """The paths of the modules that call an equation, such as ``Model/Block_0``.
 
     Args:
@@ -60,7 +60,7 @@ def modules(eqn: core.JaxprEqn, outside: str = "") -> Iterator[str]:
         yield path
         return
     for inner_eqn in inner_eqns:
-        yield from modules(inner_eqn, path)
+        yield from module_paths(inner_eqn, path)
 
 
 def source_line(eqn: core.JaxprEqn) -> str:
@@ -72,9 +72,9 @@ def source_line(eqn: core.JaxprEqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def told(eqn: core.JaxprEqn) -> str:
+def describe_eqn(eqn: core.JaxprEqn) -> str:
     """The function, module and line of an equation, for errors and warnings."""
-    paths = [path for path in modules(eqn) if path]
+    paths = [path for path in module_paths(eqn) if path]
     path = posixpath.commonpath(paths) if paths else ""
     of_module = f" of {path}" if path else ""
     return f"{user_function(eqn)}{of_module}, at {source_line(eqn)},"

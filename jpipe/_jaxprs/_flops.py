@@ -9,17 +9,17 @@ from . import _jaxpr
 from ._primitives import MOVES, REDUCTIONS
 
 
-def flops(closed: core.ClosedJaxpr) -> int:
+def count_flops(closed: core.ClosedJaxpr) -> int:
     """The operations of a jaxpr: two per term of a product, else one per result.
 
     A loop takes the operations of its body times its length, a branch those of the
     dearest case, a `jax.lax.while_loop`, whose length nobody knows, those of its body.
     """
-    return sum(map(of_equation, closed.jaxpr.eqns))
+    return sum(map(count_eqn_flops, closed.jaxpr.eqns))
 
 
-def of_equation(eqn: core.JaxprEqn) -> int:
-    """The operations of one equation: see `flops`."""
+def count_eqn_flops(eqn: core.JaxprEqn) -> int:
+    """The operations of one equation: see `count_flops`."""
     name = eqn.primitive.name
     params = eqn.params
     operands = list[Any](eqn.invars)
@@ -40,7 +40,7 @@ def of_equation(eqn: core.JaxprEqn) -> int:
     if name in REDUCTIONS:
         return sum(map(_size, operands))
 
-    inner_flops = [flops(closed) for closed in _jaxpr.inner_jaxprs(eqn)]
+    inner_flops = [count_flops(closed) for closed in _jaxpr.inner_jaxprs(eqn)]
     if name == "scan":
         return params["length"] * sum(inner_flops)
     if name == "cond":

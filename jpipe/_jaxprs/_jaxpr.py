@@ -92,7 +92,7 @@ def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return _inline_and_open(closed, (*_CALLS, *CHECKPOINTS, *RULES))
 
 
-def inline(closed: core.ClosedJaxpr, eqn_ids: Collection[int]) -> core.ClosedJaxpr:
+def inline_eqns(closed: core.ClosedJaxpr, eqn_ids: Collection[int]) -> core.ClosedJaxpr:
     """The same computation with some calls, by the ids of their equations, inlined.
 
     Calls of `jax.jit` inside of them are inlined too, as by `trace`.

@@ -18,7 +18,9 @@ from . import _jaxpr, _sharding_constraints
 _config: Any = jax.config
 
 
-def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
+def find_invalid_value(
+    function: Any, leaves: Sequence[Any]
+) -> FloatingPointError | None:
     """An error that names the first operation with an invalid result.
 
     Args:
@@ -30,7 +32,7 @@ def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
     """
     specs = map(_jaxpr.spec, leaves)
     closed = _jaxpr.inline_calls(
-        jax.make_jaxpr(_sharding_constraints.without(function))(*specs)
+        jax.make_jaxpr(_sharding_constraints.without_constraints(function))(*specs)
     )
 
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule:

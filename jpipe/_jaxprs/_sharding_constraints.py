@@ -30,7 +30,7 @@ _UNCONSTRAINED = "?"
 Constrain = Callable[[Any, P | None], Any]
 
 
-def shardings(closed: core.ClosedJaxpr) -> Iterator[Any]:
+def constraint_shardings(closed: core.ClosedJaxpr) -> Iterator[Any]:
     """The shardings of all constraints, in loops and branches too."""
     for eqn in _jaxpr.equations(closed):
         if eqn.primitive.name == _PRIMITIVE:
@@ -57,21 +57,21 @@ def name_specs(
             return array
         return checkpoint_name(array, _NAME + json.dumps([*map(_as_text, spec)]))
 
-    has_any = next(shardings(closed), None) is not None
+    has_any = next(constraint_shardings(closed), None) is not None
     return _replace_constraints(closed, name) if has_any else closed
 
 
-def leave_out(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def remove_constraints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same computation without constraints."""
     return name_specs(closed, lambda spec: False)
 
 
-def without(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_constraints(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function without constraints; nobody may differentiate it: see `evaluate`."""
 
     def run(*args: Any) -> Any:
         closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = core.jaxpr_as_fun(leave_out(closed))(*jax.tree.leaves(args))
+        leaves = core.jaxpr_as_fun(remove_constraints(closed))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
     return run

@@ -8,21 +8,21 @@ from . import _flops, _jaxpr, _min_cut
 _OPERATIONS_PER_BYTE = 10
 
 
-def of_equation(eqn: core.JaxprEqn) -> int:
+def estimate_eqn_work(eqn: core.JaxprEqn) -> int:
     """The operations of an equation, and so many as its results take to be written.
 
     Those of a loop, of a branch and of a call are those of what is inside: see
     `_flops`.
     """
-    body_work = [of(closed) for closed in _jaxpr.bodies(eqn)]
+    body_work = [estimate_work(closed) for closed in _jaxpr.bodies(eqn)]
     if not body_work:
         written_bytes = sum(map(_min_cut.nbytes, eqn.outvars))
-        return _flops.of_equation(eqn) + _OPERATIONS_PER_BYTE * written_bytes
+        return _flops.count_eqn_flops(eqn) + _OPERATIONS_PER_BYTE * written_bytes
     if eqn.primitive.name == "scan":
         return eqn.params["length"] * sum(body_work)
     return max(body_work)
 
 
-def of(closed: core.ClosedJaxpr) -> int:
+def estimate_work(closed: core.ClosedJaxpr) -> int:
     """The work of all equations."""
-    return sum(map(of_equation, closed.jaxpr.eqns))
+    return sum(map(estimate_eqn_work, closed.jaxpr.eqns))

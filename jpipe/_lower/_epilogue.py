@@ -276,7 +276,7 @@ class Epilogue:
                 penalty=self.weights[-1] if stages.first.rest else None,
                 loss_divisor=loss_divisor,
                 loss_weights=[
-                    graph.at(value, self._last_place) for value in loss_weights
+                    graph.bring(value, self._last_place) for value in loss_weights
                 ],
                 grads=grads,
                 old_state=old_state,
@@ -300,7 +300,7 @@ class Epilogue:
         for join in self.joins:
             i = join.leaf_index
             place = graph.places[aux[0][i]]
-            columns.append([graph.at(row[i], place) for row in aux])
+            columns.append([graph.bring(row[i], place) for row in aux])
         return columns
 
     def _reduce(self, stage: int, replicas: Sequence[StageSums]) -> StageSums:
@@ -314,7 +314,9 @@ class Epilogue:
 
         state = prologue.stages.states[stage]
         first, result_tree = jax.tree.flatten(replicas[0])
-        shardings = [prologue.sharding(i) for i in prologue.stages.trained_by(stage)]
+        shardings = [
+            prologue.sharding(i) for i in prologue.stages.trained_weights(stage)
+        ]
         shardings += [WHOLE] * (len(first) - len(shardings))
 
         # A result of a mapped call that is an argument of it is not stacked.
@@ -355,7 +357,7 @@ class Epilogue:
             i: [] for i, is_trained in enumerate(stages.trained) if is_trained
         }
         for stage, stage_sums in enumerate(sums):
-            trained = stages.trained_by(stage)
+            trained = stages.trained_weights(stage)
             for weight, value in zip(trained, stage_sums.grads, strict=True):
                 terms[weight].append(value)
         return terms

@@ -61,7 +61,7 @@ class Join:
     run: Run
 
 
-def of_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
+def join_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     """The join of each leaf of aux.
 
     Args:
@@ -91,7 +91,7 @@ def of_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     )
 
 
-def of_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
+def join_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     """The join of each leaf of outputs.
 
     Args:

@@ -11,8 +11,8 @@ of the stages that read y; for the loss it is the loss divisor. A forward also a
 loss, and the state that it writes, such as statistics, to the sums of s. The last stage
 runs F and B, or F and I, as one call where nothing comes between them: they are fused.
 
-No transfer is written here: where a value is read in another place, `Graph.at` makes a
-copy, sent as soon as the value is there.
+No transfer is written here: where a value is read in another place, `Graph.bring` makes
+a copy, sent as soon as the value is there.
 """
 
 import itertools
@@ -124,8 +124,8 @@ class Lowering:
         Batch inputs of the whole program are the leaves of the mini-batch, the index of
         the micro-batch, and numbers that are folded into keys.
         """
-        index_of_var = {var: i for i, var in enumerate(self._stages.first.given)}
-        indices = [index_of_var[var] for var in self._stages.part(stage).given]
+        index_of_var = {var: i for i, var in enumerate(self._stages.first.batch_inputs)}
+        indices = [index_of_var[var] for var in self._stages.part(stage).batch_inputs]
         num_leaves = len(batch_leaves)
         leaf_indices = [i for i in indices if i < num_leaves]
         rows = microbatch_inputs.split(
@@ -308,7 +308,7 @@ class Lowering:
 
     def _specs_of_sums(self, stage: int) -> StageSums:
         """Specs of the sums of a stage."""
-        trained = self._stages.trained_by(stage)
+        trained = self._stages.trained_weights(stage)
         losses = self._stages.first.loss if stage == self._last_stage else []
         return StageSums(
             grads=[sum_spec(self._graph.specs[self._weights[i]]) for i in trained],
@@ -319,7 +319,7 @@ class Lowering:
     def _shardings_of_grads(self, stage: int) -> list[Sharding]:
         """The shardings of the sums of gradients of a stage: those of their weights."""
         shardings = list[Sharding]()
-        for i in self._stages.trained_by(stage):
+        for i in self._stages.trained_weights(stage):
             weight_sharding = self._graph.shardings[self._weights[i]].gathered()
             shardings.append(weight_sharding._replace(stacked=self._is_mapped))
         return shardings
@@ -350,8 +350,8 @@ class Lowering:
         weights = zip(part.weights, self._stages.weights(stage, m), strict=True)
         # variable of the stage -> its value
         values = {var: self._weights[i] for var, i in weights}
-        values |= {var: self._outputs[var, m] for var in part.arrives}
-        values |= zip(part.given, self._batch_inputs[stage][m], strict=True)
+        values |= {var: self._outputs[var, m] for var in part.input_activations}
+        values |= zip(part.batch_inputs, self._batch_inputs[stage][m], strict=True)
         return [values[var] for var in part.closed.jaxpr.invars]
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
@@ -394,7 +394,7 @@ class Lowering:
                 grads=grad_sums_or_residuals
             )
 
-        activations = self._stages.part(stage, m).arrives[:num_input_grads]
+        activations = self._stages.part(stage, m).input_activations[:num_input_grads]
         for var, value in zip(activations, input_grads, strict=True):
             self._cotangents.setdefault((var, m), {})[stage] = value
 

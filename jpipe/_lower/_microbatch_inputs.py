@@ -81,14 +81,14 @@ class MicrobatchInputs:
         has_axis = [axis is not None for axis in axes]
         is_whole = len(sizes) == 1 and not self._is_mapped
         if is_whole or not any(has_axis):
-            whole = [self._graph.at(value, place) for value in leaves]
+            whole = [self._graph.bring(value, place) for value in leaves]
             return [whole for _ in sizes]
 
         batched: list[tuple[Value, int]] = []
         shared: dict[int, Value] = {}  # index of a leaf without a batch axis -> value
         for i, (value, axis) in enumerate(zip(leaves, axes, strict=True)):
             if axis is None:
-                shared[i] = self._graph.at(value, place)
+                shared[i] = self._graph.bring(value, place)
             else:
                 batched.append((value, axis))
         parts = iter(self._parts(batched, place))
@@ -121,7 +121,7 @@ class MicrobatchInputs:
                     )
                     local.append(self._graph.cut(value, place, cut))
                 else:
-                    local.append(self._graph.at(value, place))
+                    local.append(self._graph.bring(value, place))
             parts += self._split_group(group, local, axes, place)
         return parts
 

@@ -28,7 +28,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 from .._placed._placed_function import LeafPlacement, PlacedFunction
-from .._stage._stages import Stages, pull_once
+from .._stage._stages import Stages, make_prologue_vjp
 from ._shards import unstack
 
 Values = list[Value]
@@ -106,7 +106,7 @@ class Prologue:
         ]
         indices = [i for i, has_result in enumerate(is_differentiated) if has_result]
 
-        # Cotangents in the order of the values, as `pull_once` takes them.
+        # Cotangents in the order of the values, as `make_prologue_vjp` takes them.
         cotangents = [value_grads[weight] for weight in sorted(value_grads)]
         places = [self.place(i) for i in range(num_params)]
         places += [self.place(weight) for weight in sorted(value_grads)]
@@ -115,7 +115,7 @@ class Prologue:
         param_specs = [self.graph.specs[value] for value in self.params]
         cotangent_specs = [self.graph.specs[value] for value in cotangents]
         prologue_vjp = PlacedFunction(
-            pull_once(closed, is_differentiated, has_grad),
+            make_prologue_vjp(closed, is_differentiated, has_grad),
             [param_specs, cotangent_specs],
             LeafPlacement(
                 arguments=places, results=lambda _: (grad_places, grad_shardings)
@@ -137,7 +137,7 @@ class Prologue:
         Returns:
           The sum; nothing if it follows from more than batch inputs.
         """
-        if not self.stages.divides:
+        if not self.stages.has_loss_divisor:
             return []
         place = self.placement.place(self.stages.num_stages - 1)
         num_shards = batch.num_shards

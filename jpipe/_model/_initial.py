@@ -82,7 +82,7 @@ class Initial:
         key_spec = _jaxpr.spec(jax.typeof(key))
         make_jaxpr = jax.make_jaxpr(init, return_shape=True)
         closed, specs = make_jaxpr(key_spec, spec, fixed_specs)
-        closed = _sharding_constraints.leave_out(closed)
+        closed = _sharding_constraints.remove_constraints(closed)
         _check_follows_from_shapes(
             closed, specs, fixed_specs, is_list=layers.parent.is_list
         )
@@ -232,7 +232,7 @@ def _check_follows_from_shapes(
     fixed_leaves = jax.tree_util.tree_leaves_with_path(fixed_specs)
     fixed_paths = {path for path, _ in fixed_leaves}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
-    follows = _dataflow.reached(closed, is_input)
+    follows = _dataflow.dependent_results(closed, is_input)
     faults = []
     for path, follows_from_input in zip(paths, follows, strict=True):
         if follows_from_input and path not in fixed_paths:

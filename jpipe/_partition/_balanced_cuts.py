@@ -197,7 +197,7 @@ def _stage_costs(traced: TracedFunction) -> list[float]:
     """The operations that each equation adds to a stage: none if it is in all."""
     pairs = zip(traced.closed.jaxpr.eqns, traced.kinds, strict=True)
     return [
-        _work.of_equation(eqn) if eqn_kind == EqnKind.STAGE else 0
+        _work.estimate_eqn_work(eqn) if eqn_kind == EqnKind.STAGE else 0
         for eqn, eqn_kind in pairs
     ]
 
@@ -264,8 +264,8 @@ def _check_largest_equation(
     share = costs[largest] / max(sum(costs), 1)
     if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
         raise ValueError(
-            f"num_stages={num_stages}: one operation, {_eqn_source.told(eqn)} is "
-            f"{share:.0%} of the work and cannot be divided; write the loop over "
+            f"num_stages={num_stages}: one operation, {_eqn_source.describe_eqn(eqn)} "
+            f"is {share:.0%} of the work and cannot be divided; write the loop over "
             f"layers in Python, or take fewer stages"
         )
 
@@ -296,7 +296,7 @@ def _warn_of_large_equation(
         "balance",
         f"stage {fullest} has {share:.0%} of the estimated work, where "
         f"an even share of {len(stages)} stages is {1 / len(stages):.0%}: one "
-        f"operation, {_eqn_source.told(eqn)} is "
+        f"operation, {_eqn_source.describe_eqn(eqn)} is "
         f"{costs[largest] / max(sum(stage_costs), 1):.0%} and cannot be divided; "
         f"{loop}take fewer stages: num_stages={fewer_stages}",
     )

@@ -12,7 +12,7 @@ Mode = Any
 _POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
 
 
-def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
+def modes_per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
     """Returns one setting per stage, from one for all or a sequence of them.
 
     Args:

@@ -29,7 +29,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
 
     def joins(results: MicrobatchOutputs) -> list[_join.Join]:
         try:
-            return _join.of_outputs(model.axes.out_axes, results)
+            return _join.join_outputs(model.axes.out_axes, results)
         except ValueError as error:
             _note_axes(error, model.axes)
             raise
@@ -65,7 +65,7 @@ def loss_spec(
         return value, (aux, changed)
 
     def joins(results: MicrobatchOutputs) -> list[_join.Join]:
-        return _join.of_aux(objective.aux_axes, results)
+        return _join.join_aux(objective.aux_axes, results)
 
     discards = None
     if not train:

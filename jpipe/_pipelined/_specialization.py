@@ -103,7 +103,7 @@ class Specialization:
             return lowering.run()
         return lowering.run_forwards()
 
-    def given(
+    def check_arguments(
         self, params: PyTree, args: PyTree, tree_name: str = "variables"
     ) -> list[Any]:
         """Checks the arguments of the program; returns their leaves.

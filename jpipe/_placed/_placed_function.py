@@ -156,7 +156,7 @@ class PlacedFunction:
             place = result_place
             if self._stay and self._placed[atom] >= 0:
                 place = self._placed[atom]
-            outputs.append(graph.at(values[_atom_key(atom, result_place)], place))
+            outputs.append(graph.bring(values[_atom_key(atom, result_place)], place))
         return outputs
 
 

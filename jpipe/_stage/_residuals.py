@@ -60,7 +60,7 @@ def measure_residuals(
     nbytes["none"] = total_bytes(backward_reads.difference(side_inputs))
 
     recomputed = _jaxpr.recomputation(reads, jaxpr.outvars, residuals)
-    return Residuals(nbytes, recomputed_flops=_flops.flops(recomputed))
+    return Residuals(nbytes, recomputed_flops=_flops.count_flops(recomputed))
 
 
 def _read_activations(

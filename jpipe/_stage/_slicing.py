@@ -135,8 +135,8 @@ class _Slicer:
         reads = eqn_slice.reads
 
         activations = [var for var in reads if var in self._stage_of]
-        batch_inputs = [var for var in traced.given if var in reads]
-        not_weights = {*self._stage_of, *traced.given, *self._consts}
+        batch_inputs = [var for var in traced.batch_inputs if var in reads]
+        not_weights = {*self._stage_of, *traced.batch_inputs, *self._consts}
         weights = [var for var in reads if var not in not_weights]
         trained_weights, fixed_weights = _split_by(weights, self._trained)
         with_grad, without_grad = _split_by(activations, self._differentiated)
@@ -158,7 +158,7 @@ class _Slicer:
         return Stage(
             weights=[*trained_weights, *fixed_weights],
             num_trained=len(trained_weights),
-            arrives=[*with_grad, *without_grad],
+            input_activations=[*with_grad, *without_grad],
             num_differentiated=len(with_grad),
             inputs=model_inputs,
             side_inputs=side_inputs,

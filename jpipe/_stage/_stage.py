@@ -54,7 +54,7 @@ class Stage:
       weights: the inputs that are the same for all micro-batches: parameters, and
         values of the prologue. Weights with a gradient come first.
       num_trained: the number of weights with a gradient.
-      arrives: the activations of other stages, those with a gradient first.
+      input_activations: the activations of other stages, those with a gradient first.
       num_differentiated: the number of activations with a gradient.
       inputs: the leaves of the input of the model that it reads.
       side_inputs: the other leaves of a micro-batch that it reads: targets, keys.
@@ -70,7 +70,7 @@ class Stage:
 
     weights: list[core.Var]
     num_trained: int
-    arrives: list[core.Var]
+    input_activations: list[core.Var]
     num_differentiated: int
     inputs: list[core.Var]
     side_inputs: list[core.Var]
@@ -83,7 +83,7 @@ class Stage:
     _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
 
     @property
-    def given(self) -> list[core.Var]:
+    def batch_inputs(self) -> list[core.Var]:
         """The leaves of a micro-batch that it reads."""
         return [*self.inputs, *self.side_inputs]
 
@@ -270,7 +270,9 @@ class Stage:
         return _residuals.measure_residuals(
             self._vjp_parts.reads,
             self._vjp_parts.residuals,
-            activations=[traced_input[var] for var in [*self.arrives, *self.inputs]],
+            activations=[
+                traced_input[var] for var in [*self.input_activations, *self.inputs]
+            ],
             side_inputs=[traced_input[var] for var in self.side_inputs],
             mode=_remat.mode_name(self.mode),
         )

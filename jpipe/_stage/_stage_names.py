@@ -45,7 +45,7 @@ def _called_modules(stages: Stages, stage: int) -> list[str]:
     """The children of the outermost module that a stage calls, in order."""
     names = dict[str, None]()
     for eqn in stages.part(stage).closed.jaxpr.eqns:
-        for path in _eqn_source.modules(eqn):
+        for path in _eqn_source.module_paths(eqn):
             _, *children = path.split("/")
             if children:
                 names[children[0]] = None

@@ -111,7 +111,7 @@ class Stages:
         self._loss_weights: dict[int, Computation | None] = {}
         if self.first.is_weighted:
             self._loss_weights = {n: self._loss_weight_of(n) for n in programs}
-        self.divides = (
+        self.has_loss_divisor = (
             self.first.is_weighted and None not in self._loss_weights.values()
         )
 
@@ -157,7 +157,7 @@ class Stages:
         weight_vars = [*self.first.params, *self.once.jaxpr.outvars]
         return _jaxpr.spec(weight_vars[weight].aval)
 
-    def trained_by(self, stage_index: int) -> list[WeightIndex]:
+    def trained_weights(self, stage_index: int) -> list[WeightIndex]:
         """The weights that a stage reads and that have a gradient."""
         return [i for i in self.weights(stage_index) if self.trained[i]]
 
@@ -246,10 +246,10 @@ class Stages:
 
     def _read_leaves(self, size: int) -> list[list[int]]:
         """The indices of the leaves of a micro-batch that each stage reads."""
-        leaves = self._traced[size].given
+        leaves = self._traced[size].batch_inputs
         indices = list[list[int]]()
         for stage in self._stages[size]:
-            indices.append([leaves.index(var) for var in stage.given])
+            indices.append([leaves.index(var) for var in stage.batch_inputs])
         return indices
 
     def _state_of_stages(self, state: StateUpdate) -> list[StateUpdate]:
@@ -289,7 +289,7 @@ class Stages:
             stage = self._stages[size][stage_index]
             self._jaxpr_keys[stage_index, size] = (
                 len(stage.weights),
-                len(stage.arrives),
+                len(stage.input_activations),
                 len(stage.inputs),
                 len(stage.side_inputs),
                 len(stage.leaves),
@@ -302,14 +302,14 @@ class Stages:
         if key not in self._distinct:
             divisors = None
             if self.first.has_loss and stage_index == self._last:
-                divisors = specs(self.first.weight if self.divides else [])
+                divisors = specs(self.first.weight if self.has_loss_divisor else [])
             stage = self.part(stage_index, microbatch)
             self._distinct[key] = replace(stage, mode=mode, divisors=divisors)
         return self._distinct[key]
 
     def _loss_weight_of(self, size: int) -> Computation | None:
         traced = self._traced[size]
-        batch_inputs = self._stages[size][-1].given
+        batch_inputs = self._stages[size][-1].batch_inputs
         closed = _jaxpr.dce_jaxpr(traced.closed, traced.weight)
         inputs = zip(closed.jaxpr.invars, _jaxpr.used_inputs(closed), strict=True)
         used_inputs = {var for var, is_used in inputs if is_used}
@@ -335,7 +335,7 @@ def _values(prologue: core.ClosedJaxpr) -> list[tuple[Any, list[bool]]]:
     return [(value.aval, _is_param_read(prologue, value)) for value in values]
 
 
-def pull_once(
+def make_prologue_vjp(
     prologue: core.ClosedJaxpr, trained: Sequence[bool], has_cotangent: Sequence[bool]
 ) -> Any:
     """``(params, cotangents) -> gradients``, the backward of the prologue.

@@ -20,14 +20,14 @@ def inline_checkpoints(closed: core.ClosedJaxpr, num_stages: int) -> core.Closed
     if num_stages == 1:
         return closed
     while True:
-        total_flops = _flops.flops(closed)
+        total_flops = _flops.count_flops(closed)
         chosen = set[int]()  # ids of equations
         for eqn in closed.jaxpr.eqns:
             if eqn.primitive.name not in _jaxpr.CHECKPOINTS:
                 continue
-            is_more_than_stage = _flops.of_equation(eqn) * num_stages > total_flops
+            is_more_than_stage = _flops.count_eqn_flops(eqn) * num_stages > total_flops
             if is_more_than_stage or _boundaries.has_inner_marks(eqn):
                 chosen.add(id(eqn))
         if not chosen:
             return closed
-        closed = _jaxpr.inline(closed, chosen)
+        closed = _jaxpr.inline_eqns(closed, chosen)

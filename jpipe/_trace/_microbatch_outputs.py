@@ -50,7 +50,7 @@ class MicrobatchOutputs:
         inputs = [False] * len(jaxpr.invars)
         end = traced.num_params + len(self.has_examples)
         inputs[traced.num_params : end] = self.has_examples
-        return _dataflow.reached(closed, inputs)
+        return _dataflow.dependent_results(closed, inputs)
 
     @cached_property
     def _whole(self) -> tuple[TracedFunction, list[Any]]:

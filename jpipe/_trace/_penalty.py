@@ -114,7 +114,7 @@ class _LossSum:
         self._jaxpr = traced.closed.jaxpr
         self._producer = traced.producer
         # The last batch inputs are the number of the micro-batch and of folded keys.
-        inputs = zip(traced.given, split, strict=False)
+        inputs = zip(traced.batch_inputs, split, strict=False)
         self.of_examples = traced.reached([var for var, is_split in inputs if is_split])
         self.root: Any = traced.closed.jaxpr.outvars[0]
         # variable of a sum -> the operands that it is the sum of

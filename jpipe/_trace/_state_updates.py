@@ -215,7 +215,7 @@ def find_updates(
     """
     results = traced.aux_vars[first_index:]
     closed = _with_outvars(traced, results)
-    origins = _dataflow.origins(closed, _batch_norm.MARK)
+    origins = _dataflow.result_origins(closed, _batch_norm.MARK)
     # A transformation such as nn.remat returns its inputs as if it had changed them.
     indices = [i for i, leaf in enumerate(written) if origins[i] != leaf.param_index]
     changed = [written[i] for i in indices]
@@ -263,7 +263,7 @@ def find_changes(
 ) -> list[StateLeaf]:
     """Finds the leaves that a program changes in evaluation: see `find_updates`."""
     closed = _with_outvars(traced, traced.aux_vars[first_index:])
-    pairs = zip(written, _dataflow.origins(closed), strict=True)
+    pairs = zip(written, _dataflow.result_origins(closed), strict=True)
     return [leaf for leaf, origin in pairs if origin != leaf.param_index]
 
 

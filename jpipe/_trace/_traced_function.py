@@ -120,14 +120,14 @@ class TracedFunction:
         return self.closed.jaxpr.invars[: self.num_params]
 
     @cached_property
-    def given(self) -> list[core.Var]:
+    def batch_inputs(self) -> list[core.Var]:
         """The inputs that a micro-batch brings."""
         return self.closed.jaxpr.invars[self.num_params :]
 
     @cached_property
     def inputs(self) -> set[core.Var]:
         """The inputs of a micro-batch that are the input of a model."""
-        return set(self.given[: self.num_inputs])
+        return set(self.batch_inputs[: self.num_inputs])
 
     @cached_property
     def closed_over(self) -> list[core.Var]:
@@ -138,7 +138,7 @@ class TracedFunction:
     def of_batch(self) -> set[core.Var]:
         """The variables that follow from the inputs of a micro-batch."""
         constants = [] if self.is_split else self.closed_over
-        return self.reached([*self.given, *constants])
+        return self.reached([*self.batch_inputs, *constants])
 
     @cached_property
     def of_params(self) -> set[core.Var]:
@@ -195,7 +195,7 @@ class TracedFunction:
     def _copied(self) -> set[core.Var]:
         """The variables that follow from the batch by cheap equations alone."""
         jaxpr = self.closed.jaxpr
-        sources = [*jaxpr.constvars, *self.given[self.num_local :]]
+        sources = [*jaxpr.constvars, *self.batch_inputs[self.num_local :]]
         if not self.is_split:
             sources += self.closed_over
         of_inputs = self.of_batch | self.of_params

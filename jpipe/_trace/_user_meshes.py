@@ -61,7 +61,7 @@ def _warn_of_constraints(
 ) -> None:
     """Warns of constraints that are left out: see `StageMesh.constrained`."""
     left_out = list[Any]()
-    for sharding in _sharding_constraints.shardings(closed):
+    for sharding in _sharding_constraints.constraint_shardings(closed):
         if any(_leaves_out(place, sharding) for place in places):
             left_out.append(sharding)
     if not left_out:

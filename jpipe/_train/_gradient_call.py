@@ -68,7 +68,7 @@ class ValueAndGrad:
         x, targets = self.feed(x, targets, rngs)
         specialization = self.gradients(variables, x, targets, rngs, train=train)
         program = self._program(specialization)
-        outputs = program(specialization.given(variables, (x, targets, rngs)))
+        outputs = program(specialization.check_arguments(variables, (x, targets, rngs)))
         # An iterator over the gradients, then the new state.
         loss, aux, results = specialization.returned(outputs)
 

@@ -26,19 +26,19 @@ from ..schedules._formats import format_bytes, format_seconds
 from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
 from ._fused import fused_residuals
-from ._interpolate import interpolated
-from ._layer_profile import MODES, count_faults, unknown_mode
+from ._interpolate import interpolate
+from ._layer_profile import MODES, find_count_faults, format_unknown_mode
 from ._link import link
 from ._mesh_shapes import mesh_shapes
 from ._plan import Plan
 from ._plan_search import REMAT_MODES
 from ._planned_model import PlannedModel
-from ._profile import Profile, speed_faults
-from ._profiler import answer
+from ._profile import Profile, find_speed_faults
+from ._profiler import profile_traced
 from ._reasons import explain_best
 from ._request import Request
 from ._space import Hardware, SearchSpace
-from ._traced import TracedLayer
+from ._traced import TracedLayers
 from ._verify import choose_candidate
 
 PyTree = Any
@@ -173,7 +173,7 @@ def plan(
             }
         ),
         *_name_faults(schedule_names, remat_modes),
-        *speed_faults(hardware.bandwidth, hardware.latency),
+        *find_speed_faults(hardware.bandwidth, hardware.latency),
     ]
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
@@ -266,7 +266,7 @@ def _count_faults(arguments: Mapping[str, Sequence[Any] | None]) -> Iterator[str
         if counts is None:
             continue
         for count in counts:
-            yield from count_faults(name, count)
+            yield from find_count_faults(name, count)
 
 
 def _name_faults(
@@ -280,12 +280,12 @@ def _name_faults(
         if find_catalogue_key(name) not in _TRAINING_SCHEDULES:
             listed = ", ".join(map(repr, _TRAINING_SCHEDULES))
             yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
-    yield from (unknown_mode(mode) for mode in remat_modes if mode not in MODES)
+    yield from (format_unknown_mode(mode) for mode in remat_modes if mode not in MODES)
 
 
 def _profile_parts(
     model: PlannedModel,
-    traced: TracedLayer,
+    traced: TracedLayers,
     finest: Request,
     part_counts: Sequence[int],
 ) -> Mapping[int, Profile]:
@@ -300,15 +300,15 @@ def _profile_parts(
     # A whole mini-batch at once may be more than a device holds.
     cut_counts = (count for count in part_counts[:-1] if count > 1)
     fewest_parts = next(cut_counts, part_counts[0])
-    small = answer(traced, finest)
+    small = profile_traced(traced, finest)
     large = small
     if fewest_parts != finest.num_microbatches:
         coarsest = dataclasses.replace(finest, num_microbatches=fewest_parts)
-        large = answer(model.traced(coarsest), coarsest)
+        large = profile_traced(model.traced(coarsest), coarsest)
 
     num_examples = sum(finest.batch().sizes)
     return {
-        num_parts: interpolated(small, large, -(-num_examples // num_parts))
+        num_parts: interpolate(small, large, -(-num_examples // num_parts))
         for num_parts in part_counts
     }
 
@@ -349,7 +349,7 @@ def _with_measured_link(
 
 
 def _optimizer_bytes(
-    tx: optax.GradientTransformation, traced: TracedLayer
+    tx: optax.GradientTransformation, traced: TracedLayers
 ) -> list[int]:
     """The bytes of the optimizer's state of each layer."""
     indices, tree = jax.tree.flatten(traced.params)

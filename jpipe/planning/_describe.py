@@ -119,7 +119,9 @@ def _param_shapes(layout: ParamLayout) -> tuple[tuple[int, ...], ...]:
 
 def _work_shares(stages: Stages) -> list[float]:
     """The estimated share of each stage in the work of a forward."""
-    work = [_work.of(stages.part(s).closed) for s in range(stages.num_stages)]
+    work = [
+        _work.estimate_work(stages.part(s).closed) for s in range(stages.num_stages)
+    ]
     total = max(sum(work), 1)
     return [stage_work / total for stage_work in work]
 
@@ -219,7 +221,7 @@ def _sent_bytes(stages: Stages, stage: int) -> int:
     read = set()
     for other_stage in range(stages.num_stages):
         if other_stage != stage:
-            read.update(stages.part(other_stage).arrives)
+            read.update(stages.part(other_stage).input_activations)
     part = stages.part(stage)
     sent = [var for var in [*part.leaves, *part.aux] if var in read]
     return sum(map(nbytes, specs(sent)))

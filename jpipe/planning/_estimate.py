@@ -62,7 +62,7 @@ def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
     seconds = 0.0
     for eqn in jaxpr.eqns:
         if _min_cut.is_cheap(eqn):
-            fused_flops += _flops.of_equation(eqn)
+            fused_flops += _flops.count_eqn_flops(eqn)
             for var, num_bytes in _touched(eqn).items():
                 fused_bytes[var] = max(fused_bytes.get(var, 0), num_bytes)
         else:
@@ -87,7 +87,7 @@ def _expensive_seconds(eqn: core.JaxprEqn, rates: Rates) -> float:
     inner_seconds = [_seconds(closed, rates) for closed in _jaxpr.inner_jaxprs(eqn)]
     if not inner_seconds:
         num_bytes = sum(_touched(eqn).values())
-        return rates.seconds(_flops.of_equation(eqn), num_bytes)
+        return rates.seconds(_flops.count_eqn_flops(eqn), num_bytes)
     if eqn.primitive.name == "scan":
         return eqn.params["length"] * sum(inner_seconds)
     if eqn.primitive.name == "cond":

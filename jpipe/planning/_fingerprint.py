@@ -15,7 +15,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import specs
 from .._layers._text import shape_text
 from ._estimate import Rates
-from ._traced import TracedLayer
+from ._traced import TracedLayers
 
 # The arguments of `jpipe.profile` with the rates of an estimate.
 _RATE_NAMES = ("peak_flops", "memory_bandwidth", "action_seconds")
@@ -24,7 +24,7 @@ _config: Any = jax.config
 
 
 def fingerprint(
-    model: TracedLayer, train: bool, device_or_rates: Device | Rates
+    model: TracedLayers, train: bool, device_or_rates: Device | Rates
 ) -> dict[str, str]:
     """The fingerprint of a profile of layers, by name.
 
@@ -63,7 +63,7 @@ def estimated(profile_fingerprint: Mapping[str, str]) -> dict[str, float] | None
     return {name: float(profile_fingerprint[name]) for name in _RATE_NAMES}
 
 
-def measured_on_cpu(profile_fingerprint: Mapping[str, str]) -> bool:
+def is_measured_on_cpu(profile_fingerprint: Mapping[str, str]) -> bool:
     """True if a profile was measured, and on a CPU."""
     is_measured = profile_fingerprint.get("how") == "measured"
     return is_measured and profile_fingerprint.get("device", "").startswith("cpu (")
@@ -77,7 +77,7 @@ def _describe_device(device: Device) -> str:
     return device.device_kind
 
 
-def _describe_layer(model: TracedLayer, layer: int) -> str:
+def _describe_layer(model: TracedLayers, layer: int) -> str:
     """The name, the inputs and the digest of a layer."""
     stages = model.stages
     part = stages.part(layer)
@@ -86,8 +86,8 @@ def _describe_layer(model: TracedLayer, layer: int) -> str:
         str(model.specs(weights)),
         str([model.paths[i] for i in weights if i < len(model.paths)]),
         str([stages.trained[i] for i in weights]),
-        str([var.aval for var in model.select_differentiated(part.arrives)]),
-        str([str(var.aval) for var in part.given]),
+        str([var.aval for var in model.select_differentiated(part.input_activations)]),
+        str([str(var.aval) for var in part.batch_inputs]),
         *_operations(part.closed),
     ]
     digest = hashlib.sha256("\n".join(digested).encode()).hexdigest()

@@ -16,10 +16,10 @@ from typing import Any
 
 from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._fingerprint import measured_on_cpu
+from ._fingerprint import is_measured_on_cpu
 from ._plan import Memory, Plan
 from ._profile import Profile
-from ._replicate import ring
+from ._replicate import ring_seconds
 from ._space import Choice, Hardware, SearchSpace
 
 # A step with halves of backwards counts so many times its seconds where devices share
@@ -84,7 +84,7 @@ class Candidate:
         action that fills a bubble takes them away: with halves of backwards a step is
         not as fast as predicted (`benchmarks/README.md`).
         """
-        if not measured_on_cpu(self.profile.fingerprint):
+        if not is_measured_on_cpu(self.profile.fingerprint):
             return 1.0
         actions = itertools.chain(*self.choice.schedule.rows)
         has_halves = any(action.op == WEIGHT for action in actions)
@@ -113,7 +113,7 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
     for rank, num_bytes in zip(
         schedule.placement, costs.accumulator_bytes, strict=True
     ):
-        seconds = ring(num_bytes, choice.data, exchange_bandwidth, latency)
+        seconds = ring_seconds(num_bytes, choice.data, exchange_bandwidth, latency)
         exchange[last_stages[rank]] += seconds
     return dataclasses.replace(costs, exchange=exchange)
 

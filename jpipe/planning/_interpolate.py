@@ -7,7 +7,7 @@ from typing import Any
 from ._profile import Profile
 
 
-def interpolated(small: Profile, large: Profile, size: int) -> Profile:
+def interpolate(small: Profile, large: Profile, size: int) -> Profile:
     """A profile of micro-batches of another size, from those of two sizes.
 
     Times and bytes are taken to grow evenly: a part that does not depend on the size,

@@ -22,12 +22,12 @@ from ._climb import Cuts, Ends, Key, climb, list_cuts
 from ._layer_profile import (
     MODES,
     LayerProfile,
-    count_faults,
-    number_faults,
-    unknown_mode,
+    find_count_faults,
+    find_number_faults,
+    format_unknown_mode,
 )
 from ._problem import PartitionProblem
-from ._profile import Profile, speed_faults
+from ._profile import Profile, find_speed_faults
 
 # With a schedule, the number of actions that are simulated, and for it the number of
 # cuts at least and at most.
@@ -43,7 +43,7 @@ _PATIENCE = 40
 _FEW_CUTS = 1_000
 
 
-class NoCut(ValueError):
+class NoFittingCutError(ValueError):
     """No cut meets a limit, or none was found that does."""
 
 
@@ -114,7 +114,7 @@ def partition(
     cuts = _best_cuts(problem)
     missing_bytes = problem.excess(np.array(cuts[:1])).item()
     if objective != "memory" and missing_bytes > 0:
-        raise NoCut(_too_small(problem, cuts[0], missing_bytes))
+        raise NoFittingCutError(_too_small(problem, cuts[0], missing_bytes))
     if objective == "step" and schedule is not None:
         cuts = _sort_by_simulation(problem, cuts)
     return [end - begin for begin, end in itertools.pairwise(cuts[0])]
@@ -138,7 +138,7 @@ def _checked_problem(
       ValueError: with every fault of the arguments.
     """
     profile = _as_profile(costs)
-    if faults := [*count_faults("num_stages", num_stages)]:
+    if faults := [*find_count_faults("num_stages", num_stages)]:
         raise ValueError(f"partition: {faults[0]}")
     num_stages = operator.index(num_stages)
     modes = profile.modes(remat, num_stages)
@@ -147,7 +147,7 @@ def _checked_problem(
     needs_microbatches = schedule is not None or objective == "step"
     counts_bytes = objective == "memory" or max_bytes is not None
 
-    faults = [*speed_faults(bandwidth, latency)]
+    faults = [*find_speed_faults(bandwidth, latency)]
     if not 1 <= num_stages <= len(profile.layers):
         faults.append(
             f"num_stages={num_stages}; needs 1 to {len(profile.layers)}, a layer each"
@@ -165,7 +165,9 @@ def _checked_problem(
         num_microbatches = num_stages
     if num_microbatches < 1:
         faults.append(f"num_microbatches={num_microbatches}; needs at least 1")
-    faults += [unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES]
+    faults += [
+        format_unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES
+    ]
     if not isinstance(costs, Profile):
         if "full" in modes or counts_bytes or bandwidth is not None:
             faults.append(
@@ -226,7 +228,7 @@ def _profile_of_times(costs: Sequence[float]) -> Profile:
         ) from None
     faults: list[str] = []
     for i, time in enumerate(times):
-        faults += number_faults(f"costs[{i}]", time)
+        faults += find_number_faults(f"costs[{i}]", time)
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
     layers = [

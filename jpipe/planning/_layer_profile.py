@@ -106,26 +106,26 @@ def find_layer_faults(layers: Sequence[LayerProfile], **fields: float) -> Iterat
             value = getattr(layer, name)
             is_unknown = value is None and layer_field.default is None
             if name != "residual_bytes" and not is_unknown:
-                yield from number_faults(f"{prefix}: {name}", value)
+                yield from find_number_faults(f"{prefix}: {name}", value)
         for mode, value in layer.residual_bytes.items():
-            yield from number_faults(f"{prefix}: residual_bytes[{mode!r}]", value)
+            yield from find_number_faults(f"{prefix}: residual_bytes[{mode!r}]", value)
     for name, value in fields.items():
-        yield from number_faults(name, value)
+        yield from find_number_faults(name, value)
 
 
-def unknown_mode(mode: object) -> str:
+def format_unknown_mode(mode: object) -> str:
     """The fault of a remat mode that there is not, with those that there are."""
     modes = ", ".join(map(repr, MODES))
     return f"remat: {format_argument(mode)} is unknown: choose {modes}"
 
 
-def count_faults(name: str, value: Any) -> Iterator[str]:
+def find_count_faults(name: str, value: Any) -> Iterator[str]:
     """A fault if a value is no positive integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
         yield f"{name}={value!r}: needs an int of at least 1"
 
 
-def number_faults(name: str, value: Any) -> Iterator[str]:
+def find_number_faults(name: str, value: Any) -> Iterator[str]:
     """A fault if a value is neither a time nor a size."""
     number: Any = value
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -29,7 +29,7 @@ from .._jaxprs._computation import Computation
 from .._stage._stage import Stage
 from ..schedules._costs import TIME_FIELDS
 from ._request import Request
-from ._traced import TracedLayer
+from ._traced import TracedLayers
 
 # In a round a program is called for about so many seconds, at most so many times.
 _ROUND_SECONDS = 0.05
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 def measure_layers(
-    model: TracedLayer, request: Request, device: Device
+    model: TracedLayers, request: Request, device: Device
 ) -> tuple[dict[Stage, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
@@ -114,7 +114,7 @@ def _program_of_nothing(device: Device) -> "_MeasuredProgram":
 def _programs(
     stage: Stage,
     *,
-    model: TracedLayer,
+    model: TracedLayers,
     layer: int,
     request: Request,
     device: Device,
@@ -138,7 +138,7 @@ def _programs(
     return programs
 
 
-def _batch_inputs(model: TracedLayer, layer: int, request: Request) -> dict[int, Any]:
+def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int, Any]:
     """The leaves of the mini-batch that a layer reads, by the index of its input.
 
     The number of the micro-batch, and what follows from it, are among them.
@@ -152,9 +152,11 @@ def _batch_inputs(model: TracedLayer, layer: int, request: Request) -> dict[int,
         _first_microbatch(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
     ]
     values += [np.int32(0), *traced.numbers]
-    value_of = dict(zip(traced.given, values, strict=True))  # variable -> value
-    first = len(part.weights) + len(part.arrives)
-    return {index: value_of[var] for index, var in enumerate(part.given, start=first)}
+    value_of = dict(zip(traced.batch_inputs, values, strict=True))  # variable -> value
+    first = len(part.weights) + len(part.input_activations)
+    return {
+        index: value_of[var] for index, var in enumerate(part.batch_inputs, start=first)
+    }
 
 
 def _times(programs: Mapping[str, "_MeasuredProgram"], call_seconds: float) -> Times:

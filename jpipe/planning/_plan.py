@@ -24,7 +24,7 @@ from ..schedules._formats import (
     format_table,
 )
 from ..schedules._json import decode, parse_json
-from ._layer_profile import number_faults
+from ._layer_profile import find_number_faults
 
 # Longer lines of a grid are shortened.
 _MAX_WIDTH = 160
@@ -238,7 +238,7 @@ class Plan:
         if self.forecast is not None:
             for name in ("seconds", "last_forward"):
                 number = getattr(self.forecast, name)
-                yield from number_faults(f"forecast.{name}", number)
+                yield from find_number_faults(f"forecast.{name}", number)
         if self.cuts is not None:
             if len(self.cuts.positions) + 1 != len(self.stages):
                 yield (

@@ -24,7 +24,7 @@ from .._instructions._progress import count_items
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._climb import Cuts, climb
 from ._forecast import Candidate, evaluate, stage_costs
-from ._layer_partition import NoCut, partition
+from ._layer_partition import NoFittingCutError, partition
 from ._mesh_shapes import MeshShape
 from ._profile import Profile
 from ._space import Choice, Hardware, SearchSpace
@@ -258,7 +258,7 @@ def _choose_balance(
             max_bytes=max_bytes,
             remat=mode,
         )
-    except NoCut:
+    except NoFittingCutError:
         return None
     return tuple(balance)
 

@@ -31,9 +31,9 @@ from .._stage._stage_names import name_stages
 from ..schedules import gpipe
 from ._describe import describe, describe_function
 from ._plan import Plan
-from ._request import Request, any_loss
+from ._request import Request, sum_outputs
 from ._space import Choice
-from ._traced import TracedLayer
+from ._traced import TracedLayers
 
 PyTree = Any
 _NO_TARGETS = (
@@ -60,7 +60,7 @@ class PlannedModel:
         # The model of the last step; one model is the same in all steps.
         self._model: Model | None = None
 
-    def traced(self, request: Request) -> TracedLayer:
+    def traced(self, request: Request) -> TracedLayers:
         """Traces each layer or piece as a stage, on the first micro-batch.
 
         Raises:
@@ -87,7 +87,7 @@ class PlannedModel:
             skips = {}
             if model.is_list:
                 skips = model.name_skips(specialization.stages)
-            return TracedLayer(tuple(self._names), specialization, variables, skips)
+            return TracedLayers(tuple(self._names), specialization, variables, skips)
 
     def describe_step(self, request: Request, choice: Choice) -> Plan:
         """Describes a training step on abstract devices, without a forecast."""
@@ -168,7 +168,7 @@ class PlannedModel:
             function = PipelinedFunction(spec, partition, trained)
             specialization = function(variables, *args)
         except Exception as error:
-            has_loss = request.loss not in (None, any_loss)
+            has_loss = request.loss not in (None, sum_outputs)
             if has_loss and not jax.tree.leaves(request.targets):
                 error.add_note(_NO_TARGETS)
             raise

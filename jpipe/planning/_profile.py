@@ -72,7 +72,9 @@ class Profile:
                 )
             sizes = {"bytes": skip.bytes, "cotangent_bytes": skip.cotangent_bytes}
             for name, number in sizes.items():
-                faults += _layer_profile.number_faults(f"skips[{i}].{name}", number)
+                faults += _layer_profile.find_number_faults(
+                    f"skips[{i}].{name}", number
+                )
         for i, group in enumerate(self.ties):
             if not group or not all(0 <= layer <= last for layer in group):
                 faults.append(
@@ -117,7 +119,7 @@ class Profile:
         """
         sizes = list(balance)
         modes = self.modes(remat, len(sizes))
-        faults = [*speed_faults(bandwidth, latency), *self.remat_faults(modes)]
+        faults = [*find_speed_faults(bandwidth, latency), *self.remat_faults(modes)]
         num_layers = len(self.layers)
         if min(sizes, default=0) < 1 or sum(sizes) != num_layers:
             faults.append(
@@ -398,8 +400,8 @@ def check_profile(function_name: str, profile: Any) -> None:
         )
 
 
-def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
+def find_speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """The faults in bandwidth and latency, one line each."""
-    yield from _layer_profile.number_faults("latency", latency)
+    yield from _layer_profile.find_number_faults("latency", latency)
     if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"

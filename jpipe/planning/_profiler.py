@@ -6,7 +6,7 @@ from typing import Any
 from .._instructions._progress import Progress, count_items
 from .._instructions._transfer import Device
 from .._jaxprs._computation import Computation
-from .._jaxprs._flops import flops
+from .._jaxprs._flops import count_flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
@@ -20,7 +20,7 @@ from ._measure import Times, measure_layers
 from ._planned_model import PlannedModel
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
-from ._traced import TracedLayer
+from ._traced import TracedLayers
 
 PyTree = Any
 
@@ -128,10 +128,10 @@ def profile(
         action_seconds=action_seconds,
     )
     with Progress("profiles made"):
-        return answer(PlannedModel(layers).traced(request), request)
+        return profile_traced(PlannedModel(layers).traced(request), request)
 
 
-def answer(model: TracedLayer, request: Request) -> Profile:
+def profile_traced(model: TracedLayers, request: Request) -> Profile:
     """The requested profile of layers, each by itself."""
     if isinstance(request.where, Rates):
         rates = request.where
@@ -163,7 +163,7 @@ def _estimate_times(stage: Stage, rates: Rates) -> Times:
 
 
 def _layer_profiles(
-    model: TracedLayer, times: Mapping[Stage, Times]
+    model: TracedLayers, times: Mapping[Stage, Times]
 ) -> Iterator[LayerProfile]:
     groups = count_items("layers traced", list(model.group_equal_layers().items()))
     residual_bytes = {
@@ -184,11 +184,11 @@ def _layer_profiles(
             output_bytes=output_bytes,
             cotangent_bytes=cotangent_bytes,
             residual_bytes=residual_bytes[stage],
-            flops=None if forward is None else float(flops(forward)),
+            flops=None if forward is None else float(count_flops(forward)),
         )
 
 
-def _output_bytes(model: TracedLayer, layer: int) -> tuple[int, int]:
+def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:
     """The bytes of the output of a layer, and those of its gradient."""
     next_layer = layer + 1
     if next_layer < len(model.names):
@@ -202,7 +202,7 @@ def _output_bytes(model: TracedLayer, layer: int) -> tuple[int, int]:
     return output_bytes, sum(map(nbytes, cotangents))
 
 
-def _residual_bytes(model: TracedLayer, layer: int) -> dict[str, int]:
+def _residual_bytes(model: TracedLayers, layer: int) -> dict[str, int]:
     """The bytes that a layer stores, by remat mode, as a stage of that mode."""
     if not model.stage(layer).has_backward:
         return dict.fromkeys(MODES, 0)
@@ -215,7 +215,7 @@ def _residual_bytes(model: TracedLayer, layer: int) -> dict[str, int]:
     return residual_bytes
 
 
-def _skip_profiles(model: TracedLayer) -> Iterator[SkipProfile]:
+def _skip_profiles(model: TracedLayers) -> Iterator[SkipProfile]:
     for layer in range(len(model.names)):
         for (source, name), variables in model.skip_inputs(layer).items():
             cotangents = model.select_differentiated(variables)

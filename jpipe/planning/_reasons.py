@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..schedules import Action, Schedule
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._formats import format_bytes, format_seconds
-from ._fingerprint import estimated, measured_on_cpu
+from ._fingerprint import estimated, is_measured_on_cpu
 from ._forecast import Candidate, rank_transfers, stage_costs
 from ._plan import Forecast, Plan
 from ._space import Hardware, SearchSpace
@@ -77,7 +77,7 @@ def _reasons(
             f"{num_idle} of {hardware.num_devices} devices are left idle: no better "
             f"plan that uses them was found"
         )
-    if best.choice.num_devices > 1 and measured_on_cpu(best.profile.fingerprint):
+    if best.choice.num_devices > 1 and is_measured_on_cpu(best.profile.fingerprint):
         yield (
             f"cores: {best.choice.num_devices} devices share the {os.cpu_count() or 1} "
             f"cores of this machine, each layer was measured with all of them to "

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..schedules._formats import format_count, format_table
-from ._layer_profile import count_faults
-from ._profile import Profile, check_profile, speed_faults
+from ._layer_profile import find_count_faults
+from ._profile import Profile, check_profile, find_speed_faults
 from ._sums import Matrix, sum_stages
 
 
@@ -116,8 +116,8 @@ def replicate(
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
     """
     check_profile("replicate", profile)
-    faults = [*profile.faults(), *speed_faults(bandwidth, 0.0)]
-    faults += count_faults("num_devices", num_devices)
+    faults = [*profile.faults(), *find_speed_faults(bandwidth, 0.0)]
+    faults += find_count_faults("num_devices", num_devices)
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     if bandwidth is None:
@@ -141,7 +141,9 @@ def replicate(
     )
 
 
-def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) -> Any:
+def ring_seconds(
+    num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0
+) -> Any:
     """The time in which a ring of devices adds up gradients of so many bytes."""
     hops = 2 * (replicas - 1)
     return hops * num_bytes / (bandwidth * replicas) + hops * latency
@@ -179,7 +181,7 @@ def _minimize_bottleneck(
             transfers = crossing_bytes / (bandwidth * replicas)
             transfer_seconds = np.maximum(transfers[:, None], transfers[None, :])
             # PipeDream counts the exchange twice.
-            exchange_seconds = 2 * ring(param_bytes, replicas, bandwidth)
+            exchange_seconds = 2 * ring_seconds(param_bytes, replicas, bandwidth)
             stage_seconds = (compute_seconds + exchange_seconds) / replicas
             bottlenecks: Matrix = np.maximum(  # [begin, end]
                 bottleneck[devices - replicas][:, None],

@@ -18,7 +18,7 @@ from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._layers import _rng
 from ._estimate import Rates
-from ._layer_profile import count_faults, number_faults
+from ._layer_profile import find_count_faults, find_number_faults
 
 PyTree = Any
 
@@ -69,7 +69,7 @@ class Request:
 
     def _faults(self) -> Iterator[str]:
         for name in ("num_microbatches", "rounds"):
-            yield from count_faults(name, getattr(self, name))
+            yield from find_count_faults(name, getattr(self, name))
         for name in ("peak_flops", "memory_bandwidth", "action_seconds"):
             rate = getattr(self, name)
             if rate is None:
@@ -77,7 +77,7 @@ class Request:
             if self.measure:
                 yield f"{name}={rate!r} is for an estimate; give measure=False too"
             elif name == "action_seconds":
-                yield from number_faults(name, rate)
+                yield from find_number_faults(name, rate)
             elif not isinstance(rate, int | float) or not 0 < rate < math.inf:
                 yield f"{name}={rate!r}: needs a number above 0, per second"
         if self.loss is None and jax.tree.leaves(self.targets):
@@ -135,7 +135,9 @@ class Request:
         """The request, with the sum of the outputs for a loss if it has none."""
         if self.loss is not None:
             return self
-        return dataclasses.replace(self, loss=any_loss, has_aux=False, reduction="mean")
+        return dataclasses.replace(
+            self, loss=sum_outputs, has_aux=False, reduction="mean"
+        )
 
     def resized(self, batch_size: int) -> "Request":
         """The request with specs of one micro-batch of another size."""
@@ -144,7 +146,7 @@ class Request:
         return dataclasses.replace(one_microbatch, sample=x, targets=targets)
 
 
-def any_loss(outputs: PyTree, _: PyTree) -> jax.Array:
+def sum_outputs(outputs: PyTree, _: PyTree) -> jax.Array:
     """The sum of all numbers of any outputs."""
     total = jnp.zeros(())
     for leaf in jax.tree.leaves(outputs):

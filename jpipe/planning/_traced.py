@@ -17,7 +17,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class TracedLayer:
+class TracedLayers:
     """Layers, or pieces of a model, each a stage; nothing is compiled.
 
     Attributes:
@@ -113,7 +113,7 @@ class TracedLayer:
         previous_outputs = self._layer_outputs[layer - 1]
         return [
             var
-            for var in self.stages.part(layer).arrives
+            for var in self.stages.part(layer).input_activations
             if var in previous_outputs and var not in self.skips
         ]
 
@@ -121,7 +121,7 @@ class TracedLayer:
         """The variables that it reads of earlier layers, by these and by name."""
         inputs = set(self.inputs(layer))
         skip_inputs: dict[tuple[int, str], list[Any]] = {}
-        for var in self.stages.part(layer).arrives:
+        for var in self.stages.part(layer).input_activations:
             if var in inputs:
                 continue
             source = next(

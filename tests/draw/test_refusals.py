@@ -17,6 +17,6 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         draw.svg(predicted("gpipe"), width=100)
 
 
-def test_what_has_no_times_is_refused():
+def test_objects_without_times_are_not_drawn():
     with pytest.raises(TypeError, match=r"a str is not a timeline: draw a Schedule, "):
         draw.svg(["1f1b"])

@@ -66,7 +66,7 @@ def test_schedule_without_backwards_applies_and_does_not_train():
         pipe.train_step(ref.mse, optax.sgd(0.1))
 
 
-def test_what_is_not_divided_yet_does_not_train_without_backwards_either():
+def test_a_model_not_divided_yet_does_not_train_without_backwards():
     model, (x, targets) = nn.Sequential(small()), ref.regression(6)
     devices = jax.devices()[:2]
     pipe = jpipe.pipeline(model, 2, devices=devices, schedule="forward_only")

@@ -21,7 +21,7 @@ def fails():
     raise KeyError
 
 
-def test_it_rests_and_goes_on():
+def test_the_garbage_collector_is_paused_and_resumed():
     assert not enabled()
     assert gc.isenabled()
     with pytest.raises(KeyError):

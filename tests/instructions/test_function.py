@@ -70,13 +70,13 @@ def test_composed_jaxprs_give_the_results_of_both():
     assert both.aliases == {}
 
 
-def test_what_the_second_reads_besides_comes_after_the_arguments_of_the_first():
+def test_other_inputs_of_the_second_jaxpr_follow_those_of_the_first():
     both = composed(BOTH, ADD, [None, ResultSource(0)])
     x, y = jnp.arange(3.0), jnp.ones(3)
     np.testing.assert_array_equal(both.run(x, y)[2], y + jnp.sin(x))
 
 
-def test_what_the_second_hands_on_is_found_through_the_first():
+def test_aliases_of_the_second_jaxpr_are_found_through_the_first():
     first = function(lambda x, y: [x, x + y, y], SPEC, SPEC)
     second = function(lambda a, b, c: [a, b, c, b + c, c + 1], *[SPEC] * 3)
     assert first.aliases == {0: ArgumentSource(0), 2: ArgumentSource(1)}

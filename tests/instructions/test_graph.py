@@ -16,7 +16,7 @@ def names(instructions):
     return [each.function and each.function.name for each in instructions]
 
 
-def test_what_nobody_needs_is_not_done():
+def test_unread_results_are_not_computed():
     graph, (x,) = arguments(1)
     graph.call(DOUBLE, 0, [x])
     (unread,) = graph.call(DOUBLE, 1, [x])
@@ -50,11 +50,11 @@ def test_a_copy_is_made_once_right_after_its_source():
     assert done[3].reads == [double]
 
 
-def test_what_is_in_no_place_is_read_where_it_is():
+def test_arguments_without_a_place_are_read_where_they_are():
     graph, (x,) = arguments(1, NOWHERE)
-    assert graph.at(x, 1) == x
+    assert graph.bring(x, 1) == x
     graph, (x,) = arguments(1, OUTSIDE)
-    assert graph.at(x, 1) != x
+    assert graph.bring(x, 1) != x
 
 
 def test_batches_arrive_first_each_place_at_one_stroke():
@@ -66,7 +66,7 @@ def test_batches_arrive_first_each_place_at_one_stroke():
     assert names(rest) == ["add", "double"]
 
 
-def test_what_is_sent_to_another_process_is_neither_argument_nor_output():
+def test_arrays_sent_to_another_process_are_neither_arguments_nor_outputs():
     """The next program may overwrite these before they have left."""
     graph = Graph(jax.devices()[:2])
     graph.processes = [0, 1]

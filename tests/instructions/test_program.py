@@ -26,7 +26,7 @@ def donated(graph, outputs):
 
 
 class TestDonation:
-    def test_of_what_the_list_made_and_reads_there_for_the_last_time(self):
+    def test_values_read_for_the_last_time_may_be_overwritten(self):
         graph, (x,) = arguments(1)
         (a,) = graph.call(DOUBLE, 0, [x], label="first")
         (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a], label="second")
@@ -42,11 +42,11 @@ class TestDonation:
         assert seen["first"].is_deleted()
 
     @pytest.mark.parametrize("place", [0, OUTSIDE, NOWHERE])
-    def test_of_an_argument_only_if_it_may_be_overwritten(self, place):
+    def test_arguments_are_overwritten_only_if_donated(self, place):
         graph, (x,) = arguments(1, place)
         assert donated(graph, graph.call(DOUBLE, 0, [x])) == [0]
 
-    def test_of_one_that_may(self):
+    def test_donation_by_one_call_that_may(self):
         graph, (x,) = arguments(1, donated=True)
         made = program_of(graph, graph.call(DOUBLE, 0, [x]))
         given = leaf(1)
@@ -78,7 +78,7 @@ class TestDonation:
         # The first read of the argument is not its last; one result is one memory.
         assert donated(graph, [b]) == [0, 1]
 
-    def test_of_what_was_sent_and_of_what_arrived(self):
+    def test_copies_that_were_sent_and_that_arrived_may_be_overwritten(self):
         graph, (x,) = arguments(1)
         (a,) = graph.call(DOUBLE, 0, [x])
         (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a])
@@ -119,7 +119,7 @@ class TestDonation:
         split = function(lambda key: [jax.random.split(key)[0]], key)
         assert donated(graph, graph.call(split, 0, [x])) == [0]
 
-    def test_what_a_call_hands_on_is_what_it_was(self):
+    def test_an_argument_handed_on_is_the_same_value(self):
         """An argument of the user's stays the user's, whatever it is called."""
         hand = function(lambda x, y: [x, x + y], SPEC, SPEC)
         graph, (x, y) = arguments(2)

@@ -68,7 +68,7 @@ CONSTANT = {
 
 
 @pytest.mark.parametrize(("layers", "loss_of", "says"), CONSTANT.values(), ids=CONSTANT)
-def test_what_is_trained_and_read_as_a_constant_raises(layers, loss_of, says):
+def test_parameters_read_as_constants_too_raise(layers, loss_of, says):
     with pytest.raises(TypeError, match=says):
         gradient(layers, loss_of)
 

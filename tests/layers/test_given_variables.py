@@ -121,7 +121,7 @@ def test_cache_of_another_length_is_the_users():
     assert int(variables[1]["cache"]["cache_index"]) == 2
 
 
-def test_what_layers_cannot_take_is_refused_as_before():
+def test_variables_that_layers_cannot_take_are_refused():
     layers = [nn.Dense(4), Standardized()]
     pipe = jpipe.pipeline(layers, 2)
     variables = layer_by_layer(layers, X)
@@ -175,7 +175,7 @@ def test_none_beside_parameters_made_of_data_and_beside_tied_ones():
         tied.init_train_state(KEY, tokens, sgd, variables=[embed_variables, None])
 
 
-def test_what_is_given_of_an_nnx_module_leaves_the_draws_of_others_as_they_are():
+def test_given_values_of_an_nnx_module_leave_other_draws_unchanged():
     layers = [nnx.Linear(5, 4, rngs=nnx.Rngs(0)), nn.Dense(4), nn.Dense(4)]
     pipe = jpipe.pipeline(layers, 2)
     initial = pipe.init(KEY, X)
@@ -188,7 +188,7 @@ def test_what_is_given_of_an_nnx_module_leaves_the_draws_of_others_as_they_are()
     )
 
 
-def test_what_is_shared_may_be_given_in_any_entry_beside_none():
+def test_shared_variables_may_be_in_any_entry():
     dense, linear = nn.Dense(5), nnx.Linear(5, 5, rngs=nnx.Rngs(0))
     for module in (dense, linear):
         pipe = jpipe.pipeline([module, jnp.tanh, module, nn.Dense(4)], 2)
@@ -221,7 +221,7 @@ class Reporting(nn.Module):
 
 
 @pytest.mark.parametrize("is_model", [False, True])
-def test_what_is_sown_or_perturbed_is_left_out(is_model):
+def test_sown_and_perturbed_collections_are_left_out(is_model):
     module: Any = Reporting()
     pipe = jpipe.pipeline([module], 3)
     if is_model:

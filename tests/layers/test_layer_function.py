@@ -107,7 +107,7 @@ def test_check_notes_a_switch_that_the_function_does_not_pass_on(double):
         (nn.Dense, "__call__", TypeError, r"this is a type; write Dense\(\.\.\.\)"),
     ],
 )
-def test_what_is_no_method_of_a_module_is_refused(module, method, error, says):
+def test_an_unknown_method_of_a_module_is_refused(module, method, error, says):
     with pytest.raises(error, match=says):
         jpipe.layer(module, method)
 
@@ -156,7 +156,7 @@ class Merged(nn.Module):
         return jnp.tanh(x @ (kernel + down @ up))
 
 
-def test_what_follows_from_parameters_is_computed_once_in_a_step(double):
+def test_values_of_parameters_alone_are_computed_once_per_step(double):
     layers = [ref.dense(64, jnp.float64), Merged(), Merged(), ref.dense(4, jnp.float64)]
     x, targets = ref.regression(8, jnp.float64)
     pipe = jpipe.pipeline(layers, 4)

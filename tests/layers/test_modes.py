@@ -314,7 +314,7 @@ def evaluated(module):
     ],
     ids=lambda listed: type(listed).__name__,
 )
-def test_what_the_user_set_stays_and_is_not_noted(listed):
+def test_switches_set_by_the_user_stay_and_are_not_noted(listed):
     assert not drops(listed, True)
     noted = notes(jpipe.sequential([listed], 2))
     assert "left" not in noted

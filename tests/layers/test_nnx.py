@@ -210,7 +210,7 @@ def test_modules_with_the_values_of_a_pipe():
     assert_untouched(held, before)
 
 
-def test_what_is_listed_twice_is_one_module_again(double):
+def test_a_module_listed_twice_is_one_module_again(double):
     def attend(module, x):
         return x @ module.kernel.T
 

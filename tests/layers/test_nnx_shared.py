@@ -125,7 +125,7 @@ def test_gradients_of_all_uses_are_summed(make):
     ref.assert_close(pipe.apply(state.variables, TOKENS), y, CLOSE)
 
 
-def test_what_several_layers_change_is_what_the_last_one_makes():
+def test_state_that_several_layers_change_is_that_of_the_last():
     class Seen(nnx.Module):
         def __init__(self):
             self.mean = nnx.BatchStat(jnp.zeros(()))

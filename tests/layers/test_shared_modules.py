@@ -130,7 +130,7 @@ def test_complete_variables_may_stand_in_any_one_of_the_entries(double):
     assert sorted(module.variables["params"]) == ["decoder", "encoder", "scale"]
 
 
-def test_what_is_given_in_two_entries_is_refused(double):
+def test_shared_variables_in_two_entries_are_refused(double):
     x, d = batch()[0], ref.dense(WIDTH, jnp.float64)
     pipe = jpipe.pipeline([Holder(d), jnp.sin, Holder(d), d, d], 3)
     entries = list(pipe.init(jax.random.key(0), x))

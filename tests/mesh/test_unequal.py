@@ -51,7 +51,7 @@ def cut_both_ways(path, spec):
     return P("data", "model") if spec.shape == (8, 8) else None
 
 
-def test_what_is_cut_where_it_rests_is_whole_where_it_cannot_be(double):
+def test_fsdp_parameters_are_whole_where_they_cannot_be_sharded(double):
     pipe = jpipe.pipeline(
         layers(),
         2,
@@ -91,6 +91,6 @@ def test_a_replica_may_have_a_mesh_of_another_shape(double):
         ),
     ],
 )
-def test_what_does_not_fit_says_what_to_type(devices, says):
+def test_meshes_that_do_not_fit_say_what_to_type(devices, says):
     with pytest.raises(ValueError, match=says):
         jpipe.pipeline([dense(8), dense(4)], 2, devices=devices())

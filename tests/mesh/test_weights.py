@@ -76,7 +76,7 @@ def test_tensor_parallel_by_boxes_and_an_optimizer_of_rows_and_columns():
     assert spec(kernel.value) == P(None, "model")
 
 
-def test_both_and_a_loop_of_ones_own():
+def test_tensor_parallel_and_fsdp_with_a_custom_loop():
     """Functions of trees leave what they return as what they were given lies."""
     x, targets = batch(16)
 
@@ -158,7 +158,7 @@ def test_metadata_of_nnx():
     assert list(map(spec, kernels)) == [P(None, "model"), P("data"), P()]
 
 
-def test_what_cannot_be_cut_is_said():
+def test_parameters_that_cannot_be_sharded_are_named():
     layers, x = [dense(8), dense(3)], batch(8)[0]
 
     def pipeline(rule):

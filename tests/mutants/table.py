@@ -262,8 +262,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_train/_optimizer": [
         (
-            "            (pipe.place(stage), sharding)\n",
-            "            (pipe.place(0), sharding)\n",
+            "            (placement.place(stage), sharding)\n",
+            "            (placement.place(0), sharding)\n",
         ),
     ],
     "_train/_train_step": [

@@ -33,7 +33,7 @@ def test_bytes_are_those_of_a_pipeline_with_a_stage_for_each_layer(name, mode):
     assert len(made.skips) == (name == "skips")
 
 
-def test_of_tied_layers_the_first_owns_what_others_use():
+def test_the_first_of_tied_layers_owns_their_variables():
     made = profile("tied", measure=False)
     assert made.ties == ((0, 2),)
     assert [layer.num_params for layer in made.layers] == [66, 42, 0]
@@ -74,7 +74,7 @@ def test_seconds_of_operations_by_hand():
     assert made.layers[0].flops == 140
 
 
-def test_what_is_frozen_has_no_backward():
+def test_frozen_stages_have_no_backward():
     layers = [ref.dense(6), ref.dense(6), ref.dense(6)]
     made = jpipe.profile(layers, X, measure=False, trainable="1/*")
     first, second, third = made.layers
@@ -87,7 +87,7 @@ def test_what_is_frozen_has_no_backward():
     assert [layer.cotangent_bytes for layer in made.layers] == [0, 8 * 6 * 4, 8 * 6 * 4]
 
 
-def test_what_every_micro_batch_gets_whole_is_not_cut():
+def test_inputs_without_a_batch_axis_are_not_split():
     x = {"x": X, "bias": jnp.ones(5)}
     layers = [lambda x: x["x"] + x["bias"], ref.dense(3)]
     options = {"in_axes": {"x": 0, "bias": None}, "num_microbatches": 3}
@@ -96,7 +96,7 @@ def test_what_every_micro_batch_gets_whole_is_not_cut():
     assert made.input_bytes == 4 * (3 * 5 + 5)
 
 
-def test_what_is_read_for_nothing_is_not_counted_as_sent():
+def test_unused_reads_are_not_counted_as_sent():
     def summed(x):
         return x, x.sum(1, keepdims=True)
 

@@ -19,7 +19,7 @@ KEEPING = [
 
 
 @pytest.mark.parametrize(("made", "sample", "schedule", "remat", "data"), KEEPING)
-def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
+def test_the_bytes_of_a_plan_are_those_of_its_instructions(
     made, sample, schedule, remat, data
 ):
     """Parameters, gradients and activations."""
@@ -127,7 +127,7 @@ def test_the_optimizer_is_counted_as_a_train_step_spreads_it(name, trainable):
     assert [memory.optimizer for memory in plan.forecast.memory] == [*held.values()]
 
 
-def test_what_is_frozen_has_neither_gradients_nor_a_state():
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state():
     given = [nn.Dense(6), nn.tanh, nn.Dense(100), nn.Dense(1)], SAMPLE, optax.adam(1e-3)
     # 700 parameters, as many gradients, two moments and a counter.
     says = r"(?s)no plan fits.*parameters 2\.7 KiB, gradients 2\.7 KiB, optimizer 5\.5"

@@ -181,7 +181,7 @@ class WideHead(nn.Module):
         (WideHead(), {"num_devices": 4, "balance": [3, 1, 2, 1]}),
     ],
 )
-def test_what_runs_holds_what_was_planned(double, model, options):
+def test_a_step_holds_the_planned_bytes(double, model, options):
     given = {"num_microbatches": 4, "schedules": "1f1b", "action_seconds": 0.0}
     made = planned(model, **given, **options)
     pipe = jpipe.pipeline(model, plan=made)

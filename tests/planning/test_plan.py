@@ -114,7 +114,7 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(options, says):
+def test_models_that_cannot_be_planned_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         planned(**options)
 
@@ -275,7 +275,7 @@ def test_no_cut_under_any_schedule_has_a_shorter_step(seed):
         made(3, schedules=NAMES, memory_limit=limit - 1)
 
 
-def test_what_nobody_says_of_the_link_is_measured():
+def test_an_unknown_link_is_measured():
     layers, x = [nn.Dense(4), nn.relu, nn.Dense(4)], jnp.ones((8, 4))
     profile = jpipe.profile(layers, x, num_microbatches=2, rounds=1)
 

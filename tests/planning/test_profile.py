@@ -74,7 +74,7 @@ def test_full_remat_keeps_what_comes_in_and_computes_forwards_again():
     assert costs.weight_grad == GIVEN.costs([1, 1, 2], remat="none").weight_grad
 
 
-def test_what_no_stages_have_is_refused():
+def test_costs_of_stages_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="profile: ") as refusal:
         GIVEN.costs([2, 1], latency=-1)
     for says in (
@@ -93,7 +93,7 @@ def test_what_no_stages_have_is_refused():
         bare.costs([4])
 
 
-def test_what_is_written_is_read():
+def test_a_saved_profile_is_restored():
     given = dataclasses.replace(
         profile(random.Random(0), 6, skips=3, ties=1),
         fingerprint={"device": "cpu"},

@@ -104,7 +104,7 @@ def test_a_plan_says_why():
     ]
 
 
-def test_what_cannot_be_planned_is_refused():
+def test_models_that_cannot_be_planned_are_refused():
     bad = Profile((LayerProfile("a", -1.0, 1.0),))
     with pytest.raises(ValueError, match="replicate cannot plan this") as refusal:
         replicate(bad, 0, bandwidth=-1.0)

@@ -36,7 +36,7 @@ def test_the_shape_hangs_on_what_an_exchange_takes():
     assert not any("no time" in line for line in fast.forecast.reasons)
 
 
-def test_it_is_printed_saved_and_drawn():
+def test_a_plan_of_a_mesh_is_printed_saved_and_drawn():
     plan = planned(data=2, balance=(3, 4))
     assert str(plan).startswith("2 stages x 2 devices (data)\nstage  device  ")
     assert [stage.device for stage in plan.stages] == [

@@ -56,7 +56,7 @@ def test_other_examples_in_a_later_call_are_found():
         slow("stop", "nothing came for 15 s"),
     ],
 )
-def test_what_was_awaited_of_one_that_ends_is_named(how, why):
+def test_the_awaited_array_of_a_process_that_ends_is_named(how, why):
     outcome = jobs.run(2, "failing", how, timeout=15 if how == "stop" else 60)
     ended(outcome)
     text = outcome.of(0)
@@ -70,7 +70,7 @@ def test_what_was_awaited_of_one_that_ends_is_named(how, why):
 
 
 @pytest.mark.slow
-def test_what_one_process_cannot_save_fails_in_all(tmp_path):
+def test_a_failed_save_in_one_process_fails_in_all(tmp_path):
     (tmp_path / "file").touch()
     outcome = jobs.run(2, "saving", str(tmp_path))
     assert (outcome.status, outcome.left) == (0, []), str(outcome)

@@ -59,7 +59,7 @@ def test_a_program_that_forgets_to_join_is_refused(tmp_path):
         ({"JPIPE_TIMEOUT": "60s"}, "JPIPE_TIMEOUT='60s': needs seconds, more than 0"),
     ],
 )
-def test_what_does_not_tell_processes_apart_is_refused(variables, message):
+def test_processes_with_one_number_are_refused(variables, message):
     done = run("-c", "import jpipe; jpipe.distributed()", **variables)
     assert done.returncode == 1
     assert message in done.stderr

@@ -148,7 +148,7 @@ def test_equal_stages_of_a_model_are_compiled_once_whatever_they_draw(
 
 
 @pytest.mark.parametrize("error", [MemoryError("too large"), KeyboardInterrupt()])
-def test_what_was_compiled_before_an_error_is_kept(error, compiled):
+def test_programs_compiled_before_an_error_are_kept(error, compiled):
     width = 29 + len(repr(error))
     several = [ref.dense(width + i) for i in range(3)]
     pipe, x = jpipe.pipeline(several, 1), jnp.ones((2, 4))

@@ -86,7 +86,7 @@ HALF = nn.Sequential([nn.Dense(256, dtype=jnp.bfloat16) for _ in range(2)])
     ],
     ids=["casts of weights", "a policy"],
 )
-def test_what_a_forward_keeps_for_its_backward(layer, remat, width, held):
+def test_residuals_of_a_forward(layer, remat, width, held):
     pipe = jpipe.pipeline([layer, ref.dense(4)], 1, remat=remat, schedule="gpipe")
     gradient_of(pipe, jnp.ones((2, width)), jnp.ones((2, 4)))
     assert pipe.plan.stages[0].residual_bytes == held

@@ -94,7 +94,7 @@ def built():
     return pipe, pipe.init_train_state(jax.random.key(0), X, TX)
 
 
-def test_what_cannot_be_profiled_says_what_to_type(built):
+def test_layers_that_cannot_be_profiled_say_what_to_type(built):
     pipe, state = built
     with pytest.raises(ValueError, match=r"no step was built yet .* give loss_fn="):
         pipe.profile_step(state, (X, X))

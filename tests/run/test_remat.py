@@ -78,7 +78,7 @@ def test_a_minimum_cut_keeps_least_and_gives_the_same_numbers(name):
         assert held["min_cut"] <= held["dots"]
 
 
-def test_what_a_minimum_cut_keeps_is_counted_by_hand():
+def test_the_residuals_of_a_minimum_cut_are_counted_by_hand():
     """Of a block of two products: its input and the result of the first."""
     stage = found("perceptron", "min_cut")[0].stages[0]
     rows = 2 * 5 * WIDTH * 8  # [microbatch, time, width] in double precision

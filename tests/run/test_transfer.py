@@ -59,7 +59,7 @@ def in_numpy(shape):
 
 
 @pytest.mark.parametrize("kind", ["layers", "model", "function"])
-def test_what_is_placed_does_not_change_with_memory_of_numpy(kind):
+def test_placed_arrays_do_not_change_with_memory_of_numpy(kind):
     """Which its owner fills anew; a state of an optimizer neither."""
     x, layers = jnp.ones((4, 8)), [nn.Dense(8), nn.Dense(8)]
     if kind == "function":

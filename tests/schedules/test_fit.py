@@ -103,7 +103,7 @@ def test_faster_than_the_best_of_the_catalogue_by_a_margin(costs, m, cap, margin
     assert timeline.makespan <= best * (1 - margin)
 
 
-def test_what_cannot_fit_says_what_is_short_and_what_would_do():
+def test_a_plan_that_cannot_fit_says_the_missing_bytes_and_a_way_out():
     costs = Costs([1, 1], residual_bytes=[3, 5], parameter_bytes=[10, 20])
     assert fit(costs, 2, 4, [13, 25]).simulate(costs).peak_bytes == (13, 25)
     says = (

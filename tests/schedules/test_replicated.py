@@ -96,7 +96,7 @@ def test_json_keeps_who_shares_a_stage():
         ({"replicas": ((0,), (2,))}, "E4 0F1: stage 0 is placed on rank 0"),
     ],
 )
-def test_who_shares_a_stage_is_checked(change, says):
+def test_ranks_that_share_a_stage_are_validated(change, says):
     schedule = dataclasses.replace(replicated([2, 1], 2), **change)
     with pytest.raises(ScheduleError) as refusal:
         schedule.validate()

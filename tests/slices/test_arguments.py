@@ -109,7 +109,7 @@ def test_one_micro_batch_of_a_pipeline_splits_nothing(double, is_list, axes):
     ref.assert_close((loss, found), (value, expected), ref.FLOAT64)
 
 
-def test_what_is_not_split_is_not_checked():
+def test_a_batch_that_is_not_split_is_not_checked():
     grad_fn = jpipe.value_and_grad(graph, 1, num_stages=1)
     with pytest.raises(ValueError, match="leaves differ in batch size"):
         grad_fn.check(matrices(6, 6), X, (SENDERS, RECEIVERS))
@@ -291,7 +291,7 @@ def test_a_raw_key_among_two_examples_and_parameters_that_are_not_first_are_note
         assert note.startswith(says)
 
 
-def test_what_is_no_key_has_no_number_folded_in():
+def test_arrays_that_are_no_keys_are_not_folded():
     says = r"microbatch_key\(key, microbatch\): key is 0; needs a random key"
     with pytest.raises(TypeError, match=says):
         jpipe.microbatch_key(0, KEY)

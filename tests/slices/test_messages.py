@@ -258,7 +258,7 @@ def test_given_variables_that_are_made_of_data_are_taken():
     ref.assert_equal(ref.on_host(state.variables), ref.on_host(given))
 
 
-def test_what_apply_leaves_is_warned_of():
+def test_state_that_apply_leaves_is_warned_of():
     pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -400,7 +400,7 @@ def test_a_mesh_of_the_one_device_of_all_stages_is_no_fault():
     ref.assert_close(pipe.apply(variables, X), expected, ref.FLOAT32)
 
 
-def test_what_is_given_in_place_of_variables_is_named():
+def test_an_object_in_place_of_variables_is_named():
     pipe = jpipe.pipeline(nn.Dense(3), 2, num_stages=1)
     params = pipe.init(KEY, X)["params"]
     with pytest.raises(errors.FlaxError) as caught:

@@ -133,7 +133,7 @@ def test_integers_of_a_state_are_those_of_the_last_micro_batch(double):
     ref.assert_close(found, expected, ref.FLOAT64)
 
 
-def test_what_is_for_aux_alone_has_no_gradient(double):
+def test_parameters_of_aux_alone_have_no_gradient(double):
     def loss(params, x, targets):
         y = perceptron(params[:1], x)
         roots = jnp.sqrt(0 * y).sum(1)  # of which the gradient is no number

@@ -119,7 +119,7 @@ def test_arguments_that_are_swapped_or_no_state_are_named(state, tmp_path):
             call()
 
 
-def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
+def test_a_failed_save_leaves_nothing_behind(state, tmp_path):
     donated = jnp.ones(2)
     donated.delete()
     (tmp_path / "file").touch()

@@ -117,7 +117,7 @@ def test_integers_are_of_the_last_whichever_forwards_wait_for_backwards(remat):
     ],
     ids=["static", "key", "integer"],
 )
-def test_what_has_no_mean_is_refused(function, first, says):
+def test_state_without_a_mean_is_refused(function, first, says):
     with pytest.raises(ValueError, match=says):
         written(function, first)
 
@@ -150,7 +150,7 @@ def normed():
     return pipe, pipe.init(jax.random.key(0), x), x, targets
 
 
-def test_what_training_leaves_unchanged_is_warned_of_once(normed):
+def test_state_that_training_leaves_unchanged_is_warned_of_once(normed):
     """By a gradient and by `apply`, at the line of the call; not in evaluation."""
     pipe, variables, x, targets = normed
     find = pipe.value_and_grad(ref.mse)

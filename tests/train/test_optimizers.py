@@ -300,7 +300,7 @@ def test_gradients_that_are_not_finite_are_left_out_as_on_one_device(double, mov
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_more_than_gradients_is_refused_with_what_to_type(double, name):
+def test_optimizers_that_need_more_than_gradients_are_refused_with_advice(double, name):
     (args, says), own = REFUSED[name], find(name.partition(",")[0])
     with pytest.raises((TypeError, ValueError, AttributeError), match=says) as refusal:
         model().pipe.init_train_state(jax.random.key(0), model().x, own(*args))

@@ -164,7 +164,7 @@ class TestDonation:
         with pytest.raises(ValueError, match="this state was donated"):
             PIPE.jit(optax.tree.norm)(given[0])
 
-    def test_of_one_array_given_twice_is_refused(self):
+    def test_one_array_given_twice_is_refused(self):
         f, p = PIPE.jit(optax.tree.add, donate_argnums=1), tree(dtype=jnp.float32)
         says = r"argument 0\[0\]\['b'\] and argument 1.*jnp\.copy"
         with pytest.raises(ValueError, match=says):

@@ -126,7 +126,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(double, case):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_so_they_are_with_a_split_backward_and_on_several_devices(
+def test_loss_weights_with_a_split_backward_and_on_several_devices(
     double, options, loss_fn
 ):
     """A sum of weights goes to all of them, before the first backward."""

@@ -37,7 +37,7 @@ def test_weights_are_sent_and_gradients_added_once_in_a_step(moved):
     assert sizes[0] == sizes[1]
 
 
-def test_what_is_planned_runs():
+def test_planned_replicas_run():
     layers, (x, targets) = [ref.dense(8), ref.dense(4)], ref.regression(12)
     plan = jpipe.replicate(jpipe.profile(layers, x), 3)
     pipe = jpipe.pipeline(layers, 4, balance=plan.balance, replicas=plan.replicas)

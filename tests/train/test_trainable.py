@@ -112,7 +112,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("trainable", "kind", "says"), WRONG)
-def test_what_selects_nothing_is_refused_with_what_there_is(
+def test_a_selection_of_nothing_is_refused_with_the_paths_there_are(
     model, trainable, kind, says
 ):
     """A state and a gradient say the same of it."""

@@ -57,7 +57,7 @@ def small():
     return jpipe.pipeline([ref.dense(4)], 2)
 
 
-def test_what_is_no_state_cannot_be_restored(state):
+def test_a_folder_without_a_state_cannot_be_restored(state):
     saved = serialization.to_state_dict(state)
     del saved["step"]
     with pytest.raises(ValueError, match="no TrainState was saved here"):
