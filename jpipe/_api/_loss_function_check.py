@@ -16,7 +16,7 @@ from .._arguments._batch import Batch
 from .._check import _comparison
 from .._check._loss_check import ADVICE
 from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
-from .._check._split_function import host
+from .._check._split_function import to_host
 from .._instructions._transfer import first_device, put_tree
 from .._jaxprs import _dataflow
 from .._layers._median_prng import median_key
@@ -79,7 +79,7 @@ def check_loss_function(
     sizes = check_microbatch_sizes(microbatch_sizes, batch_size)
 
     loss = _without_aux(spec)
-    params = jax.tree.map(host, params)
+    params = jax.tree.map(to_host, params)
     with jax.default_matmul_precision("highest"):
         specializations: list[Specialization] = []
         for part_sizes in ((batch_size,), sizes):
@@ -201,4 +201,4 @@ def _with_median_keys(leaf: Any) -> Any:
     """An array on the host; in place of a key one that draws the middle number."""
     if not hasattr(leaf, "dtype"):
         return leaf  # no array: the mini-batch is refused for it
-    return median_key() if is_single_key(leaf) else host(leaf)
+    return median_key() if is_single_key(leaf) else to_host(leaf)

@@ -44,8 +44,8 @@ from ._split_function import (
     SplitFunction,
     SplitOutputs,
     first_line,
-    host,
-    split,
+    split_examples,
+    to_host,
     with_values_of,
 )
 
@@ -178,7 +178,7 @@ class LayerChecker:
         tolerance: float | None,
     ) -> None:
         self._activations = Activations(
-            x=jax.tree.map(host, x),
+            x=jax.tree.map(to_host, x),
             skips={},
             axes=axes,
             microbatch_values=[None] * len(axes),
@@ -206,7 +206,7 @@ class LayerChecker:
         if self._stopped:
             return CheckResult(layer.name, notes=(self._stopped,))
         previous = self._activations
-        entries = jax.tree.map(host, layer.entries)
+        entries = jax.tree.map(to_host, layer.entries)
         inputs = _LayerInputs(
             params=_params_of(entries),
             activations=(previous.x, [*previous.skips.values()]),
@@ -351,7 +351,7 @@ class LayerChecker:
         in_axes = self._activations.axes
 
         def apply_to_parts(inputs: _LayerInputs, fixed: _Fixed) -> list[_Outputs]:
-            parts = split(inputs.activations, in_axes, self._sizes)
+            parts = split_examples(inputs.activations, in_axes, self._sizes)
             outputs: list[_Outputs] = []
             for i, activations in enumerate(parts):
                 values = with_values_of(activations, fixed.microbatch_values, i)

@@ -26,9 +26,9 @@ from ._split_function import (
     SplitFunction,
     differentiated,
     first_line,
-    host,
-    part,
-    split,
+    slice_examples,
+    split_examples,
+    to_host,
     with_values_of,
 )
 
@@ -75,7 +75,7 @@ def _terms(
         values = [
             value_of(with_values_of(part_outputs, microbatch_values, i), part_targets)
             for i, (part_outputs, part_targets) in enumerate(
-                split((outputs, targets), axes, sizes)
+                split_examples((outputs, targets), axes, sizes)
             )
         ]
         if objective.reduction == "sum":
@@ -119,7 +119,7 @@ def check_loss(
         return CheckResult(name, notes=("not compared: each micro-batch by itself",))
     axes = [*output_axes, *target_axes]
     count = sum(sizes)
-    fixed = jax.tree.map(host, targets), microbatch_values
+    fixed = jax.tree.map(to_host, targets), microbatch_values
 
     def at_once(outputs: PyTree, fixed: PyTree) -> jax.Array:
         targets, _ = fixed
@@ -155,7 +155,7 @@ def check_loss(
             if differences:
                 break
     except Exception as error:
-        some_outputs, some_targets = part(
+        some_outputs, some_targets = slice_examples(
             (outputs, targets), axes, start=0, stop=sizes[0], count=count
         )
         first_outputs = with_values_of(some_outputs, microbatch_values, 0)
@@ -269,7 +269,9 @@ def probe(
     total = sum(batch.sizes) * batch.num_shards
 
     def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
-        some_targets = part(targets, target_axes, start=0, stop=count, count=total)
+        some_targets = slice_examples(
+            targets, target_axes, start=0, stop=count, count=total
+        )
         return [terms(outputs, some_targets) for terms in (at_once, in_parts)]
 
     try:

@@ -129,7 +129,7 @@ def _compiled(function: Differentiated) -> Callable[..., Any]:
 
 
 def _on_host(results_and_gradient: tuple[PyTree, PyTree]) -> SplitOutputs:
-    results, gradient = jax.tree.map(host, results_and_gradient)
+    results, gradient = jax.tree.map(to_host, results_and_gradient)
     return SplitOutputs(results, gradient)
 
 
@@ -148,7 +148,7 @@ def differentiated(loss: Callable[[PyTree, PyTree], Any]) -> Differentiated:
     return run
 
 
-def split(
+def split_examples(
     tree: PyTree, axes: Sequence[int | None], sizes: Sequence[int]
 ) -> list[PyTree]:
     """Splits the arrays of a mini-batch into those of its micro-batches.
@@ -160,12 +160,12 @@ def split(
     """
     ends = [0, *itertools.accumulate(sizes)]
     return [
-        part(tree, axes, start=start, stop=stop, count=ends[-1])
+        slice_examples(tree, axes, start=start, stop=stop, count=ends[-1])
         for start, stop in itertools.pairwise(ends)
     ]
 
 
-def part(
+def slice_examples(
     tree: PyTree, axes: Sequence[int | None], *, start: int, stop: int, count: int
 ) -> PyTree:
     """The arrays of some examples, each of which may have several rows.
@@ -231,7 +231,7 @@ def _with_gradient_of(leaf: Any, value: Any) -> Any:
 _with_gradient_of.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
-def host(leaf: Any) -> Any:
+def to_host(leaf: Any) -> Any:
     """An array of NumPy, of a dtype that JAX has; random keys as they are."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf
