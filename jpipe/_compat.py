@@ -88,7 +88,7 @@ def _trace_id() -> _TraceId:
 def _settings_of_jit() -> Hashable:
     """The public way: `jax.jit` returns another object where it traces again."""
     is_jit_disabled = _config.jax_disable_jit
-    with jax.disable_jit(False):
+    with jax.disable_jit(disable=False):
         return is_jit_disabled, _trace_id()
 
 

@@ -299,7 +299,7 @@ class Pipeline(CustomLoop):
             self._pipelined.placement.check_trains()
         if self._last_built and self._last_built.last:
             self._last_used = self._last_built
-        selection = Trainable(trainable, self._pipelined.model.is_list)
+        selection = Trainable(trainable, by_layer=self._pipelined.model.is_list)
         self._last_built = self._pipelined.gradients(objective, selection)
         return self._last_built
 
@@ -332,7 +332,7 @@ class Pipeline(CustomLoop):
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
-        selection = Trainable(trainable, self._pipelined.model.is_list)
+        selection = Trainable(trainable, by_layer=self._pipelined.model.is_list)
         if variables is None:
             variables = self.init(key, x)
         else:

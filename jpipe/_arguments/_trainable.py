@@ -57,7 +57,7 @@ class Trainable:
       TypeError: if it is not a selection.
     """
 
-    def __init__(self, selection: Any = None, by_layer: bool = True) -> None:
+    def __init__(self, selection: Any = None, *, by_layer: bool = True) -> None:
         self.selects_all = selection is None
         self._by_layer = by_layer
         selectors = [selection]

@@ -379,7 +379,7 @@ def params(variables: Any) -> PyTree:
     return tuple(map(params, variables))
 
 
-def param_indices(variables: PyTree, has_collections: bool) -> list[int]:
+def param_indices(variables: PyTree, *, has_collections: bool) -> list[int]:
     """The indices of the leaves that are parameters.
 
     Args:

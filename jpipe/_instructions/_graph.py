@@ -89,7 +89,7 @@ class Graph:
             self.donated.add(value)
         return value
 
-    def constant(self, array: Any, place: Place, stacked: bool = False) -> Value:
+    def constant(self, array: Any, place: Place, *, stacked: bool = False) -> Value:
         """Returns the constant of an array; equal arrays of NumPy are one constant.
 
         Args:
@@ -243,7 +243,7 @@ class Graph:
             self._source[copy] = value
         return self._copies[key]
 
-    def own(self, outputs: Sequence[Value]) -> list[Value]:
+    def as_own_arrays(self, outputs: Sequence[Value]) -> list[Value]:
         """Returns outputs as those of `jax.jit`: arrays that share no memory.
 
         An output is copied if it is an argument, a copy of a value from outside, which

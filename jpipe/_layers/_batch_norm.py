@@ -94,7 +94,7 @@ _layer_ids = itertools.count(1)
 
 
 @contextmanager
-def merge_statistics(are_merged: bool) -> Iterator[None]:
+def merge_statistics(*, are_merged: bool) -> Iterator[None]:
     """The scope that tells if statistics of several micro-batches are merged.
 
     Batch norms of a mini-batch in one piece do what they do in Flax.

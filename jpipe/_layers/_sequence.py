@@ -110,6 +110,7 @@ class Sequential:
         entries: Entries,
         x: PyTree,
         rngs: _rng.Rngs = None,
+        *,
         train: bool = False,
         after_layer: AfterLayer | None = None,
     ) -> SequenceOutputs:

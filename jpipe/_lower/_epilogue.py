@@ -273,7 +273,7 @@ class Epilogue:
         return self._write_epilogue(
             EpilogueInputs(
                 loss=reduced[-1].loss[0],
-                penalty=self.weights[-1] if stages.first.rest else None,
+                penalty=self.weights[-1] if stages.first.penalty else None,
                 loss_divisor=loss_divisor,
                 loss_weights=[
                     graph.bring(value, self._last_place) for value in loss_weights
@@ -378,7 +378,7 @@ class Epilogue:
         value_terms = {i: x for i, x in terms.items() if i >= num_params and x}
         penalty = len(self.weights) - 1
         # A penalty is added to the loss as it is: its cotangent is that of the loss.
-        if prologue.stages.first.rest and penalty in terms:
+        if prologue.stages.first.penalty and penalty in terms:
             loss_grad = np.ones((), graph.specs[self.weights[penalty]].dtype)
             value_terms[penalty] = [graph.constant(loss_grad, self._last_place)]
         specs = [graph.specs[value] for value in self.weights]

@@ -238,7 +238,9 @@ class Model:
             check_unchanged(self.layers, self.label)
             entries = (variables,)
         try:
-            outputs = self._sequence(entries, x, rngs, train, mark_ends)
+            outputs = self._sequence(
+                entries, x, rngs, train=train, after_layer=mark_ends
+            )
         except Exception as error:
             if not self.is_list:
                 _refuse_writes(error, self.layers[0].owner, variables, train=train)

@@ -56,7 +56,7 @@ class ParamLayout:
             self.specs.append((spec, placement.place(stage)))
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
-        self.params = _variables.param_indices(specs, has_collections)
+        self.params = _variables.param_indices(specs, has_collections=has_collections)
         self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
         self._placement = placement

@@ -27,7 +27,7 @@ def check_planned_shapes(
     """
     if planned_shapes is None:
         return
-    indices = _variables.param_indices(specs, has_collections)
+    indices = _variables.param_indices(specs, has_collections=has_collections)
     leaves = jax.tree_util.tree_leaves_with_path(specs)
     advice = "make a plan of this one, by jpipe.plan"
     if len(indices) != len(planned_shapes):

@@ -193,7 +193,11 @@ class PipelinedFunction:
         spec = self._spec
         specs = _microbatch.array_specs(params, "params")
         is_trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
-        with explain_sizes(batch), _batch_norm.merge_statistics(batch.num_parts > 1):
+        are_merged = batch.num_parts > 1
+        with (
+            explain_sizes(batch),
+            _batch_norm.merge_statistics(are_merged=are_merged),
+        ):
             traced_functions, state = self._trace(specs, batch, runs=runs)
             self._check_planned(specs)
             count = len(is_trained)

@@ -173,7 +173,7 @@ class Specialization:
         metrics = [*step.loss, *step.aux]
         ordered_grads = [step.grads[i] for i in sorted(step.grads)]
         new_state = [step.new_state.get(i, params[i]) for i in state_indices]
-        outputs = graph.own([*metrics, *ordered_grads, *new_state])
+        outputs = graph.as_own_arrays([*metrics, *ordered_grads, *new_state])
 
         # Each process gets the metrics of a loss; gradients and state stay in place.
         num_metrics = len(metrics) if step.loss else 0

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def is_here(device: Any) -> bool:
-    """Whether a device, or a mesh of them, belongs to this process."""
+    """True if a device, or a mesh of them, belongs to this process."""
     return device.process_index == jax.process_index()
 
 
@@ -28,7 +28,7 @@ def placeholder(shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
 
 
 def is_non_addressable(leaf: Any) -> bool:
-    """Whether an array has no part in this process."""
+    """True if an array has no part in this process."""
     return isinstance(leaf, jax.Array) and not leaf.addressable_shards
 
 
@@ -47,7 +47,7 @@ def replicated_array(local: jax.Array, sharding: jax.sharding.Sharding) -> jax.A
 
 
 def is_replicated(leaf: jax.Array) -> bool:
-    """Whether an array has a copy in each of several processes, this one included."""
+    """True if an array has a copy in each of several processes, this one included."""
     is_spread = leaf.is_fully_replicated and not leaf.is_fully_addressable
     return is_spread and not is_non_addressable(leaf)
 
@@ -60,7 +60,7 @@ def local_copy(leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf, or its spec, is a typed key of `jax.random`."""
+    """True if a leaf, or its spec, is a typed key of `jax.random`."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 

@@ -50,7 +50,7 @@ def gather_to_first(tree: PyTree) -> PyTree:
 
 
 def _has_all_values(leaf: Any) -> bool:
-    """Whether each process has the values of a leaf."""
+    """True if each process has the values of a leaf."""
     return not isinstance(leaf, jax.Array) or is_replicated(leaf)
 
 

@@ -1,4 +1,4 @@
-"""How a program becomes one of several processes."""
+"""Makes a program one of several processes."""
 
 import atexit
 import functools
@@ -66,7 +66,7 @@ def distributed(
       timeout: the seconds for which a process waits for another one before it ends with
         the name of what it awaited; default: the environment variable
         ``JPIPE_TIMEOUT``, or 600. A step whose first backward comes later needs more.
-      transport: what moves arrays between processes: ``"transfer"``, through sockets,
+      transport: the transport of arrays: ``"transfer"``, through sockets,
         or ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
       **options: for `jax.distributed.initialize`.

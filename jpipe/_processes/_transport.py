@@ -1,4 +1,4 @@
-"""How arrays pass from one process to another.
+"""Sends arrays from one process to another.
 
 ``"transfer"``: point to point, by `jax.experimental.transfer`, on every backend;
 whoever reads pulls, and in no order. ``"device_put"``: `jax.device_put` onto devices of
@@ -65,12 +65,12 @@ class Crossing:
 
     @property
     def is_local_part(self) -> bool:
-        """Whether this process has a part in it."""
+        """True if this process has a part in it."""
         return self.is_received or is_here(self.source) or transport() == DEVICE_PUT
 
     @property
     def is_received(self) -> bool:
-        """Whether this process receives the arrays."""
+        """True if this process receives the arrays."""
         return is_here(self.target)
 
     def __str__(self) -> str:

@@ -280,7 +280,7 @@ def differentiated_vars(
             "needs both sums. Compute the weight of targets alone; to take it for a "
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
-    ends = [*traced.loss, *traced.rest] if traced.has_loss else traced.aux_vars
+    ends = [*traced.loss, *traced.penalty] if traced.has_loss else traced.aux_vars
     return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
@@ -290,7 +290,7 @@ def prologue_jaxpr(traced: TracedFunction, stages: Sequence[Stage]) -> core.Clos
     values = dict[core.Var, None]()
     for stage in stages:
         values |= dict.fromkeys(var for var in stage.weights if var not in params)
-    needed = _jaxpr.dce_jaxpr(traced.closed, [*values, *traced.rest])
+    needed = _jaxpr.dce_jaxpr(traced.closed, [*values, *traced.penalty])
     eqns = [eqn for eqn in needed.jaxpr.eqns if not eqn.effects]
     jaxpr = needed.jaxpr.replace(invars=traced.params, eqns=eqns, effects=set())
     return core.ClosedJaxpr(jaxpr, traced.closed.consts)

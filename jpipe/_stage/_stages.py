@@ -161,7 +161,7 @@ class Stages:
         """The weights that a stage reads and that have a gradient."""
         return [i for i in self.weights(stage_index) if self.trained[i]]
 
-    def kind(self, stage_index: int, microbatch: int = 0) -> Hashable:
+    def structural_key(self, stage_index: int, microbatch: int = 0) -> Hashable:
         """A key that is equal for stages whose forwards and backwards are the same."""
         stage = self.part(stage_index, microbatch)
         jaxpr_key = self._jaxpr_key(stage_index, self._sizes[microbatch])
@@ -277,7 +277,7 @@ class Stages:
             reader = readers.get(num_params + index, self._last)
             for param in _read_params(self.once, index):
                 readers.setdefault(param, reader)
-        if self.first.rest:  # the penalty, which is added to the loss
+        if self.first.penalty:  # the penalty, which is added to the loss
             readers[num_weights - 1] = self._last
         return [readers.get(weight, 0) for weight in range(num_weights)]
 
@@ -298,7 +298,7 @@ class Stages:
         return self._jaxpr_keys[stage_index, size]
 
     def _distinct_stage(self, stage_index: int, microbatch: int, mode: Any) -> Stage:
-        key = self.kind(stage_index, microbatch), mode
+        key = self.structural_key(stage_index, microbatch), mode
         if key not in self._distinct:
             divisors = None
             if self.first.has_loss and stage_index == self._last:

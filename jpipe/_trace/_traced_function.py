@@ -110,7 +110,7 @@ class TracedFunction:
         return [*self.loss, *self.weight, *self.aux_vars]
 
     @property
-    def rest(self) -> list[core.Var]:
+    def penalty(self) -> list[core.Var]:
         """The penalty: the sum of the terms of the loss that depend on no example."""
         return self.closed.jaxpr.outvars[len(self.outputs) :]
 

@@ -266,7 +266,7 @@ class _LoweredStep:
         for leaf, value in changed.items():
             new_state[self.variable_indices[leaf]] = value
         new_state[indices.step] = graph.everywhere(next_step)
-        metrics = map(graph.everywhere, graph.own([*loss, *aux]))
+        metrics = map(graph.everywhere, graph.as_own_arrays([*loss, *aux]))
         return Program(graph, [*new_state.values(), *metrics])
 
     def _add_state(

@@ -68,7 +68,7 @@ class TracedLayers:
         """For each layer, the first one whose operations are the same."""
         first_layer: dict[Any, int] = {}  # key of equal layers -> the first of them
         return [
-            first_layer.setdefault(self.stages.kind(layer), layer)
+            first_layer.setdefault(self.stages.structural_key(layer), layer)
             for layer in range(len(self.names))
         ]
 

@@ -181,7 +181,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("differences = abs(", "differences = 0 * abs("),
     ],
     "_pipelined/_pipelined_function": [
-        ("merge_statistics(batch.num_parts > 1)", "merge_statistics(True)"),
+        ("are_merged = batch.num_parts > 1", "are_merged = True"),
     ],
     "_pipelined/_tracing": [
         ("whole = sum(batch.sizes) * batch.num_shards", "whole = sum(batch.sizes)"),
@@ -208,8 +208,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_stage/_stages": [
         (
-            "key = self.kind(stage_index, microbatch), mode",
-            "key = self.kind(stage_index, 0)",
+            "key = self.structural_key(stage_index, microbatch), mode",
+            "key = self.structural_key(stage_index, 0)",
         ),
     ],
     "_stage/_vjp": [
