@@ -10,6 +10,7 @@ where the name is a text such as ``constraint ["data", null]``, which
 `jax.ad_checkpoint.checkpoint_name` puts on an array. In between there are no meshes.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ def remove_constraints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def without_constraints(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function without constraints; nobody may differentiate it: see `evaluate`."""
 
+    @functools.wraps(function)  # its name is that of the program in profiles
     def run(*args: Any) -> Any:
         closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
         leaves = core.jaxpr_as_fun(remove_constraints(closed))(*jax.tree.leaves(args))
