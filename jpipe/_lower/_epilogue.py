@@ -376,9 +376,11 @@ class Epilogue:
         num_params = len(prologue.params)
         # weight index of a prologue value -> the terms of its cotangent
         value_terms = {i: x for i, x in terms.items() if i >= num_params and x}
-        penalty = len(self.weights) - 1
-        # A penalty is added to the loss as it is: its cotangent is that of the loss.
-        if prologue.stages.first.penalty and penalty in terms:
+        has_penalty = bool(prologue.stages.first.penalty)
+        penalty = len(self.weights) - 1 if has_penalty else None
+        # A penalty is added to the loss as it is: its cotangent is that of the loss,
+        # and no backward has divided it.
+        if penalty is not None and penalty in terms:
             loss_grad = np.ones((), graph.specs[self.weights[penalty]].dtype)
             value_terms[penalty] = [graph.constant(loss_grad, self._last_place)]
         specs = [graph.specs[value] for value in self.weights]

@@ -339,3 +339,36 @@ def test_a_penalty_sends_numbers_between_stages_and_no_weights(moved):
     grad_fn(params, *args)
     assert moved
     assert 11 * 11 not in {size for size, *_ in moved}
+
+
+@pytest.mark.parametrize("has_penalty", [False, True])
+def test_values_computed_once_have_the_gradients_of_a_weighted_loss(
+    double, has_penalty
+):
+    """Backwards have divided their cotangents by the sum of weights: once is enough."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    names = ("first", "second", "third")
+    params = {
+        name: jax.random.normal(key, (64, 64)) / 8
+        for name, key in zip(names, keys, strict=False)
+    }
+    x = jax.random.normal(keys[3], (8, 64))
+    weights = jnp.arange(8.0) + 1
+
+    def loss_fn(params, x, weights):
+        product = params["first"] @ params["second"]  # once per step
+        outputs = jpipe.boundary(jnp.tanh(x @ params["third"])) @ product
+        total = (weights * jnp.mean((outputs - 1) ** 2, axis=-1)).sum()
+        if has_penalty:
+            total += jnp.sum(product**2)
+        return total, weights.sum()
+
+    def whole(params):
+        total, weight = loss_fn(params, x, weights)
+        return total / weight
+
+    grad_fn = jpipe.value_and_grad(loss_fn, 4, reduction="weighted", num_stages=2)
+    params = grad_fn.place(params, x, weights)
+    loss, grads = grad_fn(params, x, weights)
+    expected = jax.value_and_grad(whole)(jax.device_get(params))
+    ref.assert_close((loss, grads), expected, ref.FLOAT64)
