@@ -131,7 +131,7 @@ class Predictor:
 
         def seconds(action: Action) -> float:
             op, s, m = action
-            span = gradient.pipe.stages[s].span
+            span = gradient.placement.stages[s].span
             if Action("F", s, m) not in calls.of:  # the backward does its work too
                 return sum(sum(tables["none"][op][span]) for op in "FB")
             return sum(tables[str(gradient.stages.mode(s, m))][op][span])

@@ -117,7 +117,7 @@ class Calls:
 
     def __init__(self, gradient: Specialization) -> None:
         program = gradient.program
-        self.costs: Costs = stage_costs(program, gradient.pipe.schedule)
+        self.costs: Costs = stage_costs(program, gradient.placement.schedule)
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}
         self._specs = list(map(_jaxpr.spec, program.specs))

@@ -81,7 +81,8 @@ class FunctionGradient(CustomLoop):
         )
         self._pipelined = PipelinedFunction(self._spec, partition, self._trained)
         self._feed = Feed(
-            lambda: self._pipelined.last and self._pipelined.last.pipe, is_local=False
+            lambda: self._pipelined.last and self._pipelined.last.placement,
+            is_local=False,
         )
 
     @outside_of_meshes

@@ -88,7 +88,7 @@ def check_loss_function(
             )
             split_batch = replace(batch, sizes=part_sizes)
             specializations.append(function.build(params, split_batch))
-        if specializations[0].pipe.copies is not None:
+        if specializations[0].placement.copies is not None:
             raise ValueError(
                 "what several processes have cannot be checked in one of them; check "
                 "the function in one process"
@@ -186,7 +186,7 @@ def _run(
 ) -> _LossAndGradients:
     """Runs a program of one stage."""
     layout = specialization.layout
-    params = put_tree(params, specialization.pipe.devices, layout.locations)
+    params = put_tree(params, specialization.placement.devices, layout.locations)
     outputs = specialization.program(
         specialization.check_arguments(params, args, "params")
     )

@@ -61,7 +61,7 @@ def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Ti
       stage, with the median time of a transfer as latency.
     """
     program = specialization.program
-    schedule = specialization.pipe.schedule
+    schedule = specialization.placement.schedule
     if program.is_shared:
         raise ValueError(
             "profile_step times what one process runs, and this pipeline is in "
@@ -194,7 +194,7 @@ def _memory_events(
 
     All bytes of a device that serves several ranks count as those of the first.
     """
-    placement = specialization.pipe
+    placement = specialization.placement
     program = specialization.program
     rank_of: dict[int, int] = {}  # place -> rank
     for rank in sorted(itertools.chain.from_iterable(placement.schedule.ranks_of)):

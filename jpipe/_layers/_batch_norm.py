@@ -278,7 +278,8 @@ def find_norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
 
     Args:
       paths: the path of each leaf.
-      marks: the origin of each leaf, a string if it bears a mark: see `_flow.origins`.
+      marks: the origin of each leaf, a string if it bears a mark: see
+        `_dataflow.result_origins`.
     """
     leaf_index = {path: index for index, path in enumerate(paths)}
     leaves_of_norms = []

@@ -151,7 +151,7 @@ class Lowering:
         """
         place = self._placement.place(stage)
         if number_index > 0:
-            folded_numbers = self._stages.program(m).numbers
+            folded_numbers = self._stages.traced(m).numbers
             array = np.asarray(folded_numbers[number_index - 1])
             return self._graph.constant(array, place)
 
@@ -183,7 +183,7 @@ class Lowering:
 
         loss_weights = Values()
         for m in range(self._num_microbatches):
-            for atom in self._stages.program(m).weight:
+            for atom in self._stages.traced(m).weight:
                 loss_weights.append(self._returned(atom, m))
         return self._epilogue.write(
             sums=[self._sums_of_places(s) for s in range(self._stages.num_stages)],
@@ -211,7 +211,7 @@ class Lowering:
         """The aux of each micro-batch, without the state that it writes."""
         rows = list[Values]()
         for m in range(self._num_microbatches):
-            atoms = self._stages.program(m).aux_vars[: self._epilogue.num_aux]
+            atoms = self._stages.traced(m).aux_vars[: self._epilogue.num_aux]
             rows.append([self._returned(atom, m) for atom in atoms])
         return rows
 
@@ -219,7 +219,7 @@ class Lowering:
         """The value of a result of the program for a micro-batch."""
         if isinstance(atom, core.Literal):
             return self._graph.constant(np.asarray(atom.val), self._last_place)
-        params = self._stages.program(m).params
+        params = self._stages.traced(m).params
         if atom in params:
             return self._weights[params.index(atom)]
         return self._outputs[atom, m]
@@ -507,7 +507,7 @@ class Lowering:
 
     def _summed_results(self, stage: int, m: int) -> list[Any]:
         """The results that a forward adds to sums: the loss, then the state."""
-        traced = self._stages.program(m)
+        traced = self._stages.traced(m)
         losses = traced.loss if stage == self._last_stage else []
         state = [traced.aux_vars[i] for i in self._stages.states[stage].aux_indices]
         return [*losses, *state]

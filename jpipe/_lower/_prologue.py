@@ -63,7 +63,7 @@ class Prologue:
 
     def write_values(self) -> Values:
         """Writes the values of the prologue, each where it is read first."""
-        closed = self.stages.once
+        closed = self.stages.prologue
         num_params = len(self.params)
         num_values = len(closed.jaxpr.outvars)
         if not num_values:
@@ -95,7 +95,7 @@ class Prologue:
         """
         if not value_grads:
             return {}
-        closed = self.stages.once
+        closed = self.stages.prologue
         num_params = len(self.params)
         pairs = zip(
             self.stages.trained[:num_params], _jaxpr.used_inputs(closed), strict=True
@@ -145,7 +145,7 @@ class Prologue:
         functions = dict[Any, Computation]()
         loss_weights = list[Computation]()
         for m in range(len(batch.sizes)):
-            loss_weight = self.stages.weight(m)
+            loss_weight = self.stages.loss_weight(m)
             assert loss_weight is not None
             loss_weights.append(loss_weight)
         specs = loss_weights[0].results

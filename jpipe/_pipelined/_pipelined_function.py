@@ -80,7 +80,7 @@ class PipelinedFunction:
         specialization = self(params, *args)
         return _transfer.put_tree(
             params,
-            specialization.pipe.devices,
+            specialization.placement.devices,
             specialization.layout.locations,
         )
 
@@ -278,7 +278,7 @@ class PipelinedFunction:
             traced=stages.first,
             has_examples=[axis is not None for axis in batch.axes],
             first=self._spec.aux_of(stages.first),
-            last=self._spec.aux_of(stages.program(-1)),
+            last=self._spec.aux_of(stages.traced(-1)),
             sizes=sizes,
             trace_whole=lambda: trace_whole(self._spec, specs, batch),
         )

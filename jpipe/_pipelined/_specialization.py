@@ -58,7 +58,7 @@ class Specialization:
         aux: PyTree,
         joins: Sequence[Join] | None,
     ) -> None:
-        self.pipe = placement
+        self.placement = placement
         self.stages = stages
         self.layout = layout
         self.cuts = cuts
@@ -87,12 +87,12 @@ class Specialization:
         owner_stages = self.stages.owner_stages[len(params) :]
         constant_values = list[Value]()
         for array, stage in zip(constants, owner_stages, strict=False):
-            place = self.pipe.place(stage)
+            place = self.placement.place(stage)
             constant_values.append(graph.constant(jnp.asarray(array), place))
 
         lowering = Lowering(
             graph,
-            placement=self.pipe,
+            placement=self.placement,
             stages=self.stages,
             batch=self.batch,
             params=[*params, *constant_values],
@@ -160,7 +160,7 @@ class Specialization:
         Args:
           state_indices: the indices of these leaves.
         """
-        graph = self.pipe.graph()
+        graph = self.placement.graph()
         params = list[Value]()
         for (spec, place), sharding in zip(
             self.layout.specs, self.layout.shardings, strict=True

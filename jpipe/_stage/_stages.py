@@ -46,7 +46,7 @@ class Stages:
       first: the function traced on the first micro-batch.
       trained: one bool per weight, parameters first; True if it has a gradient.
       states: the leaves that each stage writes.
-      once: the jaxpr of the prologue, ``params -> values``.
+      prologue: the jaxpr of the prologue, ``params -> values``.
       owner_stages: the first stage that reads each weight.
       divides: True if backwards of a weighted loss divide by the sum of all weights.
     """
@@ -83,7 +83,7 @@ class Stages:
                 trained_params=self._trained_params(traced),
             )
             prologues[size] = prologue_jaxpr(traced, self._stages[size])
-        self.once = prologues[sizes[0]]
+        self.prologue = prologues[sizes[0]]
         # size of a micro-batch -> the weights that each stage reads
         self._weights: dict[int, list[list[WeightIndex]]] = {
             size: self._weights_of_stages(size, prologue)
@@ -94,7 +94,7 @@ class Stages:
         self.trained += [
             not isinstance(value, core.Literal)
             and value in self._differentiated[sizes[0]]
-            for value in self.once.jaxpr.outvars
+            for value in self.prologue.jaxpr.outvars
         ]
         first_readers = self._first_readers()
         self.owner_stages = [*owner_stages, *first_readers[len(owner_stages) :]]
@@ -128,7 +128,7 @@ class Stages:
         """The slice that a stage computes on a micro-batch, in no remat mode yet."""
         return self._stages[self._sizes[microbatch]][stage_index]
 
-    def program(self, microbatch: int) -> TracedFunction:
+    def traced(self, microbatch: int) -> TracedFunction:
         """The function, traced on a micro-batch."""
         return self._traced[self._sizes[microbatch]]
 
@@ -149,12 +149,12 @@ class Stages:
             if weight < num_params:
                 params.add(weight)
             else:
-                params.update(_read_params(self.once, weight - num_params))
+                params.update(_read_params(self.prologue, weight - num_params))
         return params
 
     def spec_of(self, weight: WeightIndex) -> Any:
         """The spec of a weight."""
-        weight_vars = [*self.first.params, *self.once.jaxpr.outvars]
+        weight_vars = [*self.first.params, *self.prologue.jaxpr.outvars]
         return _jaxpr.spec(weight_vars[weight].aval)
 
     def trained_weights(self, stage_index: int) -> list[WeightIndex]:
@@ -206,7 +206,7 @@ class Stages:
         stage = self.part(stage_index, microbatch)
         return stage.num_trained > 0 if weights_only else stage.has_backward
 
-    def weight(self, microbatch: int) -> Computation | None:
+    def loss_weight(self, microbatch: int) -> Computation | None:
         """``batch_inputs of the last stage -> loss weight`` of a weighted loss.
 
         ``None`` if the weight follows from more than these.
@@ -268,14 +268,14 @@ class Stages:
     def _first_readers(self) -> list[int]:
         """The first stage that reads each weight, directly or by the prologue."""
         num_params = self.first.num_params
-        num_weights = num_params + len(self.once.jaxpr.outvars)
+        num_weights = num_params + len(self.prologue.jaxpr.outvars)
         readers: dict[WeightIndex, int] = {}
         for stage_index in range(self.num_stages):
             for weight in self.weights(stage_index):
                 readers.setdefault(weight, stage_index)
-        for index in range(len(self.once.jaxpr.outvars)):
+        for index in range(len(self.prologue.jaxpr.outvars)):
             reader = readers.get(num_params + index, self._last)
-            for param in _read_params(self.once, index):
+            for param in _read_params(self.prologue, index):
                 readers.setdefault(param, reader)
         if self.first.penalty:  # the penalty, which is added to the loss
             readers[num_weights - 1] = self._last

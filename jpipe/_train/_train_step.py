@@ -232,7 +232,7 @@ class _LoweredStep:
           donate: True if the step overwrites its state.
         """
         layout = self.gradient.layout
-        graph = self.gradient.pipe.graph()
+        graph = self.gradient.placement.graph()
         inputs = self._add_state(graph, state, indices, donate=donate)
         variables = [inputs[i] for i in self.variable_indices]
         x, targets, _ = self.gradient.batch.args
@@ -243,7 +243,7 @@ class _LoweredStep:
         advance = Computation(
             "advance", _advance, [graph.specs[value] for value in rng_and_step]
         )
-        first_place = self.gradient.pipe.place(0)
+        first_place = self.gradient.placement.place(0)
         rngs, next_step = graph.call_everywhere(advance, first_place, rng_and_step)
 
         loss, aux, grads, changed = self.gradient.into(graph, variables, [*batch, rngs])
@@ -325,7 +325,7 @@ def _optimizer(
         tx,
         params=_microbatch.array_specs(state.params, "params"),
         trained=layout.trained,
-        placement=gradient.pipe,
+        placement=gradient.placement,
         locations=locations,
     )
 

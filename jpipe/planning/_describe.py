@@ -63,7 +63,7 @@ def describe_function(specialization: Specialization) -> PipelineInfo:
     stages = specialization.stages
     layout = specialization.layout
     return PipelineInfo(
-        placement=specialization.pipe,
+        placement=specialization.placement,
         names=name_stages(stages, layout.keys),
         layout=layout,
         stage_params=[stages.weights_on(s) for s in range(stages.num_stages)],
