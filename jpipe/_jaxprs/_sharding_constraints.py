@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from . import _jaxpr
 
 _PRIMITIVE = "sharding_constraint"
-_NAME = "constraint "
+_NAME = "jpipe constraint "
 # The text of `P.UNCONSTRAINED`: an axis that XLA may cut, while ``null`` is not cut.
 _UNCONSTRAINED = "?"
 # ``(array, spec) -> array``, with ``None`` for the spec of a sharding without one.
