@@ -86,6 +86,7 @@ class Specialization:
         constants = self.stages.first.constants
         owner_stages = self.stages.owner_stages[len(params) :]
         constant_values = list[Value]()
+        # Behind the owners of constants are those of the values of the prologue.
         for array, stage in zip(constants, owner_stages, strict=False):
             place = self.placement.place(stage)
             constant_values.append(graph.constant(jnp.asarray(array), place))
