@@ -34,7 +34,7 @@ bits: $(VENV)/dev
 	$(RUN) -m pytest -n $(WORKERS) $(BITS) $(ARGS)
 
 hugging-face: $(VENV)/dev,hugging-face
-	$(RUN) -m pytest -n $(WORKERS) tests/slices/test_hugging_face.py $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) tests/models/test_hugging_face.py $(ARGS)
 
 mutants: $(VENV)/dev  ## faults that some test must notice, in two hours at most
 	$(RUN) -m tests.mutants $(ARGS)

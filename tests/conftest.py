@@ -24,7 +24,7 @@ from .reference import unoptimized
 
 # XLA reads its flags when it starts, in this process and in those that tests start.
 # With the emitters that it had before, which later ones have not, and one part of a
-# program at a time, it compiles those of `run/test_remat` in a third of the time.
+# program at a time, it compiles `stage/test_remat_modes` in a third of the time.
 _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jaxlib.version.__version_info__ < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")

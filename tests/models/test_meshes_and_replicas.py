@@ -16,7 +16,7 @@ import jpipe
 
 from .. import reference as ref
 from ..mesh.stages import mesh
-from .test_models import KEY, TX, case_of, two_steps
+from .test_unchanged_models import KEY, TX, case_of, two_steps
 
 pytestmark = [
     pytest.mark.usefixtures("double"),

@@ -15,7 +15,7 @@ from jpipe._jaxprs._computation import (
     compose,
 )
 
-from .graphs import ADD, BOTH, SPEC, function
+from ..instructions.graphs import ADD, BOTH, SPEC, function
 
 
 def composed(first, second, sources):

@@ -12,7 +12,7 @@ from flax import nnx
 import jpipe
 
 from .. import reference as ref
-from .programs import (
+from .small_losses import (
     PROGRAMS,
     RNG,
     TARGETS,

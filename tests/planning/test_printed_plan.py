@@ -10,9 +10,9 @@ from flax import linen as nn
 import jpipe
 from jpipe import schedules
 
-from . import reference as ref
-from .listing import actions, gradient_of
-from .planning.chains import LayerProfile
+from .. import reference as ref
+from ..listing import actions, gradient_of
+from .chains import LayerProfile
 
 
 def printed(stages, microbatches, schedule="1f1b"):

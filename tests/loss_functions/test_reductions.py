@@ -12,7 +12,7 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
-from .programs import (
+from .small_losses import (
     RNG,
     TARGETS,
     X,

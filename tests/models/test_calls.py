@@ -19,8 +19,8 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
-from . import models
-from .models import VOCAB, WIDTH
+from . import small_models as models
+from .small_models import VOCAB, WIDTH
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(1)

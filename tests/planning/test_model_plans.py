@@ -13,7 +13,7 @@ from flax import nnx
 import jpipe
 
 from .. import reference as ref
-from ..slices import models
+from ..models import small_models as models
 
 TOKENS = np.random.default_rng(0).integers(0, models.VOCAB, (8, 6))
 TX = optax.adam(1e-2)

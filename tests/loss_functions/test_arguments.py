@@ -10,7 +10,17 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
-from .programs import RNG, TARGETS, WIDE, X, matrices, perceptron, plain, run, squares
+from .small_losses import (
+    RNG,
+    TARGETS,
+    WIDE,
+    X,
+    matrices,
+    perceptron,
+    plain,
+    run,
+    squares,
+)
 
 KEY = jax.random.key(3)
 SENDERS, RECEIVERS = RNG.integers(0, len(X), (2, 30), np.int32)

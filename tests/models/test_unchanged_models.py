@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import jpipe
 
 from .. import reference as ref
-from . import models
+from . import small_models as models
 
 # Flax's own norm of nnx writes statistics of double precision into single ones.
 pytestmark = pytest.mark.filterwarnings("ignore:scatter inputs have incompatible")

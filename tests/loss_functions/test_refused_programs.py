@@ -11,7 +11,7 @@ from flax import nnx
 import jpipe
 
 from .. import reference as ref
-from .programs import TARGETS, X, marked, matrices, perceptron, plain, squares
+from .small_losses import TARGETS, X, marked, matrices, perceptron, plain, squares
 
 
 def scanned(params, x, targets):
