@@ -48,7 +48,7 @@ def test_outputs_without_an_axis_are_given_once_by_shards_too():
     ref.compare(pipe, layers, x, x[:, :3], ref.FLOAT32, lambda y, t: ref.mse(y["z"], t))
 
 
-def test_more_micro_batches_than_one_call_cuts():
+def test_a_batch_is_split_in_more_micro_batches_than_one_call_cuts():
     layers, devices = [ref.dense(6), jnp.tanh, ref.dense(4)], jax.devices()[:2]
     pipe = jpipe.pipeline(layers, 19, balance=[1, 2], devices=devices)
     ref.compare(pipe, layers, *ref.regression(40), ref.FLOAT32)

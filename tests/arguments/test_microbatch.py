@@ -43,7 +43,7 @@ def batches(draw):
 # Each example compiles a split and a join.
 @settings(max_examples=12, deadline=None)
 @given(batches())
-def test_parts_are_those_of_numpy_and_are_joined_again(batch):
+def test_micro_batches_are_those_of_numpy_and_outputs_are_joined(batch):
     tree, axes, size, number = batch
     shapes = set()
 
@@ -125,7 +125,7 @@ def test_in_axes_mean_what_they_mean_to_vmap(axes, tree):
         np.testing.assert_array_equal(pipe.apply(({},), tree), expected)
 
 
-def test_inputs_and_targets_may_lack_what_is_optional():
+def test_inputs_and_targets_may_be_none():
     # A mask that is absent, and targets that the loss does not need.
     def layer(inputs):
         assert inputs["mask"] is None

@@ -70,7 +70,7 @@ def value_and_grad(params, x, targets):
 
 
 @pytest.mark.parametrize("is_weak", [True, False])
-def test_gives_what_flax_gives(double, is_weak):
+def test_weak_and_strong_inputs_give_the_dtypes_and_gradients_of_flax(double, is_weak):
     """Single precision of weak input, where strong input makes it double."""
     x = {"a": weak((4, 5), 1.25), "b": weak((4, 3), -0.5)}
     targets = weak((4, 4), 0.25)

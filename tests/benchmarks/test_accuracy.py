@@ -29,7 +29,9 @@ COURSES = [
 
 
 @pytest.mark.parametrize(("recipe", "batch", "steps", "course"), COURSES)
-def test_the_learning_rate_at_the_corners(recipe, batch, steps, course):
+def test_the_learning_rate_warms_up_and_decays_as_in_the_recipe(
+    recipe, batch, steps, course
+):
     schedule = recipe.learning_rate(batch, steps)
     rates = [schedule(step) for step, _ in course]
     np.testing.assert_allclose(rates, [rate for _, rate in course], rtol=1e-6)
@@ -51,7 +53,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("scale", "options", "said"), MISFITS)
-def test_options_that_do_not_fit(scale, options, said):
+def test_options_that_do_not_fit_are_refused(scale, options, said):
     with pytest.raises(ValueError, match=said):
         run(scale, **options)
 

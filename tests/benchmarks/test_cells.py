@@ -26,7 +26,9 @@ def work(**options):
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 500), st.integers(1, 80))
-def test_search_finds_the_largest(slope, power, offset, guess):
+def test_search_finds_the_largest_size_under_the_limit_and_tries_no_size_twice(
+    slope, power, offset, guess
+):
     def most(n):
         return offset + slope * n ** (1 + power % 2)
 

@@ -22,7 +22,7 @@ def table(text: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_our_side_alone(capsys, tmp_path):
+def test_one_side_by_itself_is_printed_and_saved(capsys, tmp_path):
     path = tmp_path / "peers.json"
     asked = ["--sides", "jpipe", "--schedules", "1f1b", "--models", "mlp"]
     main([*TINY, *asked, "--json", str(path)])

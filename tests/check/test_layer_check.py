@@ -336,12 +336,12 @@ def kept_of_all(x):
     ],
     ids=["output", "stashed"],
 )
-def test_next_layer_is_given_what_a_micro_batch_has_by_itself(layers):
+def test_next_layer_reads_sums_over_the_micro_batch_not_the_batch(layers):
     report = checked(layers)
     assert [layer.is_same for layer in report.layers] == [True, False]
 
 
-def test_loss_is_given_what_a_micro_batch_has_by_itself():
+def test_loss_reads_sums_over_the_micro_batch_not_the_batch():
     def loss_fn(outputs, targets):
         y, total = outputs
         return ref.mse(y, targets) + total

@@ -98,7 +98,7 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
         ("check /nowhere/mine.txt", ["/nowhere/mine.txt: ", "No such file"]),
     ],
 )
-def test_arguments_that_do_not_fit(command, line, parts):
+def test_arguments_that_do_not_fit_are_refused(command, line, parts):
     refused(command(line), *parts)
 
 
@@ -152,7 +152,7 @@ def test_check_prints_the_faults_on_stderr(command, tmp_path, text, parts):
         assert part in err
 
 
-def test_the_module_is_a_program():
+def test_python_m_jpipe_exits_with_1_for_an_invalid_schedule():
     run = [sys.executable, "-m", "jpipe", "check", "-"]
     for text, status in ((MINE, 0), ("0F0 0B1", 1)):
         piped = {"input": text, "capture_output": True, "text": True}
@@ -160,7 +160,7 @@ def test_the_module_is_a_program():
         assert result.returncode == status, result.stderr
 
 
-def test_output_that_is_read_in_part():
+def test_a_reader_that_closes_the_output_early_causes_no_error():
     line = "draw gpipe --ranks 8 --microbatches 3000"
     run = [sys.executable, "-m", "jpipe", *line.split()]
     pipe = subprocess.PIPE

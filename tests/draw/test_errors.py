@@ -8,7 +8,7 @@ from .pictures import predicted
 
 
 @pytest.mark.parametrize("render", [draw.svg, draw.trace])
-def test_no_timelines_and_a_wrong_number_of_titles(render):
+def test_no_timelines_and_a_wrong_number_of_titles_are_refused(render):
     with pytest.raises(ValueError, match=r"no timelines: give one or more"):
         render([])
     with pytest.raises(ValueError, match=r"titles=\['a', 'b'\] for 1 timelines"):

@@ -133,7 +133,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("call", "error", "match"), rows(CALLS))
-def test_calls_are_refused(pipe, variables, call, error, match):
+def test_calls_with_unusable_arguments_are_refused_each_time(
+    pipe, variables, call, error, match
+):
     for _ in range(2):  # the second time too
         with pytest.raises(error, match=match):
             call(pipe, variables)
@@ -163,13 +165,15 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("loss", "error", "match"), rows(LOSSES))
-def test_results_of_losses_are_refused(pipe, variables, loss, error, match):
+def test_losses_that_return_no_scalar_or_no_pair_are_refused(
+    pipe, variables, loss, error, match
+):
     loss_fn, options = loss
     with pytest.raises(error, match=match):
         pipe.value_and_grad(loss_fn, **options)(variables, X, TARGETS)
 
 
-def test_reduction_and_loss_function_that_are_neither(pipe):
+def test_unknown_reductions_and_numbers_in_place_of_losses_are_refused(pipe):
     match = says("unknown reduction 'max'", "'mean', 'sum', 'weighted'")
     with pytest.raises(ValueError, match=match):
         pipe.value_and_grad(mse, reduction="max")

@@ -121,7 +121,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "error", "match"), rows(OPTIONS))
-def test_arguments_are_refused(options, error, match):
+def test_unusable_arguments_are_refused(options, error, match):
     given = {"stages": two_stages(), "num_microbatches": 2, **options}
     with pytest.raises(error, match=match):
         jpipe.pipeline(**given)

@@ -27,7 +27,7 @@ from .model import KEY, TARGETS, Unlucky, X, mse, on_host, rows, says, two_stage
         ),
     ],
 )
-def test_optimizer_that_is_no_optimizer(pipe, tx, match):
+def test_objects_in_place_of_optimizers_are_refused(pipe, tx, match):
     match = says(match)
     with pytest.raises(TypeError, match=match):
         pipe.train_step(mse, tx)

@@ -37,7 +37,7 @@ RULES = dict.fromkeys(rule for rule, *_ in BROKEN)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_library_keeps(rule):
+def test_the_library_keeps_the_rule(rule):
     assert rule(LIBRARY) == []
 
 

@@ -192,7 +192,7 @@ def test_programs_that_differ_by_a_number_are_never_taken_for_each_other():
         ref.assert_equal(apply(({},), x), x / factor)
 
 
-def test_an_array_that_was_written_to_is_read_again():
+def test_a_numpy_array_that_was_written_to_is_no_cached_constant():
     x, table = jax.device_put(jnp.ones(4), jax.devices()[0]), np.zeros(4, np.float32)
     for factor in (2, 3):
         table[:] = factor

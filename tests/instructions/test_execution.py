@@ -58,7 +58,7 @@ def test_many_steps_leave_no_array_behind():
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_arrays_of_the_caller_survive(microbatches):
+def test_a_step_donates_no_batch_of_the_caller(microbatches):
     pipe = jpipe.pipeline([ref.dense(5), ref.dense(4)], microbatches)
     x, targets = ref.regression(4)
     x = jax.device_put(x, pipe.devices[0])
@@ -86,7 +86,7 @@ HALF = nn.Sequential([nn.Dense(256, dtype=jnp.bfloat16) for _ in range(2)])
     ],
     ids=["casts of weights", "a policy"],
 )
-def test_residuals_of_a_forward(layer, remat, width, held):
+def test_a_forward_stores_the_documented_residual_bytes(layer, remat, width, held):
     pipe = jpipe.pipeline([layer, ref.dense(4)], 1, remat=remat, schedule="gpipe")
     gradient_of(pipe, jnp.ones((2, width)), jnp.ones((2, 4)))
     assert pipe.plan.stages[0].residual_bytes == held
@@ -130,7 +130,7 @@ def not_a_number(x):
     return jnp.log(-jnp.abs(x) - 1)
 
 
-def test_not_a_number_is_found_where_memory_is_given_away():
+def test_debug_nans_finds_a_nan_though_arguments_are_donated():
     """JAX runs the program again, on arguments that are still there."""
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
     x, targets = ref.regression(4)
@@ -159,7 +159,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_operation_that_makes_no_number_is_named_as_by_jit(name):
+def test_an_operation_that_makes_a_nan_is_named_as_by_jit(name):
     middle, loss_fn, action = INVALID[name]
     layers = [ref.dense(4), middle, ref.dense(4)]
     x, targets = ref.regression(4)

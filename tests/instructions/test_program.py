@@ -46,7 +46,7 @@ class TestDonation:
         graph, (x,) = arguments(1, place)
         assert donated(graph, graph.call(DOUBLE, 0, [x])) == [0]
 
-    def test_donation_by_one_call_that_may(self):
+    def test_an_argument_is_deleted_after_its_one_call(self):
         graph, (x,) = arguments(1, donated=True)
         made = program_of(graph, graph.call(DOUBLE, 0, [x]))
         given = leaf(1)

@@ -69,7 +69,7 @@ def test_a_terminal_shows_what_a_plan_does(terminal):
     ]
 
 
-def test_a_file_has_no_such_line(monkeypatch, capsys):
+def test_a_file_gets_no_progress_line(monkeypatch, capsys):
     monkeypatch.setattr(_progress, "_LONG", 0.0)
     plan()
     assert capsys.readouterr().err == ""

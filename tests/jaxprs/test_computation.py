@@ -22,7 +22,7 @@ def composed(first, second, sources):
     return Computation.of("both", compose(first.closed, second.closed, sources))
 
 
-def test_reads_what_its_results_need():
+def test_a_computation_reads_only_arguments_that_its_results_need():
     made = function(lambda x, y, z: [z + 1, z - x], *[SPEC] * 3)
     assert list(made.reads) == [0, 2]
     first, second = made.run(jnp.ones(3), jnp.full(3, 4.0))
@@ -31,7 +31,7 @@ def test_reads_what_its_results_need():
     assert [leaf.shape for leaf in made.results] == [(3,), (3,)]
 
 
-def test_tells_results_that_are_no_new_arrays():
+def test_aliases_are_the_results_that_are_no_new_arrays():
     def run(x, y):
         double = 2 * x
         return [y, double, double, 1 + y, y]
@@ -45,7 +45,7 @@ def test_tells_results_that_are_no_new_arrays():
     }
 
 
-def test_knows_what_is_on_the_host_and_what_has_effects():
+def test_host_memory_and_effects_are_read_off_the_jaxpr():
     def offloading(x):
         return [x + 1, jax.device_put(2 * x, jax.memory.Space.Host)]
 

@@ -275,7 +275,7 @@ class OwnRule(nn.BatchNorm):
         return x - mean.value
 
 
-def test_class_with_a_rule_of_its_own_keeps_it():
+def test_statistics_of_a_subclass_with_other_updates_are_averaged():
     state = committed(jpipe.sequential([OwnRule(), ref.dense(4)], 2), X, TARGETS)
     (mean,) = jax.tree.leaves(state.model_state[0])
     # The mean over the micro-batches of what each has made of it.

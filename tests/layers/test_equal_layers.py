@@ -297,7 +297,7 @@ def test_equal_layers_that_are_given_other_structures_do_what_these_say(does):
     ref.assert_close(result, loss(params), 1e-5)
 
 
-def test_equal_layers_are_differentiated_by_shapes_that_they_do_not_read():
+def test_gradients_of_equal_layers_depend_on_shapes_of_unread_inputs():
     def layer(pair):
         x, unread = pair
         (number,) = unread.shape[1:]
@@ -311,7 +311,7 @@ def test_equal_layers_are_differentiated_by_shapes_that_they_do_not_read():
     assert_six_times(pipe, variables)
 
 
-def test_equal_layers_that_differ_in_the_smaller_micro_batches_alone():
+def test_layers_equal_but_in_smaller_micro_batches_have_their_gradients():
     def layer(numbered):
         x = times_in_the_backward(numbered.x, numbered.number)
         return Numbered(x, numbered.number + (len(x) == 2))

@@ -38,7 +38,7 @@ def loss_fn(y, targets):
     return ref.mse(y["h"], targets)
 
 
-def test_mask_beside_the_input_of_linen(double):
+def test_a_linen_module_may_be_called_with_a_mask_beside_its_input(double):
     x, targets = data()
     blocks = [Block(), Block()]
     listed = [jpipe.layer(block, masked) for block in blocks]

@@ -176,7 +176,7 @@ def test_training_changes_the_other_collections_once_per_step(double):
     assert_untouched(layers[:2], before)
 
 
-def test_modules_with_the_values_of_a_pipe():
+def test_update_modules_copies_variables_back_into_nnx_modules():
     x, targets = ref.regression(8)
     targets = jnp.stack([targets] * 2, axis=1)
     identity = jpipe.Layer(lambda key, x: {}, lambda variables, x: x)

@@ -80,7 +80,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("call", "error", "match"), rows(FAULTS))
-def test_faults_are_named(call, error, match):
+def test_wrong_uses_of_stash_and_pop_are_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
 

@@ -72,7 +72,7 @@ def test_layer_receives_its_switch(listed):
     assert "off in training" not in notes(jpipe.sequential([listed], 2))
 
 
-def test_parameter_of_that_name_that_is_no_switch_is_ordinary():
+def test_a_parameter_named_as_a_switch_with_a_number_as_default_is_no_switch():
     def scaled(x, training=2.0, **_):
         assert not _
         return x * training
@@ -234,7 +234,7 @@ def test_check_notes_a_part_inside_of_a_compiled_block():
         assert "left enable_dropout=False" in notes(jpipe.sequential([Compiled()], 2))
 
 
-def test_notes_stand_in_the_table():
+def test_the_table_of_a_check_prints_notes_beside_their_layer():
     pipe = jpipe.sequential([jnp.sin, Enabled()], 2)
     report = pipe.check(pipe.init(KEY, X), X, rngs=RNGS)
     assert report

@@ -155,7 +155,7 @@ def test_none_stands_for_a_layer_that_is_initialized():
     assert not pretrained["params"]["kernel"].is_deleted()
 
 
-def test_none_beside_parameters_made_of_data_and_beside_tied_ones():
+def test_none_is_initialized_beside_user_parameters_and_tied_ones():
     layers = [nn.Dense(4), Standardized()]
     pipe, sgd = jpipe.pipeline(layers, 2), optax.sgd(0.1)
     of_data = layers[1].init(KEY, TARGETS)
@@ -260,7 +260,7 @@ def test_sown_and_perturbed_collections_are_left_out(is_model):
     ref.assert_close(size.ravel()[0], state["metrics"]["size"][0], CLOSE)
 
 
-def test_given_perturbations_are_named():
+def test_perturbations_among_user_variables_are_named():
     module: Any = Reporting()
     variables = module.init(KEY, X)
     assert "perturbations" in variables

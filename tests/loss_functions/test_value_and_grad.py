@@ -49,7 +49,9 @@ def test_loss_and_gradients_are_those_of_plain_jax(double, name):
     ],
     ids=lambda options: " ".join(map(str, options.values()))[:30],
 )
-def test_every_schedule_and_remat_gives_them(double, options):
+def test_every_schedule_and_remat_gives_loss_and_gradients_of_plain_jax(
+    double, options
+):
     params, args = matrices(6, 8, 8, 8, 8, 3), (X, TARGETS)
     expected = jax.value_and_grad(skipping)(params, *args)
     grad_fn = jpipe.value_and_grad(skipping, 4, num_stages=4, **options)
@@ -237,7 +239,7 @@ def test_a_second_call_traces_and_compiles_nothing(caplog):
     assert not [r for r in caplog.records if "ompil" in r.getMessage()]
 
 
-def test_effects_stay_where_they_are(capfd):
+def test_debug_prints_run_in_each_micro_batch(capfd):
     def printing(params, x, targets):
         y = perceptron(params, x)
         jax.debug.print("sum {}", y.sum())
@@ -250,7 +252,7 @@ def test_effects_stay_where_they_are(capfd):
     assert capfd.readouterr().out.count("sum") >= 2
 
 
-def test_compile_tells_what_the_first_call_runs(caplog):
+def test_after_compile_the_first_call_compiles_nothing(caplog):
     params = matrices(6, 8, 3)
     grad_fn = jpipe.value_and_grad(plain, 2, num_stages=2)
     placed = grad_fn.place(params, X, TARGETS)

@@ -19,7 +19,7 @@ def plain():
     return [dense(8), jnp.tanh, dense(8), dense(4)]
 
 
-def test_aux_is_joined_where_it_has_an_axis_and_of_each_shard_where_not():
+def test_aux_is_joined_over_shards_where_it_has_an_axis():
     """Also what leaves as it came: a target; two variables that change places."""
 
     class Swapping(nn.Module):

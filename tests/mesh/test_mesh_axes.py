@@ -44,7 +44,7 @@ def test_sharded_weights_are_gathered_once_in_a_step_or_for_each_use():
     assert ("gather", "all-gather") not in often
 
 
-def test_other_axes_stand_in_any_order():
+def test_axes_of_a_mesh_stand_in_any_order():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     layers = [ref.dense(8), ref.dense(4)]
     pipe = jpipe.pipeline(layers, 2, mesh=Mesh(devices, ("data", "stage")))
@@ -79,7 +79,7 @@ def test_other_axes_stand_in_any_order():
         ),
     ],
 )
-def test_other_meshes_are_refused(options, error, says):
+def test_meshes_without_the_axes_or_sizes_of_stages_are_refused(options, error, says):
     with pytest.raises(error, match=says):
         jpipe.pipeline(LAYERS, 2, **{"balance": [2, 2], **options})
 

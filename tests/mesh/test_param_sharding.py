@@ -54,7 +54,7 @@ def last_axis(path, leaf):
     return P(*[None] * (leaf.ndim - 1), "data") if even else None
 
 
-def test_fully_sharded():
+def test_fully_sharded_training_is_that_of_one_device():
     options = {"sharding": last_axis, "mesh": mesh(2, 2)}
     pipe = jpipe.pipeline(normed(), 2, balance=[2, 2], **options)
     got = compare(normed, pipe, 4, *batch(16))
@@ -66,7 +66,7 @@ def test_fully_sharded():
     assert "data 104" in str(pipe)  # of the kernels of the first stage
 
 
-def test_tensor_parallel_by_boxes_and_an_optimizer_of_rows_and_columns():
+def test_tensor_parallel_boxes_train_with_an_optimizer_of_rows_and_columns():
     """On explicit axes, whose names are part of the types of arrays."""
     where = mesh(2, 1, 2, explicit=("stage", "data", "model"))
     pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=where)
@@ -76,7 +76,7 @@ def test_tensor_parallel_by_boxes_and_an_optimizer_of_rows_and_columns():
     assert spec(kernel.value) == P(None, "model")
 
 
-def test_tensor_parallel_and_fsdp_with_a_custom_loop():
+def test_a_custom_loop_trains_with_tensor_parallel_and_fsdp():
     """Functions of trees leave what they return as what they were given lies."""
     x, targets = batch(16)
 
@@ -121,7 +121,7 @@ def test_arrays_of_another_mesh_of_the_same_devices_are_refused():
         pipe.jit(jnp.sin)(array)
 
 
-def test_logical_axes_by_the_rules_of_flax():
+def test_logical_axis_rules_of_flax_decide_where_parameters_are():
     layers = wide(how=nn.with_logical_partitioning, across="hidden")
     with nn.logical_axis_rules([("hidden", "model")]):
         pipe = jpipe.pipeline(layers, 2, balance=[2, 2], mesh=mesh(2, 1, 2))
@@ -136,7 +136,7 @@ def test_logical_axes_by_the_rules_of_flax():
         other.apply(variables, batch(8)[0])
 
 
-def test_metadata_of_nnx():
+def test_nnx_sharding_metadata_decides_where_parameters_are():
     def linear(n, m, seed, names, **metadata):
         init = nnx.with_partitioning(INIT, names, **metadata)
         return nnx.Linear(
@@ -174,7 +174,7 @@ def test_parameters_that_cannot_be_sharded_are_named():
         pipeline(lambda path, leaf: P("model")).init(jax.random.key(0), x)
 
 
-def test_variables_that_lie_otherwise_are_not_in_place():
+def test_variables_with_another_sharding_are_refused_until_placed():
     pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=mesh(2, 1, 2))
     x, _ = batch(8)
     variables = pipe.init(jax.random.key(0), x)

@@ -83,7 +83,7 @@ def test_a_function_is_a_model_too(double):
     ref.assert_close(pipe.apply({}, inputs), expected, ref.FLOAT64)
 
 
-def test_streams_have_keys_by_name(double):
+def test_random_streams_have_keys_by_name(double):
     model, key = models.VAE(), jax.random.key(7)
     pipe = jpipe.pipeline(model, 3, num_stages=2)
     variables = pipe.init(KEY, X)
@@ -115,7 +115,7 @@ def test_a_batch_of_another_size_is_divided_alike(double):
     assert rows[0] == rows[1]
 
 
-def test_check_and_compile_know_the_model(double):
+def test_check_and_compile_name_the_model(double):
     pipe = small()
     variables = pipe.init(KEY, X)
     assert pipe.check(variables, X, TARGETS, squares)
@@ -140,7 +140,7 @@ def test_after_compile_the_first_step_compiles_nothing(double, caplog):
     assert set(compiled) <= {"_advance", "run"}
 
 
-def test_a_model_that_was_changed_is_called_the_model():
+def test_an_error_about_a_changed_model_names_the_model():
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     pipe = jpipe.pipeline(model, 2, num_stages=1)
     variables = pipe.init(None, X)
@@ -149,7 +149,7 @@ def test_a_model_that_was_changed_is_called_the_model():
         pipe.apply(variables, X)
 
 
-def test_variables_of_another_number_are_not_placed(double):
+def test_place_refuses_missing_and_surplus_variables(double):
     pipe = small()
     variables = pipe.init(KEY, X)
     with pytest.raises(ValueError, match=r"have 0 arrays, those of the model \d"):

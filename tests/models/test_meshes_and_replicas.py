@@ -61,7 +61,7 @@ MORE = "ranks take turns at the first", "ranks with meshes take turns"
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in MORE)) for row in ROWS]
 )
-def test_two_steps_of_a_model(row):
+def test_two_steps_on_meshes_and_replicas_are_those_of_one_device(row):
     name, options = ROWS[row]
     case, options = case_of(name), {"num_microbatches": 2} | options
     parts = options["num_microbatches"]
@@ -110,7 +110,7 @@ def quarters(x):
 
 
 @pytest.mark.parametrize("sharding", [None, fully_sharded])
-def test_gradients_of_a_loss_function(sharding):
+def test_gradients_of_a_loss_function_on_a_mesh_are_those_of_one_device(sharding):
     rng = np.random.default_rng(0)
     shapes = {"a": (6, 2), "b": (2, 8), "c": (8, 4)}
     params = {name: rng.normal(size=shape) for name, shape in shapes.items()}

@@ -171,7 +171,7 @@ def test_an_argument_that_is_missing_inside_a_model_is_no_input_of_it():
 
 
 @pytest.mark.parametrize("is_whole", ["params", "state"])
-def test_gaps_of_gradients_are_explained(is_whole):
+def test_an_optimizer_explains_gradients_that_are_none(is_whole):
     """Parameters, or the state, are of all leaves, the gradients of a few."""
     pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
     variables: Any = pipe.init(KEY, X)

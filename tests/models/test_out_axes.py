@@ -89,7 +89,7 @@ def test_outputs_are_those_of_one_device(name):
         ref.assert_close(found, on_one_device(variables, x), ref.FLOAT32)
 
 
-def test_one_micro_batch_returns_what_it_returns():
+def test_one_micro_batch_returns_the_outputs_of_one_device():
     pipe, x = build("list", None, num_microbatches=1), jax.random.normal(KEY, (8, 4))
     variables = pipe.init(KEY, x)
     found = pipe.apply(variables, x)

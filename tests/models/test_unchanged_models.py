@@ -315,7 +315,7 @@ def test_variables_and_outputs_are_those_of_the_model(double, name):
 
 
 @pytest.mark.parametrize("name", ["resnet", "two towers", "lora", "nnx cnn"])
-def test_loss_gradients_and_what_is_written(double, name):
+def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     case, pipe, variables = made(name)
     find = pipe.value_and_grad(case.loss, has_state=True, **case.options)
     (loss, new), grads = find(variables, case.x, case.targets, rngs=RNGS)

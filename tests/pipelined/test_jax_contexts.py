@@ -67,7 +67,7 @@ CONTEXTS = {
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-def test_everything_gives_the_same_bits_in(context, expected):
+def test_contexts_of_jax_change_no_bit(context, expected):
     key = jax.random.key(3)
     with context():
         actual = everything(key)

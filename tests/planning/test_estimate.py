@@ -40,7 +40,7 @@ def test_the_first_of_tied_layers_owns_their_variables():
     assert profile("skips", measure=False).ties == ()
 
 
-def test_a_skip_that_is_the_output_too_is_known():
+def test_a_skip_that_is_the_output_of_its_layer_is_marked_so():
     def keep(x):
         jpipe.stash("x", x := jnp.sin(x))
         return x
@@ -66,7 +66,7 @@ def times(layer):
 THREE = [nn.Dense(5, use_bias=False), lambda x: x * x, nn.Dense(3, use_bias=False)]
 
 
-def test_seconds_of_operations_by_hand():
+def test_estimated_seconds_are_those_counted_by_hand():
     made = jpipe.profile(THREE, jnp.ones((2, 7)), measure=False, **FLOPS)
     first, _, last = map(times, made.layers)
     assert first == (140, 140, 0, 140)

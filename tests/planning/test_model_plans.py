@@ -231,7 +231,7 @@ def test_a_pipeline_has_a_plan_after_another_loss_was_named(double):
     assert (pipe.plan, str(pipe)) == (initialized, printed)
 
 
-def test_marks_are_the_ends_of_pieces():
+def test_pieces_end_at_boundary_marks():
     def model(x):
         for _ in range(3):
             x = jpipe.boundary(jnp.tanh(x @ jnp.ones((4, 4))))

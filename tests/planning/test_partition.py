@@ -69,7 +69,7 @@ def built(name, num_stages, count):
 
 
 @pytest.mark.parametrize("schedule", [None, "zb_h1", "interleaved"])
-def test_no_cut_is_better(schedule):
+def test_no_other_cut_is_faster(schedule):
     """Of all, or of those that a limit leaves."""
     refused = 0
     for seed in range(250):
@@ -194,7 +194,7 @@ def test_full_remat_is_time_but_not_in_the_last_stage():
     assert partition(given, 2, remat=["full", "none"], max_bytes=54) == [4, 6]
 
 
-def test_the_documented_answers():
+def test_costs_as_numbers_are_cut_as_documented():
     assert partition([1, 2, 3, 4, 5, 6], 3) == [3, 2, 1]
     # Several are as good: the most even one.
     for costs in ([1] * 10, [0.1] * 10, np.ones(10, np.float32), jnp.ones(10)):
@@ -235,7 +235,7 @@ GIVEN = profile(random.Random(0), 6)
         ),
     ],
 )
-def test_a_question_that_makes_no_sense(question, fault):
+def test_options_that_do_not_fit_are_refused(question, fault):
     with pytest.raises(ValueError, match=r"partition|schedule") as refusal:
         partition(**{"costs": GIVEN, "num_stages": 2, **question})
     assert fault in str(refusal.value)
@@ -249,7 +249,7 @@ def test_costs_that_are_none_are_answered_with_what_to_give():
         jpipe.replicate([1.0, 2.0], 2)
 
 
-def test_a_limit_that_nothing_meets():
+def test_a_limit_that_no_cut_keeps_is_refused_with_the_missing_bytes():
     given = alike(4, param_bytes=1000, residual_bytes={"none": 100})
     with pytest.raises(ValueError, match="partition") as refusal:
         partition(given, 2, remat="none", max_bytes=4000)

@@ -41,7 +41,7 @@ def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
     ref.assert_close(found, expected, ref.FLOAT32)
 
 
-def test_a_plan_says_why():
+def test_a_plan_prints_its_reasons():
     forecast = planned().forecast
     assert [line.partition(":")[0] for line in forecast.reasons] == [
         "bottleneck",
@@ -56,7 +56,7 @@ def test_a_plan_says_why():
     assert "times the least that any order of these stages can take" in text
 
 
-def test_a_cut_that_is_known_is_told_what_it_takes():
+def test_a_user_balance_is_forecast_without_another_cut():
     best, free = planned(schedules="1f1b"), planned(schedules="1f1b", balance=(2, 9))
     assert free.balance == [2, 9]
     assert free.forecast.seconds > best.forecast.seconds
@@ -85,7 +85,7 @@ def test_a_text_that_is_no_plan_is_refused():
             jpipe.Plan.from_json(text)
 
 
-def test_a_plan_decides_alone_and_for_its_own_layers():
+def test_a_plan_is_refused_beside_other_options_and_for_other_layers():
     plan = planned()
     with pytest.raises(ValueError, match="it decides balance, which was given too"):
         jpipe.pipeline(model(), plan=plan, balance=[5, 6])
@@ -164,7 +164,9 @@ def add(x):
         ("full", "gpipe", (4.0, 12.0), (0.0, 3.0), (32 * 4, 128), (200, 50)),
     ],
 )
-def test_a_forecast_by_hand(remat, schedule, first, last, kept, workspace):
+def test_a_forecast_is_that_counted_by_hand(
+    remat, schedule, first, last, kept, workspace
+):
     """Layers of 1 s and 2 s, which need 1000 bytes; arrays are of 128 bytes."""
     layers = [nn.Dense(8), keep, nn.tanh, add, nn.Dense(4)]
     own = jpipe.profile(layers, SAMPLE, num_microbatches=4, measure=False)

@@ -86,14 +86,14 @@ def figure(**options):
     return replicate(Profile(tuple(layers)), 8, **options)
 
 
-def test_the_figure_of_pipedream():
+def test_the_example_of_pipedream_has_its_published_plan():
     plan = figure()
     assert (plan.balance, plan.replicas) == ((1, 1, 1, 1), (3, 2, 2, 1))
     assert plan.seconds == 2.0
     assert plan.single_device_seconds == 16.0
 
 
-def test_a_plan_says_why():
+def test_a_replicated_plan_prints_seconds_and_devices():
     # A ring of 7 sends 12 / 7 of 2200 bytes; a cut is of 40 bytes and 40 of gradients.
     assert str(figure(bandwidth=1e4)).splitlines() == [
         "2.10776 s a micro-batch on 8 devices, 7.591 times as fast as one",

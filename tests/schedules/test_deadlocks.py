@@ -93,7 +93,7 @@ def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
             schedule.simulate()
 
 
-def test_simulating_what_nobody_runs_says_so():
+def test_simulate_names_an_action_that_no_rank_runs():
     # `validate` finds it before; a schedule made by hand may not have been asked.
     with pytest.raises(ScheduleError, match="0B0 waits for 1B0, which nobody runs"):
         by_hand("0F0 0B0\n1F0", 1).simulate()

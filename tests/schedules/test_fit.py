@@ -47,7 +47,7 @@ def catalogue(p: int, m: int, stages: int) -> list[Schedule]:
 
 
 @given(st.data())
-def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
+def test_fit_is_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
     p = data.draw(st.sampled_from([1, 2, 3, 4]))
     chunks = data.draw(st.sampled_from([1, 2]))
     m = data.draw(st.integers(1, 9))
@@ -93,7 +93,9 @@ IN_CHUNKS = Costs(
         pytest.param(IN_CHUNKS, 16, 7, 0.02, id="less than zb_v holds"),
     ],
 )
-def test_faster_than_the_best_of_the_catalogue_by_a_margin(costs, m, cap, margin):
+def test_fit_is_faster_than_the_best_of_the_catalogue_by_a_margin(
+    costs, m, cap, margin
+):
     timelines = [s.simulate(costs) for s in catalogue(4, m, costs.num_stages)]
     best = min(t.makespan for t in timelines if cap is None or max(t.peak_bytes) <= cap)
     fitted = fit(costs, 4, m, cap)

@@ -123,7 +123,7 @@ def test_zero_bubble_schedules_wait_only_for_longer_first_halves():
         assert interleaved_zb(p, m, 1).rows == zb_h1(p, m).rows
 
 
-def test_the_slowest_of_uneven_stages_rules():
+def test_makespan_of_uneven_stages_follows_from_the_slowest():
     for forward in ([1, 1, 1, 1.5], [2, 1, 1, 1], [1, 0.5, 3, 0.25, 1.25], [1, 2]):
         backward = [2.5 * time for time in forward]
         both = [f + b for f, b in zip(forward, backward, strict=True)]

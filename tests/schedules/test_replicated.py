@@ -42,7 +42,7 @@ def test_nothing_but_the_slowest_stage_counts_in_the_steady_state(seed):
     assert timeline.lower_bound <= timeline.makespan * (1 + 1e-12)
 
 
-def test_in_flight_are_as_many_as_pipedream_says_where_that_is_enough():
+def test_peaks_are_the_micro_batches_in_flight_of_pipedream():
     def peaks(replicas):
         timeline = replicated(replicas, 100).simulate()
         ends = [sum(replicas[:s]) for s in range(len(replicas))]

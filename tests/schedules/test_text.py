@@ -8,7 +8,7 @@ import pytest
 from jpipe.schedules import Action, Schedule, ScheduleError, gpipe
 
 
-def test_action_refuses_anything_else():
+def test_action_parse_refuses_other_texts():
     for text in ("", "F0", "2F", "2X0", "2f0", "٢F0", "-1F0", "2 F0", "2F0\n", "2F0.5"):
         says = f"{text!r} is not an action: write stage, op (F, B, I, W) and micro-"
         with pytest.raises(ValueError, match=re.escape(says)):

@@ -77,7 +77,7 @@ Action.parse('2F0')""",
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_the_validator_refuses_with(rule):
+def test_an_invalid_schedule_is_refused_with_its_message(rule):
     schedule, says = REFUSED[rule]
     assert refusal_of(schedule) == says
 

@@ -115,7 +115,7 @@ def test_the_second_update_traces_and_overwrites_nothing(three):
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-def test_errors_name_what_to_type(three):
+def test_errors_of_a_pipe_optimizer_say_what_to_type(three):
     tx = three.pipe.optimizer(optax.polyak_sgd())
     with pytest.raises(TypeError, match="'value'") as error:
         tx.update(three.grads, tx.init(three.params), three.params)

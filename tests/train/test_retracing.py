@@ -75,7 +75,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_that_of_the_first_call_of_what_is_built(one, name):
+def test_a_gradient_function_keeps_the_globals_of_its_first_call(one, name):
     (pipe, variables), (loss, *values) = one, LOSSES[name]
     before, find, NOW.value = None, pipe.value_and_grad(loss), values[1]
     for NOW.value in (*values, values[0]):
@@ -105,7 +105,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_that_of_now_in_what_is_built_again(name):
+def test_a_new_gradient_function_reads_globals_of_layers_again(name):
     NOW.value = 1.0
     pipe = jpipe.pipeline([nn.Dense(4), LAYERS[name]], 2)
     variables = pipe.init(jax.random.key(0), X)
@@ -135,7 +135,7 @@ def test_an_initializer_is_called_for_each_of_equal_layers():
     assert values == sorted(values)
 
 
-def test_programs_of_one_text_that_read_two_refs_are_two():
+def test_programs_that_print_alike_and_read_different_refs_are_not_shared():
     """Of a `jax.Ref` the text has no more than that there is one."""
     pipe = jpipe.pipeline([jnp.tanh], 1)
     refs = [jax.new_ref(jnp.asarray(value)) for value in (2.0, 5.0)]
