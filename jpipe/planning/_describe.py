@@ -8,7 +8,7 @@ training step    residuals, compiled actions, peaks
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._instructions import _memory
 from .._instructions._memory import peak_residual_bytes
@@ -217,11 +217,22 @@ def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _Stage
 
 
 def _sent_bytes(stages: Stages, stage: int) -> int:
-    """The bytes of the first micro-batch that other stages read of one."""
-    read = set()
+    """The bytes of the first micro-batch that other stages read of one.
+
+    A value counts once, and in the stage that computes it: the stages that pass it on
+    return an argument unchanged, and no array of theirs is moved.
+    """
+    read_elsewhere = set()
     for other_stage in range(stages.num_stages):
         if other_stage != stage:
-            read.update(stages.part(other_stage).input_activations)
+            read_elsewhere.update(stages.part(other_stage).input_activations)
+
     part = stages.part(stage)
-    sent = [var for var in [*part.leaves, *part.aux] if var in read]
-    return sum(map(nbytes, specs(sent)))
+    passed_on = set(map(id, [*part.weights, *part.input_activations]))
+    # id of a value in the jaxpr -> an output that is this value
+    sent: dict[int, Any] = {}
+    outputs = [*part.leaves, *part.aux]
+    for output, value in zip(outputs, part.closed.jaxpr.outvars, strict=True):
+        if output in read_elsewhere and id(value) not in passed_on:
+            sent[id(value)] = output
+    return sum(map(nbytes, specs(sent.values())))

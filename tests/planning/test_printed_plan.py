@@ -74,6 +74,26 @@ def test_a_column_of_which_nothing_is_known_is_left_out():
     assert header.split() == ["layer", "forward", "backward", "parameters", "output"]
 
 
+def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
+    def duplicate(x):
+        return {"x": x, "y": x}
+
+    layers = [ref.dense(4), duplicate, lambda d: d, lambda d: d["x"] + d["y"]]
+    pipe = jpipe.pipeline(layers, 2, balance=[2, 1, 1], schedule="gpipe")
+    x, targets = ref.regression(8)
+    program, _ = gradient_of(pipe, x, targets)
+    activation_bytes = 4 * 4 * 4  # four examples of four numbers
+    sent_bytes = [stage.sent_bytes for stage in pipe.plan.stages]
+    assert sent_bytes == [activation_bytes, 0, 0]
+    # The forward of stage 0 sends one array to stage 2, past stage 1.
+    moves = [
+        (str(instruction.label), instruction.place, len(instruction.reads))
+        for instruction in program.instructions
+        if instruction.is_move and str(instruction.label) in ("0F0", "1F0")
+    ]
+    assert moves == [("0F0", 2, 1)]
+
+
 @pytest.mark.parametrize(
     ("layer", "numbers"),
     [
