@@ -96,11 +96,6 @@ class Memory:
     workspace: int
 
     @property
-    def lasting(self) -> int:
-        """The bytes that are there before and after activations."""
-        return self.parameters + self.gradients
-
-    @property
     def total(self) -> int:
         """The sum of all parts."""
         return sum(dataclasses.astuple(self))

@@ -177,8 +177,12 @@ def _fit_into_memory(
     assert limit is not None
     schedule = candidate.choice.schedule
     data = candidate.choice.data
-    persistent = sum(memory.lasting + memory.optimizer for memory in candidate.memory)
-    if persistent > limit * schedule.num_ranks:
+    # What a schedule cannot change: all but activations and workspace.
+    fixed_bytes = sum(
+        memory.parameters + memory.gradients + memory.optimizer
+        for memory in candidate.memory
+    )
+    if fixed_bytes > limit * schedule.num_ranks:
         return  # no residuals are small enough
 
     reduced = list(_reduce_remat(candidate, space))

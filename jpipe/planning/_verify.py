@@ -69,7 +69,6 @@ def _lower(candidate: Candidate, request: Request, model: PlannedModel) -> Candi
     memory = []
     for rank, forecast in enumerate(candidate.memory):
         peak = peaks[str(AbstractDevice(rank, choice.data))]
-        memory.append(
-            dataclasses.replace(forecast, activations=peak - forecast.lasting)
-        )
+        activations = peak - forecast.parameters - forecast.gradients
+        memory.append(dataclasses.replace(forecast, activations=activations))
     return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)

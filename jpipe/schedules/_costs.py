@@ -125,22 +125,19 @@ class Costs:
 
     def links(self, num_stages: int) -> list[Skip]:
         """All that stages send: each to the next one, and the skips."""
+        cotangent_bytes = self.cotangent_bytes
+        if cotangent_bytes is None:
+            cotangent_bytes = self.boundary_bytes
         neighbours = [
             Skip(
                 source=stage - 1,
                 target=stage,
                 bytes=look_up(self.boundary_bytes, stage),
-                cotangent_bytes=self.cotangent(stage),
+                cotangent_bytes=look_up(cotangent_bytes, stage),
             )
             for stage in range(1, num_stages)
         ]
         return [*neighbours, *self.skips]
-
-    def cotangent(self, stage: int, *microbatch: int) -> Numbers:
-        """The bytes of the gradient of the input of a stage, for a micro-batch."""
-        if self.cotangent_bytes is None:
-            return look_up(self.boundary_bytes, stage, *microbatch)
-        return look_up(self.cotangent_bytes, stage, *microbatch)
 
     @property
     def _fields_per_stage(self) -> dict[str, Sequence[Any]]:

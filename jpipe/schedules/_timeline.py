@@ -164,13 +164,6 @@ class Timeline:
             peaks[rank] = max(peaks[rank], live)
         return tuple(peaks)
 
-    def order(self) -> tuple[Action, ...]:
-        """All actions by end, which is an order that respects every dependency."""
-        # Of an action and its dependency that end together, the dependency comes first:
-        # the mapping holds the actions in an order of execution, and the sort is
-        # stable.
-        return tuple(sorted(self.end, key=self.end.__getitem__))
-
     def needs(self, action: Action) -> tuple[Action, ...]:
         """The actions that an action reads: of neighbours, and by skip connections."""
         op, stage, microbatch = action
@@ -178,18 +171,18 @@ class Timeline:
         if op == FORWARD:
             sources = [stage - 1]
             sources += [skip.source for skip in skips if skip.target == stage]
-            reads = [Action(FORWARD, s, microbatch) for s in dict.fromkeys(sources)]
+            needed = [Action(FORWARD, s, microbatch) for s in dict.fromkeys(sources)]
         elif op == WEIGHT:
-            reads = [Action(INPUT, stage, microbatch)]
+            needed = [Action(INPUT, stage, microbatch)]
         else:
-            reads = [Action(FORWARD, stage, microbatch)]
+            needed = [Action(FORWARD, stage, microbatch)]
             targets = [stage + 1]
             targets += [skip.target for skip in skips if skip.source == stage]
             for target in dict.fromkeys(targets):
                 # Of the two, the one that the schedule has.
-                reads.append(Action(INPUT, target, microbatch))
-                reads.append(Action(BACKWARD, target, microbatch))
-        return tuple(read for read in reads if read in self.end)
+                needed.append(Action(INPUT, target, microbatch))
+                needed.append(Action(BACKWARD, target, microbatch))
+        return tuple(need for need in needed if need in self.end)
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.
