@@ -1,4 +1,4 @@
-"""V schedules: one micro-batch laid out in slots, repeated every six slots.
+"""V schedules: the block of one micro-batch, repeated every six units of time.
 
     V-Min on three ranks, the block of one micro-batch (f, i, w: of the second chunk)
 
@@ -6,8 +6,14 @@
     rank 1 |. F . . f . . . . i . w I . W . .|
     rank 2 |. . F f . . . . . . i I w W . . .|
 
-The slots of a rank differ modulo six, so that the blocks of all micro-batches
-interlock. How long a block keeps an activation decides how much memory a rank needs.
+The offset of an action is the time from the beginning of its block, in units of an F,
+an I or a W. The offsets of a rank differ modulo six, so that the blocks of all
+micro-batches interlock. How long a block keeps an activation decides how much memory a
+rank needs.
+
+References:
+  Qi et al., `Pipeline Parallelism with Controllable Memory
+  <https://arxiv.org/abs/2405.15362>`_ (2024).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +27,12 @@ from ._list_schedule import list_schedule
 from ._placement import group_by_rank, place_in_v
 from ._schedule import Schedule
 
-# The slots of a micro-batch on one rank: F, I and W of two chunks.
+# The units of time from one micro-batch to the next: F, I and W of two chunks.
 _PERIOD = 6
 # The most rounds in which an order is pushed late and early again.
 _MAX_ROUNDS = 3
-# For one rank: (op, chunk) -> its slot in the block. A whole backward takes two slots.
-_Slots = Mapping[tuple[str, int], int]
+# for one rank: (op, chunk) -> its offset in the block; a whole backward takes two units
+_Offsets = Mapping[tuple[str, int], int]
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -117,13 +123,13 @@ def _repeat_block(
     name: str,
     num_ranks: int,
     num_microbatches: int,
-    build_block: Callable[[int], list[_Slots]],
+    build_block: Callable[[int], list[_Offsets]],
     *,
     has_whole_backwards: bool = False,
 ) -> Schedule:
     """Repeats a block, then improves what is before and after the steady phase.
 
-    Micro-batch i runs 6 i slots after micro-batch 0. Then every action runs as early as
+    Micro-batch i runs 6 i units after micro-batch 0. Then every action runs as early as
     it can; where a rank still waits, before and after the steady phase, the order is
     changed as long as that makes the step shorter and no rank holds more than the
     fullest.
@@ -132,7 +138,7 @@ def _repeat_block(
       name: the name of the schedule.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
-      build_block: ``num_ranks -> block``: the slots of micro-batch 0 on each rank.
+      build_block: ``num_ranks -> block``: the offsets of micro-batch 0 on each rank.
       has_whole_backwards: False if backwards are split.
     """
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
@@ -143,11 +149,13 @@ def _repeat_block(
 
     rows: IdRows | None = []
     block = build_block(num_ranks)
-    for slots, stages in zip(block, group_by_rank(placement), strict=True):
-        cells: list[tuple[int, int]] = []  # slot, action
-        for (op, chunk), slot in slots.items():
+    for offsets, stages in zip(block, group_by_rank(placement), strict=True):
+        cells: list[tuple[int, int]] = []  # offset, action
+        for (op, chunk), offset in offsets.items():
             first = tables.first_id(op, stages[chunk])
-            cells += [(slot + _PERIOD * i, first + i) for i in range(num_microbatches)]
+            cells += [
+                (offset + _PERIOD * i, first + i) for i in range(num_microbatches)
+            ]
         rows.append([action_id for _, action_id in sorted(cells)])
 
     simulated = tables.simulate(rows)
@@ -177,7 +185,7 @@ def _repeat_block(
     )
 
 
-def _v_min_block(num_ranks: int) -> list[_Slots]:
+def _v_min_block(num_ranks: int) -> list[_Offsets]:
     p = num_ranks
     d = 2 if num_ranks % 3 == 0 else 0
     return [
@@ -191,7 +199,7 @@ def _v_min_block(num_ranks: int) -> list[_Slots]:
     ]
 
 
-def _v_half_block(num_ranks: int) -> list[_Slots]:
+def _v_half_block(num_ranks: int) -> list[_Offsets]:
     p = num_ranks
     d = 3 if num_ranks % 2 == 0 else 0
     return [
@@ -207,35 +215,35 @@ def _v_half_block(num_ranks: int) -> list[_Slots]:
 
 def _split_block(
     *, forward_0: int, forward_1: int, input_1: int, input_0: int
-) -> _Slots:
-    """The slots of one rank: those of F and I of both chunks, each W soon after its I.
+) -> _Offsets:
+    """The offsets of one rank: of F and I of both chunks, and of each W after its I.
 
-    A weight gradient takes the first slot after its input gradient that is free modulo
-    the period.
+    A weight gradient has the first offset after that of its input gradient that is free
+    modulo the period.
     """
-    slots = {
+    offsets = {
         (FORWARD, 0): forward_0,
         (FORWARD, 1): forward_1,
         (INPUT, 1): input_1,
         (INPUT, 0): input_0,
     }
-    taken = {slot % _PERIOD for slot in slots.values()}
+    taken = {offset % _PERIOD for offset in offsets.values()}
     for chunk in (1, 0):
-        slot = slots[INPUT, chunk] + 1
-        while slot % _PERIOD in taken:
-            slot += 1
-        taken.add(slot % _PERIOD)
-        slots[WEIGHT, chunk] = slot
-    return slots
+        offset = offsets[INPUT, chunk] + 1
+        while offset % _PERIOD in taken:
+            offset += 1
+        taken.add(offset % _PERIOD)
+        offsets[WEIGHT, chunk] = offset
+    return offsets
 
 
-def _one_f_one_b_block(num_ranks: int) -> list[_Slots]:
-    """1F1B in a V: forwards at once, each B in the first slots that let both fit."""
+def _one_f_one_b_block(num_ranks: int) -> list[_Offsets]:
+    """1F1B in a V: forwards at once, each B at the first offset where it fits."""
     p = num_ranks
-    # If p is a multiple of 3, the slots would collide modulo the period.
+    # If p is a multiple of 3, the offsets would collide modulo the period.
     delay = 2 if num_ranks % 3 == 0 else 0
 
-    # The slots of the B of the second chunk, from rank 0 to the last rank ...
+    # The offsets of the B of the second chunk, from rank 0 to the last rank ...
     backward_1 = [2 * p + delay // 2]
     for k in reversed(range(p - 1)):
         step = 2 if k % 3 else 5
