@@ -1,16 +1,16 @@
-"""Seconds and bytes of programs by their jaxprs: nothing is compiled or run.
+"""Seconds and bytes of computations by their jaxprs: nothing is compiled or run.
 
 Time is that of a roofline. An equation takes as long as its floating-point operations,
 or as the bytes that it reads and writes, whichever is longer:
 
     seconds(eqn) = max(flops / peak_flops, bytes / memory_bandwidth)
 
-XLA fuses cheap equations, such as sums, masks and reductions: all of those in a program
+XLA fuses cheap equations, such as sums, masks and reductions: all of those in a jaxpr
 are taken as one, which touches only the arrays that other equations read or write too.
 
-The workspace of a program, besides its arguments and results, is at most the arrays of
-its equations that are alive at once: no fusion, no view. XLA needs less, except for the
-workspace of a product or a convolution, which no jaxpr shows.
+The workspace of a computation, besides its arguments and results, is at most the arrays
+of its equations that are alive at once: no fusion, no view. XLA needs less, except for
+the workspace of a product or a convolution, which no jaxpr shows.
 
 References:
   Williams et al., `Roofline: An Insightful Visual Performance Model for Multicore
@@ -34,7 +34,7 @@ class Rates(NamedTuple):
     Attributes:
       flops: floating-point operations in a second.
       bandwidth: bytes that it reads and writes in its memory in a second.
-      action: the seconds of a program that computes nothing.
+      action: the seconds of a computation without equations.
     """
 
     flops: float = 1e12
@@ -57,19 +57,19 @@ def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
     # The variables that others than cheap equations read or write.
     outer_vars = {*jaxpr.invars, *jaxpr.constvars, *_jaxpr.variables(jaxpr.outvars)}
     # variable -> the bytes of it that cheap equations read or write
-    fused_bytes: dict[core.Var, int] = {}
-    fused_flops = 0
+    cheap_bytes: dict[core.Var, int] = {}
+    cheap_flops = 0
     seconds = 0.0
     for eqn in jaxpr.eqns:
         if _min_cut.is_cheap(eqn):
-            fused_flops += _flops.count_eqn_flops(eqn)
+            cheap_flops += _flops.count_eqn_flops(eqn)
             for var, num_bytes in _touched(eqn).items():
-                fused_bytes[var] = max(fused_bytes.get(var, 0), num_bytes)
+                cheap_bytes[var] = max(cheap_bytes.get(var, 0), num_bytes)
         else:
             seconds += _expensive_seconds(eqn, rates)
             outer_vars |= _touched(eqn).keys()
-    num_bytes = sum(size for var, size in fused_bytes.items() if var in outer_vars)
-    return seconds + rates.seconds(fused_flops, num_bytes)
+    num_bytes = sum(size for var, size in cheap_bytes.items() if var in outer_vars)
+    return seconds + rates.seconds(cheap_flops, num_bytes)
 
 
 def _touched(eqn: core.JaxprEqn) -> dict[core.Var, int]:
@@ -77,13 +77,13 @@ def _touched(eqn: core.JaxprEqn) -> dict[core.Var, int]:
     variables = _jaxpr.variables([*eqn.invars, *eqn.outvars])
     sizes = {var: _min_cut.nbytes(var) for var in variables}
     if eqn.primitive.name in _PARTIAL_READS and eqn.invars[0] in sizes:
-        source = eqn.invars[0]
-        sizes[source] = min(sizes[source], _min_cut.nbytes(eqn.outvars[0]))
+        operand = eqn.invars[0]
+        sizes[operand] = min(sizes[operand], _min_cut.nbytes(eqn.outvars[0]))
     return sizes
 
 
 def _expensive_seconds(eqn: core.JaxprEqn, rates: Rates) -> float:
-    """The seconds of an equation that XLA does not fuse with others."""
+    """The seconds of an equation that is not cheap."""
     inner_seconds = [_seconds(closed, rates) for closed in _jaxpr.inner_jaxprs(eqn)]
     if not inner_seconds:
         num_bytes = sum(_touched(eqn).values())

@@ -147,13 +147,13 @@ class PlannedModel:
             self._model = model
 
         # No caller receives the state that is written, so no warning is due.
-        spec = replace(
+        function_spec = replace(
             _model_functions.forward_spec(model, train=request.train),
             discards=lambda *_: None,
         )
         args: list[PyTree] = [request.sample, request.rngs]
         if request.objective is not None:
-            spec = _model_functions.loss_spec(
+            function_spec = _model_functions.loss_spec(
                 model, request.objective, [], train=request.train
             )
             args = [request.sample, request.targets, request.rngs]
@@ -165,7 +165,7 @@ class PlannedModel:
         try:
             initial = model.initial(model.sample(request.sample, partition))
             variables = model.from_entries(initial.specs)
-            function = PipelinedFunction(spec, partition, trained)
+            function = PipelinedFunction(function_spec, partition, trained)
             specialization = function(variables, *args)
         except Exception as error:
             has_loss = request.loss not in (None, sum_outputs)

@@ -93,17 +93,17 @@ def explain_deadlock(simulated: SimulatedOrder) -> str:
     """Tells who waits for whom, from a rank that is stuck to where the chain closes."""
     tables = simulated.tables
     end = simulated.end
-    # result -> the rank that runs it, and the action.
-    runs: dict[int, tuple[int, Action]] = {}
-    # rank -> the first action that did not run.
+    # result -> its rank and its action
+    scheduled: dict[int, tuple[int, Action]] = {}
+    # rank -> the first action that did not run
     stuck: dict[int, int] = {}
     for rank, row in enumerate(simulated.rows):
         for action_id in reversed(row):
             result_id = tables.result_ids[action_id]
-            runs[result_id] = rank, tables.action(action_id)
+            scheduled[result_id] = rank, tables.action(action_id)
             if end[result_id] < 0:
                 stuck[rank] = action_id
-    has_split = any(action.op == INPUT for _, action in runs.values())
+    has_split = any(action.op == INPUT for _, action in scheduled.values())
 
     path: list[int] = []
     waits: dict[int, str] = {}  # rank -> sentence
@@ -115,13 +115,13 @@ def explain_deadlock(simulated: SimulatedOrder) -> str:
         )
         path.append(rank)
         sentence = f"rank {rank}: {tables.action(action_id)} waits for"
-        if needed_id not in runs:
+        if needed_id not in scheduled:
             needed = tables.action(needed_id)
             if not has_split:
                 # A backward is read by the ID of its input gradient.
                 needed = needed._replace(op=BACKWARD)
             return f"the schedule deadlocks: {sentence} {needed}, which nobody runs"
-        owner, needed = runs[needed_id]
+        owner, needed = scheduled[needed_id]
         blocker = tables.action(stuck[owner])
         after = "" if blocker == needed else f" after {blocker}"
         waits[rank] = f"{sentence} {needed}, which rank {owner} runs{after}"
