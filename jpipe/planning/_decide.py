@@ -25,7 +25,6 @@ from ..schedules._choose import format_argument
 from ..schedules._formats import format_bytes, format_seconds
 from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
-from ._fused import fused_residuals
 from ._interpolate import interpolate
 from ._layer_profile import MODES, find_count_faults, format_unknown_mode
 from ._link import link
@@ -37,6 +36,7 @@ from ._profile import Profile, find_speed_faults
 from ._profiler import profile_traced
 from ._reasons import explain_best
 from ._request import Request
+from ._residual_ratios import scale_residuals
 from ._space import Hardware, SearchSpace
 from ._traced import TracedLayers
 from ._verify import choose_candidate
@@ -203,7 +203,7 @@ def plan(
             profile.check(fingerprint(traced, finest.train, finest.where))
             profiles = {part_counts[0]: profile}
         if memory_limit is not None:
-            profiles = fused_residuals(profiles, model, finest, num_devices)
+            profiles = scale_residuals(profiles, model, finest, num_devices)
         space = SearchSpace(
             profiles={
                 num_parts: _with_state(part_profile, optimizer_bytes)

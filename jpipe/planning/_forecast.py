@@ -3,8 +3,8 @@
     seconds = max(makespan of the simulated schedule, seconds of the host thread)
 
 The host thread dispatches all programs and transfers of a step, one after another. The
-simulated costs are those of the programs that run: a forward of the last stage is a
-part of the backward that follows it, and the first stage has no input gradient.
+simulated costs are those of the programs that run: a forward of the last stage is fused
+with the backward that follows it, and the first stage has no input gradient.
 """
 
 import dataclasses
@@ -173,7 +173,7 @@ def fused_costs(
 ) -> Costs:
     """The costs of the programs that a step runs, where these are not its actions.
 
-    A forward of the last stage that its own backward follows is a part of it: nothing
+    A forward of the last stage that its own backward follows is fused with it: nothing
     is stored between them or computed twice. The first stage has no gradient of its
     input: its W does all that a backward does.
 

@@ -1,4 +1,11 @@
-"""Profiles of micro-batches of a size that was not looked at."""
+"""Profiles of micro-batches of a size that was not profiled.
+
+    cost(size) = cost(small) + (cost(large) - cost(small)) * fraction
+    fraction   = (size - small) / (large - small)
+
+Times and bytes are taken to be linear: a part that does not depend on the size, and a
+part for each example.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,16 +17,10 @@ from ._profile import Profile
 def interpolate(small: Profile, large: Profile, size: int) -> Profile:
     """A profile of micro-batches of another size, from those of two sizes.
 
-    Times and bytes are taken to grow evenly: a part that does not depend on the size,
-    and a part for each example.
-
     Args:
       small: the profile of the smaller micro-batch.
       large: the profile of the larger one; may be the same.
-      size: examples of the micro-batch that is sought.
-
-    Returns:
-      The profile.
+      size: the number of examples of the micro-batch.
     """
     span = large.microbatch_size - small.microbatch_size
     fraction = (size - small.microbatch_size) / span if span else 0.0

@@ -1,7 +1,12 @@
 """The problem that `jpipe.partition` solves: times and bytes of each possible stage.
 
 Entry [i, j] of a matrix is of the stage of layers i to j - 1. Times are counted in
-whole units (see `PartitionProblem.quantum`).
+whole units (see `PartitionProblem.quantum`). A rank with the stages s holds
+
+    bytes = max over moments of sum over s of in_flight[moment, s] * residuals[s][i, j]
+            + sum over s of fixed[i, j]
+
+where *fixed* is parameters, their sums of gradients, and state.
 """
 
 import functools

@@ -1,7 +1,13 @@
 """Scales the residuals of layers to what stages store: less than layers by themselves.
 
 The output of one layer is the input of the next one: a stage stores it once, or not at
-all if it follows by cheap operations from what is stored before it.
+all if it follows by cheap operations from what is stored before it. So the bytes of a
+stage are not the sum over its layers. One cut is lowered, and for each of its stages
+and each remat mode
+
+    ratio = bytes that the stage stores / sum of the bytes that its layers store alone
+
+scales the residuals of its layers, in the profiles of all sizes of micro-batches.
 """
 
 import dataclasses
@@ -16,7 +22,7 @@ from ._request import Request
 from ._space import Choice
 
 
-def fused_residuals(
+def scale_residuals(
     profiles: Mapping[int, Profile],
     model: PlannedModel,
     request: Request,
@@ -24,8 +30,8 @@ def fused_residuals(
 ) -> dict[int, Profile]:
     """Profiles whose layers store about as much as they do in stages.
 
-    The ratio of the two is computed for one cut and one number of micro-batches, and
-    taken to be the same for all.
+    The ratios are those of one cut and one number of micro-batches, taken to be the
+    same for all.
 
     Args:
       profiles: number of micro-batches -> profile of layers by themselves.
@@ -42,7 +48,7 @@ def fused_residuals(
     )
     plan = model.describe_step(request, choice)
 
-    # For each layer: remat mode -> bytes in its stage / bytes by itself
+    # for each layer: remat mode -> the ratio of its stage
     ratios: list[dict[str, float]] = []
     for stage, size in zip(plan.stages, balance, strict=True):
         begin = len(ratios)
@@ -56,17 +62,17 @@ def fused_residuals(
         stage_ratios["full"] = 1.0
         ratios += [stage_ratios] * size
 
-    fused_profiles = {}
+    scaled_profiles = {}
     for num_microbatches, layer_profile in profiles.items():
         pairs = zip(layer_profile.layers, ratios, strict=True)
-        layers = tuple(_scale_residuals(layer, ratio) for layer, ratio in pairs)
-        fused_profiles[num_microbatches] = dataclasses.replace(
+        layers = tuple(_scale_layer(layer, ratio) for layer, ratio in pairs)
+        scaled_profiles[num_microbatches] = dataclasses.replace(
             layer_profile, layers=layers
         )
-    return fused_profiles
+    return scaled_profiles
 
 
-def _scale_residuals(layer: LayerProfile, ratios: Mapping[str, float]) -> LayerProfile:
+def _scale_layer(layer: LayerProfile, ratios: Mapping[str, float]) -> LayerProfile:
     """A layer whose residuals under each mode are scaled."""
     residual_bytes = {
         mode: int(num_bytes * ratios.get(mode, 1.0))

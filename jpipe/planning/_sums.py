@@ -1,4 +1,7 @@
-"""Sums over stages as matrices: entry [i, j] is of the stage of layers i to j - 1."""
+"""Sums over stages as matrices: entry [i, j] is of the stage of layers i to j - 1.
+
+sums[i, j] = prefix[j] - prefix[i]        prefix[j]: the sum over the layers before j
+"""
 
 import itertools
 from collections.abc import Sequence

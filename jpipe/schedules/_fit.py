@@ -1,4 +1,8 @@
-"""Fits a schedule to costs and memory: the fastest that a search finds."""
+"""Fits a schedule to costs and memory: the fastest that a search finds.
+
+Stages are placed in a loop and, if there are two per rank, in a V; of the orders that
+`search_orders` tries for each placement, the fastest that keeps to the limit is taken.
+"""
 
 import math
 from collections.abc import Iterable, Sequence

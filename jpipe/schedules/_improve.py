@@ -1,4 +1,20 @@
-"""Improves an order: pushes actions late; swaps neighbours on the longest chain."""
+"""Improves an order: pushes actions late; swaps neighbours on a longest chain.
+
+Late: from the last action to the first, each takes the latest free time of its rank
+with
+
+    end[a] <= min over d of (start[d] - delay[d, a])       d: what depends on a
+
+A list schedule whose priorities are these starts then pushes all of them early again.
+
+Swaps: the makespan is the length of a longest chain of actions, each of which depends
+on the one before it or follows it on its rank. Only a swap of two that follow each
+other on a rank, on such a chain, can make it shorter.
+
+References:
+  Valls et al., Justification and RCPSP: a technique that pays (2005).
+  Van Laarhoven et al., Job shop scheduling by simulated annealing (1992).
+"""
 
 import math
 from bisect import bisect_left
@@ -9,11 +25,7 @@ from ._action_tables import ActionTables, SimulatedOrder
 
 
 def compute_latest_starts(simulated: SimulatedOrder) -> list[float]:
-    """The start of each action, by ID, if all ran as late as the makespan allows.
-
-    From the last action to the first, each goes to the latest gap of its rank that ends
-    before all actions that depend on it start.
-    """
+    """The start of each action, by ID, if all ran as late as the makespan allows."""
     tables = simulated.tables
     result_ids = tables.result_ids
     latest_ends = [simulated.makespan - more for more in tables.exchange_times]

@@ -3,6 +3,9 @@
 Time passes from event to event. At each, the ranks that may have something new to do
 look at the next action of each op of each of their stages, and start the one of lowest
 priority number that has all inputs and fits into memory.
+
+References:
+  Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
 import heapq
