@@ -100,7 +100,7 @@ def check_loss_function(
     if tolerance is None:
         dtypes: list[Any] = []
         for specialization in specializations:
-            dtypes += _dataflow.all_dtypes(specialization.stages.first.closed)
+            dtypes += _dataflow.all_dtypes(specialization.stages.traced().closed)
         tolerance = _comparison.tolerance(dtypes)
     outputs = _comparison.compare(
         "outputs",

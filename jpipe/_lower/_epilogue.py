@@ -273,7 +273,7 @@ class Epilogue:
         return self._write_epilogue(
             EpilogueInputs(
                 loss=reduced[-1].loss[0],
-                penalty=self.weights[-1] if stages.first.penalty else None,
+                penalty=self.weights[-1] if stages.traced().penalty else None,
                 loss_divisor=loss_divisor,
                 loss_weights=[
                     graph.bring(value, self._last_place) for value in loss_weights
@@ -376,7 +376,7 @@ class Epilogue:
         num_params = len(prologue.params)
         # weight index of a prologue value -> the terms of its cotangent
         value_terms = {i: x for i, x in terms.items() if i >= num_params and x}
-        has_penalty = bool(prologue.stages.first.penalty)
+        has_penalty = bool(prologue.stages.traced().penalty)
         penalty = len(self.weights) - 1 if has_penalty else None
         # A penalty is added to the loss as it is: its cotangent is that of the loss,
         # and no backward has divided it.
@@ -405,7 +405,7 @@ class Epilogue:
         graph = self.prologue.graph
         stages = self.prologue.stages
         is_stacked = jax.tree.map(lambda value: graph.shardings[value].stacked, inputs)
-        first = stages.first
+        first = stages.traced()
         loss_dtype = first.closed.out_avals[0].dtype if first.has_loss else None
         aux_locations = [(graph.places[column[0]], WHOLE) for column in inputs.aux]
 

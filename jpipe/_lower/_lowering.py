@@ -31,7 +31,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._computation import ArgumentSource, Computation, ResultSource, Source
 from .._partition import _remat
 from .._partition._stage_placement import StagePlacement
-from .._stage._stage import ResultSums, Stage
+from .._stage._stage_functions import ResultSums, StageFunctions
 from .._stage._stages import Stages
 from .._trace._accumulation import accumulate, sum_spec
 from ..schedules import Action
@@ -124,8 +124,12 @@ class Lowering:
         Batch inputs of the whole program are the leaves of the mini-batch, the index of
         the micro-batch, and numbers that are folded into keys.
         """
-        index_of_var = {var: i for i, var in enumerate(self._stages.first.batch_inputs)}
-        indices = [index_of_var[var] for var in self._stages.part(stage).batch_inputs]
+        index_of_var = {
+            var: i for i, var in enumerate(self._stages.traced().batch_inputs)
+        }
+        indices = [
+            index_of_var[var] for var in self._stages.slice_of(stage).batch_inputs
+        ]
         num_leaves = len(batch_leaves)
         leaf_indices = [i for i in indices if i < num_leaves]
         rows = microbatch_inputs.split(
@@ -253,7 +257,10 @@ class Lowering:
         if action.op == FORWARD:
             return True
         stage, m = _cell(action)
-        return self._stages.does(stage, m, weights_only=action.op == WEIGHT)
+        stage_slice = self._stages.slice_of(stage, m)
+        if action.op == WEIGHT:
+            return stage_slice.has_weight_grads
+        return stage_slice.has_backward
 
     def _mode(self, action: Action, *, is_fused: bool) -> Any:
         """The remat mode of an action: what its forward stores."""
@@ -309,7 +316,7 @@ class Lowering:
     def _specs_of_sums(self, stage: int) -> StageSums:
         """Specs of the sums of a stage."""
         trained = self._stages.trained_weights(stage)
-        losses = self._stages.first.loss if stage == self._last_stage else []
+        losses = self._stages.traced().loss if stage == self._last_stage else []
         return StageSums(
             grads=[sum_spec(self._graph.specs[self._weights[i]]) for i in trained],
             loss=[sum_spec(loss.aval) for loss in losses],
@@ -346,26 +353,29 @@ class Lowering:
 
     def _operands(self, stage: int, m: int) -> Values:
         """The operands of a forward: weights, input activations and batch inputs."""
-        part = self._stages.part(stage, m)
-        weights = zip(part.weights, self._stages.weights(stage, m), strict=True)
+        stage_slice = self._stages.slice_of(stage, m)
+        weights = zip(stage_slice.weights, self._stages.weights(stage, m), strict=True)
         # variable of the stage -> its value
         values = {var: self._weights[i] for var, i in weights}
-        values |= {var: self._outputs[var, m] for var in part.input_activations}
-        values |= zip(part.batch_inputs, self._batch_inputs[stage][m], strict=True)
-        return [values[var] for var in part.closed.jaxpr.invars]
+        values |= {var: self._outputs[var, m] for var in stage_slice.input_activations}
+        values |= zip(
+            stage_slice.batch_inputs, self._batch_inputs[stage][m], strict=True
+        )
+        return [values[var] for var in stage_slice.closed.jaxpr.invars]
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Keeps the results of a forward that other stages read, or the user."""
-        part = self._stages.part(stage, m)
-        outputs = [*part.leaves, *part.aux]
-        for var, value in zip(outputs, results, strict=False):
+        stage_slice = self._stages.slice_of(stage, m)
+        for var, value in zip(stage_slice.outputs, results, strict=False):
             self._outputs[var, m] = value
 
-    def _keep_forward(self, action: Action, functions: Stage, results: Values) -> None:
-        """Keeps the results of `Stage.forward_adding`."""
+    def _keep_forward(
+        self, action: Action, functions: StageFunctions, results: Values
+    ) -> None:
+        """Keeps the results of `StageFunctions.forward_adding`."""
         stage, m = _cell(action)
-        part = self._stages.part(stage, m)
-        num_outputs = len(part.leaves) + len(part.aux)
+        stage_slice = self._stages.slice_of(stage, m)
+        num_outputs = len(stage_slice.outputs)
         num_saved = num_outputs + functions.num_residuals
 
         self._keep_outputs(stage, m, results)
@@ -379,10 +389,12 @@ class Lowering:
                 loss=new_sums[:num_losses], state=new_sums[num_losses:]
             )
 
-    def _keep_backward(self, action: Action, functions: Stage, results: Values) -> None:
-        """Keeps the results of `Stage.backward_adding`."""
+    def _keep_backward(
+        self, action: Action, functions: StageFunctions, results: Values
+    ) -> None:
+        """Keeps the results of `StageFunctions.backward_adding`."""
         stage, m = _cell(action)
-        num_input_grads = 0 if action.op == WEIGHT else functions.num_differentiated
+        num_input_grads = 0 if action.op == WEIGHT else functions.slice.num_input_grads
         input_grads = results[:num_input_grads]
         grad_sums_or_residuals = results[num_input_grads:]
 
@@ -394,7 +406,9 @@ class Lowering:
                 grads=grad_sums_or_residuals
             )
 
-        activations = self._stages.part(stage, m).input_activations[:num_input_grads]
+        activations = self._stages.slice_of(stage, m).input_activations[
+            :num_input_grads
+        ]
         for var, value in zip(activations, input_grads, strict=True):
             self._cotangents.setdefault((var, m), {})[stage] = value
 
@@ -432,7 +446,7 @@ class Lowering:
             self._backward_shardings(action, function),
         )
 
-        num_outputs = len(self._stages.part(stage, m).closed.jaxpr.outvars)
+        num_outputs = len(self._stages.slice_of(stage, m).closed.jaxpr.outvars)
         num_sums = len(self._sum_specs[stage].results)
         num_forward = num_outputs + functions.num_residuals + num_sums
         self._keep_forward(action, functions, results[:num_forward])
@@ -481,7 +495,7 @@ class Lowering:
             return self._loss_divisor
         stage, m = _cell(action)
         output_grads = Values()
-        for var in self._stages.part(stage, m).leaves:
+        for var in self._stages.slice_of(stage, m).differentiated_outputs:
             of_readers = self._cotangents.pop((var, m))
             terms = [of_readers[s] for s in sorted(of_readers, reverse=True)]
             if len(terms) > 1:
@@ -538,11 +552,11 @@ class Lowering:
         closed, _ = _jaxpr.trace(add, sum_specs, result_specs, share_specs)
 
         # variable of the stage -> the operand or the result of the forward that it is
-        part = self._stages.part(stage, m)
+        stage_slice = self._stages.slice_of(stage, m)
         sources = dict[core.Var, Source]()
-        for i, var in enumerate(part.closed.jaxpr.invars):
+        for i, var in enumerate(stage_slice.closed.jaxpr.invars):
             sources[var] = ArgumentSource(i)
-        for i, var in enumerate([*part.leaves, *part.aux]):
+        for i, var in enumerate(stage_slice.outputs):
             sources[var] = ResultSource(i)
         return ResultSums(
             closed,

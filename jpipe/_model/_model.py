@@ -255,7 +255,7 @@ class Model:
 
     def name_skips(self, stages: Stages) -> dict[Any, str]:
         """Returns the name of each value that a skip connection brings to a stage."""
-        marked = _boundaries.marked_variables(stages.first.closed)
+        marked = _boundaries.marked_variables(stages.traced().closed)
         return {
             var: _skip.skip_name(self.routes[number - 1].key)
             for var, (_, number) in marked.items()

@@ -35,7 +35,7 @@ def check_captured_params(
     Raises:
       TypeError: with the parameters that modules or their loss close over.
     """
-    traced = specialization.stages.first
+    traced = specialization.stages.traced()
     if not traced.has_loss or not traced.constants:
         return
     constant_ids = set(map(id, traced.constants))

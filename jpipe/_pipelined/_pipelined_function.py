@@ -205,7 +205,7 @@ class PipelinedFunction:
             num_stages = len(positions[batch.sizes[0]]) + 1
             placement = self._partition.placement(num_stages)
             stages = Stages(
-                programs=traced_functions,
+                traced_functions=traced_functions,
                 cuts=positions,
                 sizes=batch.sizes,
                 remat=placement.remat,
@@ -235,7 +235,7 @@ class PipelinedFunction:
             layout=layout,
             cuts=cuts,
             batch=batch,
-            aux=spec.aux_of(stages.first),
+            aux=spec.aux_of(stages.traced()),
             joins=joins,
         )
 
@@ -275,9 +275,9 @@ class PipelinedFunction:
         for size in batch.sizes:
             sizes += [size] * batch.num_shards
         return MicrobatchOutputs(
-            traced=stages.first,
+            traced=stages.traced(),
             has_examples=[axis is not None for axis in batch.axes],
-            first=self._spec.aux_of(stages.first),
+            first=self._spec.aux_of(stages.traced()),
             last=self._spec.aux_of(stages.traced(-1)),
             sizes=sizes,
             trace_whole=lambda: trace_whole(self._spec, specs, batch),

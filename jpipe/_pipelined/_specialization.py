@@ -83,7 +83,7 @@ class Specialization:
         """
         graph.facts |= batch_facts(self.batch) | self.layout.facts
         # Arrays that the function closes over are weights behind the parameters.
-        constants = self.stages.first.constants
+        constants = self.stages.traced().constants
         owner_stages = self.stages.owner_stages[len(params) :]
         constant_values = list[Value]()
         # Behind the owners of constants are those of the values of the prologue.
@@ -100,7 +100,7 @@ class Specialization:
             batch_leaves=list(batch_leaves),
             joins=self._joins,
         )
-        if self.stages.first.has_loss:
+        if self.stages.traced().has_loss:
             return lowering.run()
         return lowering.run_forwards()
 

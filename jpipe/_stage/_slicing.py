@@ -21,7 +21,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import is_inexact
 from .._trace._boundaries import is_mark
 from .._trace._traced_function import EqnKind, TracedFunction
-from ._stage import Stage
+from ._stage_slice import StageSlice
 
 
 def slice_stages(
@@ -30,7 +30,7 @@ def slice_stages(
     *,
     differentiated: set[core.Var],
     trained_params: set[core.Var],
-) -> list[Stage]:
+) -> list[StageSlice]:
     """The stages, in order; the last one computes the loss.
 
     Args:
@@ -53,11 +53,12 @@ class _EqnSlice(NamedTuple):
 
     Attributes:
       eqns: the equations, copies included, in order.
-      reads: the variables that they read and do not compute; keys of a dict, in order.
+      invars: the variables that they read and do not compute; keys of a dict, in
+        order.
     """
 
     eqns: list[core.JaxprEqn]
-    reads: dict[core.Var, None]
+    invars: dict[core.Var, None]
 
 
 class _Slicer:
@@ -91,11 +92,11 @@ class _Slicer:
         results = [var for var in _variables(traced.outputs) if var not in params]
         self._results = list(dict.fromkeys(results))
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[StageSlice]:
         """The stages, in order."""
         slices = [self._slice_equations(index) for index in range(self._num_stages)]
         self._check_references(slices)
-        return [self._make_stage(slices, index) for index in range(self._num_stages)]
+        return [self._make_slice(slices, index) for index in range(self._num_stages)]
 
     def _of_stage(
         self, variables: Iterable[core.Var], stage_index: int
@@ -121,7 +122,7 @@ class _Slicer:
 
     def _check_references(self, slices: Sequence[_EqnSlice]) -> None:
         for stage_index, eqn_slice in enumerate(slices):
-            for var in eqn_slice.reads:
+            for var in eqn_slice.invars:
                 if var not in self._consts and _is_reference(var):
                     raise ValueError(
                         f"a jax.Ref is used in stages {self._stage_of.get(var)} and "
@@ -129,20 +130,20 @@ class _Slicer:
                         f"jpipe.boundary marks"
                     )
 
-    def _make_stage(self, slices: Sequence[_EqnSlice], stage_index: int) -> Stage:
+    def _make_slice(self, slices: Sequence[_EqnSlice], stage_index: int) -> StageSlice:
         traced = self._traced
         eqn_slice = slices[stage_index]
-        reads = eqn_slice.reads
+        invars = eqn_slice.invars
 
-        activations = [var for var in reads if var in self._stage_of]
-        batch_inputs = [var for var in traced.batch_inputs if var in reads]
+        activations = [var for var in invars if var in self._stage_of]
+        batch_inputs = [var for var in traced.batch_inputs if var in invars]
         not_weights = {*self._stage_of, *traced.batch_inputs, *self._consts}
-        weights = [var for var in reads if var not in not_weights]
+        weights = [var for var in invars if var not in not_weights]
         trained_weights, fixed_weights = _split_by(weights, self._trained)
         with_grad, without_grad = _split_by(activations, self._differentiated)
         model_inputs, side_inputs = _split_by(batch_inputs, traced.inputs)
 
-        outputs, aux = self._find_outputs(slices, stage_index)
+        outputs, other_outputs = self._find_outputs(slices, stage_index)
         closed = self._make_jaxpr(
             eqn_slice,
             invars=[
@@ -153,17 +154,17 @@ class _Slicer:
                 *model_inputs,
                 *side_inputs,
             ],
-            outvars=[*outputs, *aux],
+            outvars=[*outputs, *other_outputs],
         )
-        return Stage(
+        return StageSlice(
             weights=[*trained_weights, *fixed_weights],
             num_trained=len(trained_weights),
             input_activations=[*with_grad, *without_grad],
-            num_differentiated=len(with_grad),
-            inputs=model_inputs,
+            num_input_grads=len(with_grad),
+            model_inputs=model_inputs,
             side_inputs=side_inputs,
-            leaves=outputs,
-            aux=aux,
+            differentiated_outputs=outputs,
+            other_outputs=other_outputs,
             closed=closed,
         )
 
@@ -174,7 +175,7 @@ class _Slicer:
         read_elsewhere = set[core.Var]()
         for index, eqn_slice in enumerate(slices):
             if index != stage_index:
-                read_elsewhere |= eqn_slice.reads.keys()
+                read_elsewhere |= eqn_slice.invars.keys()
         activations = [
             var
             for var in _jaxpr.outvars_of(slices[stage_index].eqns)
@@ -210,7 +211,7 @@ class _Slicer:
             else:
                 eqns.append(eqn)
 
-        consts = {v: x for v, x in self._consts.items() if v in eqn_slice.reads}
+        consts = {v: x for v, x in self._consts.items() if v in eqn_slice.invars}
         jaxpr = self._traced.closed.jaxpr.replace(
             constvars=[*consts],
             invars=invars,
@@ -284,7 +285,9 @@ def differentiated_vars(
     return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
-def prologue_jaxpr(traced: TracedFunction, stages: Sequence[Stage]) -> core.ClosedJaxpr:
+def prologue_jaxpr(
+    traced: TracedFunction, stages: Sequence[StageSlice]
+) -> core.ClosedJaxpr:
     """``params -> values`` that are computed once per step, for stages and the loss."""
     params = set(traced.params)
     values = dict[core.Var, None]()

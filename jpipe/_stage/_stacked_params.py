@@ -39,7 +39,7 @@ def check_stacked_params(
             for stage in range(stages.num_stages)
             if param in stages.weights(stage)
         ]
-        num_bytes = nbytes(stages.first.params[param])
+        num_bytes = nbytes(stages.traced().params[param])
         if len(readers) < 2 or num_bytes < _LEAST_BYTES:
             continue
         axes = {_sliced_axis(stages, stage, param) for stage in readers}
@@ -61,10 +61,10 @@ def check_stacked_params(
 
 def _sliced_axis(stages: Stages, stage: int, param: int) -> int | None:
     """The axis along which a stage takes slices; ``None`` if it reads all of it."""
-    of_batch = stages.first.of_batch
-    aliases = {stages.first.params[param]}
+    of_batch = stages.traced().of_batch
+    aliases = {stages.traced().params[param]}
     axes = set[int]()
-    for eqn in stages.part(stage).closed.jaxpr.eqns:
+    for eqn in stages.slice_of(stage).closed.jaxpr.eqns:
         operands = _jaxpr.variables(eqn.invars)
         if aliases.isdisjoint(operands):
             continue

@@ -44,7 +44,7 @@ def mark_shared_names(names: Sequence[Sequence[str]]) -> list[list[str]]:
 def _called_modules(stages: Stages, stage: int) -> list[str]:
     """The children of the outermost module that a stage calls, in order."""
     names = dict[str, None]()
-    for eqn in stages.part(stage).closed.jaxpr.eqns:
+    for eqn in stages.slice_of(stage).closed.jaxpr.eqns:
         for path in _eqn_source.module_paths(eqn):
             _, *children = path.split("/")
             if children:

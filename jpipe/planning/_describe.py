@@ -53,7 +53,7 @@ class PipelineInfo(NamedTuple):
     def training_step(self) -> Specialization | None:
         """The last mini-batch, if it has a loss and runs."""
         last = self.specialization
-        if last is None or not last.runs or not last.stages.first.has_loss:
+        if last is None or not last.runs or not last.stages.traced().has_loss:
             return None
         return last
 
@@ -120,7 +120,7 @@ def _param_shapes(layout: ParamLayout) -> tuple[tuple[int, ...], ...]:
 def _work_shares(stages: Stages) -> list[float]:
     """The estimated share of each stage in the work of a forward."""
     work = [
-        _work.estimate_work(stages.part(s).closed) for s in range(stages.num_stages)
+        _work.estimate_work(stages.slice_of(s).closed) for s in range(stages.num_stages)
     ]
     total = max(sum(work), 1)
     return [stage_work / total for stage_work in work]
@@ -225,13 +225,13 @@ def _sent_bytes(stages: Stages, stage: int) -> int:
     read_elsewhere = set()
     for other_stage in range(stages.num_stages):
         if other_stage != stage:
-            read_elsewhere.update(stages.part(other_stage).input_activations)
+            read_elsewhere.update(stages.slice_of(other_stage).input_activations)
 
-    part = stages.part(stage)
+    part = stages.slice_of(stage)
     passed_on = set(map(id, [*part.weights, *part.input_activations]))
     # id of a value in the jaxpr -> an output that is this value
     sent: dict[int, Any] = {}
-    outputs = [*part.leaves, *part.aux]
+    outputs = part.outputs
     for output, value in zip(outputs, part.closed.jaxpr.outvars, strict=True):
         if output in read_elsewhere and id(value) not in passed_on:
             sent[id(value)] = output

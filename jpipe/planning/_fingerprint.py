@@ -80,15 +80,20 @@ def _describe_device(device: Device) -> str:
 def _describe_layer(model: TracedLayers, layer: int) -> str:
     """The name, the inputs and the digest of a layer."""
     stages = model.stages
-    part = stages.part(layer)
+    stage_slice = stages.slice_of(layer)
     weights = stages.weights(layer)
     digested = [
         str(model.specs(weights)),
         str([model.paths[i] for i in weights if i < len(model.paths)]),
         str([stages.trained[i] for i in weights]),
-        str([var.aval for var in model.select_differentiated(part.input_activations)]),
-        str([str(var.aval) for var in part.batch_inputs]),
-        *_operations(part.closed),
+        str(
+            [
+                var.aval
+                for var in model.select_differentiated(stage_slice.input_activations)
+            ]
+        ),
+        str([str(var.aval) for var in stage_slice.batch_inputs]),
+        *_operations(stage_slice.closed),
     ]
     digest = hashlib.sha256("\n".join(digested).encode()).hexdigest()
     return f"{model.names[layer]}: {_shapes(model.inputs(layer))}, {digest[:12]}"

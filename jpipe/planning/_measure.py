@@ -26,7 +26,7 @@ from .._instructions._progress import count_items
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
-from .._stage._stage import Stage
+from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
 from ._request import Request
 from ._traced import TracedLayers
@@ -62,7 +62,7 @@ class Times(NamedTuple):
 
 def measure_layers(
     model: TracedLayers, request: Request, device: Device
-) -> tuple[dict[Stage, Times], float]:
+) -> tuple[dict[StageFunctions, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
@@ -76,10 +76,10 @@ def measure_layers(
       that computes nothing, in a row of them.
     """
     programs = {
-        stage: _programs(
-            stage, model=model, layer=layers[0], request=request, device=device
+        functions: _programs(
+            functions, model=model, layer=layers[0], request=request, device=device
         )
-        for stage, layers in model.group_equal_layers().items()
+        for functions, layers in model.group_equal_layers().items()
     }
     nothing = _program_of_nothing(device)
     all_programs = [nothing]
@@ -94,8 +94,8 @@ def measure_layers(
         if program is nothing:  # in each round
             seconds_in_a_row.append(nothing.measure_in_a_row())
     times = {
-        stage: _times(layer_programs, nothing.seconds)
-        for stage, layer_programs in programs.items()
+        functions: _times(layer_programs, nothing.seconds)
+        for functions, layer_programs in programs.items()
     }
     return times, statistics.median(seconds_in_a_row)
 
@@ -112,7 +112,7 @@ def _program_of_nothing(device: Device) -> "_MeasuredProgram":
 
 
 def _programs(
-    stage: Stage,
+    functions: StageFunctions,
     *,
     model: TracedLayers,
     layer: int,
@@ -123,8 +123,8 @@ def _programs(
     batch_inputs = _batch_inputs(model, layer, request)
     label = f"layer {layer} ({model.names[layer]})"
     programs: dict[str, _MeasuredProgram] = {}
-    for name in TIME_FIELDS.values() if stage.has_backward else ["forward"]:
-        computation: Computation = getattr(stage, name)
+    for name in TIME_FIELDS.values() if functions.slice.has_backward else ["forward"]:
+        computation: Computation = getattr(functions, name)
         assert computation.closed is not None
         assert computation.reads is not None
         if not computation.closed.jaxpr.eqns:
@@ -143,9 +143,9 @@ def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int
 
     The number of the micro-batch, and what follows from it, are among them.
     """
-    part = model.stages.part(layer)
+    stage_slice = model.stages.slice_of(layer)
     batch = model.batch
-    traced = model.stages.first
+    traced = model.stages.traced()
     leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
     specs = jax.tree.leaves(batch.part(batch.sizes[0]))
     values = [
@@ -153,9 +153,10 @@ def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int
     ]
     values += [np.int32(0), *traced.numbers]
     value_of = dict(zip(traced.batch_inputs, values, strict=True))  # variable -> value
-    first = len(part.weights) + len(part.input_activations)
+    first = len(stage_slice.weights) + len(stage_slice.input_activations)
     return {
-        index: value_of[var] for index, var in enumerate(part.batch_inputs, start=first)
+        index: value_of[var]
+        for index, var in enumerate(stage_slice.batch_inputs, start=first)
     }
 
 

@@ -112,7 +112,7 @@ class PlannedModel:
         _, specialization, variables = self._specialize(
             one_microbatch, _one_layer_per_stage(1), pieces=whole
         )
-        traced = specialization.stages.first
+        traced = specialization.stages.traced()
         positions = _balanced_cuts.find_pieces(traced, _NUM_PIECES)
         num_params = len(jax.tree.leaves(variables))
         return CutPoints.of(traced, positions, num_params, _NUM_PIECES)

@@ -11,7 +11,7 @@ from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
-from .._stage._stage import Stage
+from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, estimate_seconds, estimate_workspace
 from ._fingerprint import fingerprint
@@ -135,8 +135,8 @@ def profile_traced(model: TracedLayers, request: Request) -> Profile:
     """The requested profile of layers, each by itself."""
     if isinstance(request.where, Rates):
         rates = request.where
-        stages = count_items("layers estimated", list(model.group_equal_layers()))
-        times = {stage: _estimate_times(stage, rates) for stage in stages}
+        groups = count_items("layers estimated", list(model.group_equal_layers()))
+        times = {functions: _estimate_times(functions, rates) for functions in groups}
         action_seconds = rates.action
     else:
         times, action_seconds = measure_layers(model, request, request.where)
@@ -151,39 +151,39 @@ def profile_traced(model: TracedLayers, request: Request) -> Profile:
     )
 
 
-def _estimate_times(stage: Stage, rates: Rates) -> Times:
+def _estimate_times(functions: StageFunctions, rates: Rates) -> Times:
     """The times of a layer by its jaxprs."""
     times = dict.fromkeys(TIME_FIELDS.values(), 0.0)
     workspace_bytes = 0
-    for name in TIME_FIELDS.values() if stage.has_backward else ["forward"]:
-        computation: Computation = getattr(stage, name)
+    for name in TIME_FIELDS.values() if functions.slice.has_backward else ["forward"]:
+        computation: Computation = getattr(functions, name)
         times[name] = estimate_seconds(computation, rates)
         workspace_bytes = max(workspace_bytes, estimate_workspace(computation))
     return Times(**times, workspace_bytes=workspace_bytes)
 
 
 def _layer_profiles(
-    model: TracedLayers, times: Mapping[Stage, Times]
+    model: TracedLayers, times: Mapping[StageFunctions, Times]
 ) -> Iterator[LayerProfile]:
     groups = count_items("layers traced", list(model.group_equal_layers().items()))
     residual_bytes = {
-        stage: _residual_bytes(model, layers[0]) for stage, layers in groups
+        functions: _residual_bytes(model, layers[0]) for functions, layers in groups
     }
     for layer, name in enumerate(model.names):
-        stage = model.stage(layer)
+        functions = model.functions(layer)
         params = model.specs(model.owned_variables(layer, are_params=True))
         state = model.specs(model.owned_variables(layer, are_params=False))
-        forward = stage.forward.closed
+        forward = functions.forward.closed
         output_bytes, cotangent_bytes = _output_bytes(model, layer)
         yield LayerProfile(
             name=name,
-            **times[stage]._asdict(),
+            **times[functions]._asdict(),
             num_params=sum(leaf.size for leaf in params),
             param_bytes=sum(map(nbytes, params)),
             state_bytes=sum(map(nbytes, state)),
             output_bytes=output_bytes,
             cotangent_bytes=cotangent_bytes,
-            residual_bytes=residual_bytes[stage],
+            residual_bytes=residual_bytes[functions],
             flops=None if forward is None else float(count_flops(forward)),
         )
 
@@ -196,7 +196,7 @@ def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:
         cotangents = model.select_differentiated(outputs)
         return total_bytes(outputs), total_bytes(cotangents)
     output_bytes = sum(map(nbytes, model.outputs))
-    if model.stages.first.has_loss or not model.stage(layer).has_backward:
+    if model.stages.traced().has_loss or not model.stages.slice_of(layer).has_backward:
         return output_bytes, 0
     cotangents = filter(is_inexact, model.outputs)
     return output_bytes, sum(map(nbytes, cotangents))
@@ -204,14 +204,14 @@ def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:
 
 def _residual_bytes(model: TracedLayers, layer: int) -> dict[str, int]:
     """The bytes that a layer stores, by remat mode, as a stage of that mode."""
-    if not model.stage(layer).has_backward:
+    if not model.stages.slice_of(layer).has_backward:
         return dict.fromkeys(MODES, 0)
     residual_bytes: dict[str, int] = {}
     for mode in MODES:
         # "full" stores the inputs, which need no trace of that mode.
         traced_mode = "none" if mode == "full" else mode
-        stage = model.stage(layer, mode=traced_mode)
-        residual_bytes[mode] = stage.stored.nbytes[mode]
+        functions = model.functions(layer, mode=traced_mode)
+        residual_bytes[mode] = functions.residuals.nbytes[mode]
     return residual_bytes
 
 

@@ -10,7 +10,7 @@ import jax
 from .._arguments import _variables
 from .._arguments._batch import Batch
 from .._pipelined._specialization import Specialization
-from .._stage._stage import Stage
+from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
 
 PyTree = Any
@@ -57,10 +57,10 @@ class TracedLayers:
     @property
     def outputs(self) -> list[Any]:
         """Specs of the results of the last layer, besides the loss if it makes one."""
-        return jax.tree.leaves(self.stages.first.aux[0])
+        return jax.tree.leaves(self.stages.traced().aux[0])
 
-    def stage(self, layer: int, *, mode: str = "none") -> Stage:
-        """The programs of a layer in a remat mode; equal layers have the same."""
+    def functions(self, layer: int, *, mode: str = "none") -> StageFunctions:
+        """The functions of a layer in a remat mode; equal layers have the same."""
         return self.stages.functions(self._first_equal_layer[layer], 0, mode)
 
     @cached_property
@@ -72,11 +72,11 @@ class TracedLayers:
             for layer in range(len(self.names))
         ]
 
-    def group_equal_layers(self) -> Mapping[Stage, list[int]]:
-        """The programs that differ -> the indices of the layers that have them."""
-        groups: dict[Stage, list[int]] = {}
+    def group_equal_layers(self) -> Mapping[StageFunctions, list[int]]:
+        """The functions that differ -> the indices of the layers that have them."""
+        groups: dict[StageFunctions, list[int]] = {}
         for layer in range(len(self.names)):
-            groups.setdefault(self.stage(layer), []).append(layer)
+            groups.setdefault(self.functions(layer), []).append(layer)
         return groups
 
     def owned_variables(self, layer: int, *, are_params: bool) -> list[int]:
@@ -109,11 +109,11 @@ class TracedLayers:
         The first layer reads the input of the model.
         """
         if layer == 0:
-            return self.stages.part(0).inputs
+            return self.stages.slice_of(0).model_inputs
         previous_outputs = self._layer_outputs[layer - 1]
         return [
             var
-            for var in self.stages.part(layer).input_activations
+            for var in self.stages.slice_of(layer).input_activations
             if var in previous_outputs and var not in self.skips
         ]
 
@@ -121,7 +121,7 @@ class TracedLayers:
         """The variables that it reads of earlier layers, by these and by name."""
         inputs = set(self.inputs(layer))
         skip_inputs: dict[tuple[int, str], list[Any]] = {}
-        for var in self.stages.part(layer).input_activations:
+        for var in self.stages.slice_of(layer).input_activations:
             if var in inputs:
                 continue
             source = next(
@@ -147,9 +147,7 @@ class TracedLayers:
         """For each layer: output -> an id, the same for outputs that are one value."""
         layer_outputs: list[dict[Any, int]] = []
         for layer in range(len(self.names)):
-            part = self.stages.part(layer)
-            outputs = [*part.leaves, *part.aux]
-            values = part.closed.jaxpr.outvars
-            ids = map(id, values)
-            layer_outputs.append(dict(zip(outputs, ids, strict=True)))
+            stage_slice = self.stages.slice_of(layer)
+            ids = map(id, stage_slice.closed.jaxpr.outvars)
+            layer_outputs.append(dict(zip(stage_slice.outputs, ids, strict=True)))
         return layer_outputs

@@ -203,8 +203,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("== EqnKind.STAGE and id(eqn) in needed", "== EqnKind.STAGE"),
         ("]] = unmark(eqn.invars[0])", "]] = eqn.invars[0]"),
     ],
-    "_stage/_stage": [
-        ("[*[None] * self.num_trained, *grads]", "[*grads, *grads]"),
+    "_stage/_stage_functions": [
+        ("[*[None] * self.slice.num_trained, *grads]", "[*grads, *grads]"),
     ],
     "_stage/_stages": [
         (

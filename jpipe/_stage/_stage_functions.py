@@ -1,4 +1,4 @@
-"""A stage: a slice of the jaxpr, with its forward and backwards, built when needed."""
+"""The forward and the backwards of a stage in a remat mode, built when needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from .._partition import _remat
 from .._trace._accumulation import accumulate, sum_spec
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from . import _residuals, _split_backward, _vjp
+from ._stage_slice import StageSlice
 
 _BACKWARDS = {BACKWARD: "backward", INPUT: "input_grad", WEIGHT: "weight_grad"}
 
@@ -39,78 +40,47 @@ class ResultSums:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
-    """One stage on micro-batches of one size, and its derivatives.
+class StageFunctions:
+    """The forward of a stage and its derivatives, in one remat mode.
 
-    Its inputs, in order: weights and activations that have a gradient, weights and
-    activations that have none, then batch inputs.
-
-        forward:      inputs                              -> outputs, aux, residuals
+        forward:      inputs                              -> outputs, residuals
         backward:     inputs, residuals, cotangents       -> weight and input grads
         input_grad:   inputs, residuals, cotangents       -> input grads, more
         weight_grad:  inputs, residuals, cotangents, more -> weight grads
 
     Attributes:
-      weights: the inputs that are the same for all micro-batches: parameters, and
-        values of the prologue. Weights with a gradient come first.
-      num_trained: the number of weights with a gradient.
-      input_activations: the activations of other stages, those with a gradient first.
-      num_differentiated: the number of activations with a gradient.
-      inputs: the leaves of the input of the model that it reads.
-      side_inputs: the other leaves of a micro-batch that it reads: targets, keys.
-      leaves: the outputs that have a cotangent: activations that other stages read, or
-        the loss; without a loss, results.
-      aux: the outputs that have no cotangent and that other stages, or the user, read.
-      closed: its jaxpr: ``inputs -> (*leaves, *aux)``.
+      slice: what the stage computes, on micro-batches of one size.
       mode: the remat mode, which tells what is stored between forward and backward: see
         `_remat`.
       divisors: specs of the divisor of the loss, empty if it has none; ``None`` for a
         stage without a loss.
     """
 
-    weights: list[core.Var]
-    num_trained: int
-    input_activations: list[core.Var]
-    num_differentiated: int
-    inputs: list[core.Var]
-    side_inputs: list[core.Var]
-    leaves: list[core.Var]
-    aux: list[core.Var]
-    closed: core.ClosedJaxpr
-    mode: Any = "none"
-    divisors: Sequence[Any] | None = None
+    slice: StageSlice
+    mode: Any
+    divisors: Sequence[Any] | None
     # the sums of a forward, the op of a backward, or both -> what these actions run
     _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
 
-    @property
-    def batch_inputs(self) -> list[core.Var]:
-        """The leaves of a micro-batch that it reads."""
-        return [*self.inputs, *self.side_inputs]
-
-    @property
-    def has_backward(self) -> bool:
-        """True if a weight of the stage, or of one before it, is trained."""
-        return self.num_trained + self.num_differentiated > 0
-
     @cached_property
     def _is_weight(self) -> list[bool]:
-        weights = {*self.weights}
-        return [var in weights for var in self.closed.jaxpr.invars]
+        weights = {*self.slice.weights}
+        return [var in weights for var in self.slice.closed.jaxpr.invars]
 
     @cached_property
     def _vjp_parts(self) -> _vjp.ForwardBackward:
         fewest = _remat.keeps_fewest(self.mode)
-        closed = _loops.keep_fewest(self.closed) if fewest else self.closed
+        closed = _loops.keep_fewest(self.slice.closed) if fewest else self.slice.closed
         run = _jaxpr.as_traced(closed)
-        num_outputs = len(self.leaves)
+        num_outputs = len(self.slice.differentiated_outputs)
 
         def function(differentiated: Any, fixed: Any) -> tuple[list[Any], list[Any]]:
             results = run(*differentiated, *fixed)
             return results[:num_outputs], results[num_outputs:]
 
-        invars = self.closed.jaxpr.invars
-        side_inputs = {*self.side_inputs}
-        num_with_grad = self.num_trained + self.num_differentiated
+        invars = self.slice.closed.jaxpr.invars
+        side_inputs = {*self.slice.side_inputs}
+        num_with_grad = self.slice.num_trained + self.slice.num_input_grads
         return _vjp.cut_vjp(
             function,
             specs(invars[:num_with_grad]),
@@ -124,7 +94,7 @@ class Stage:
 
     @cached_property
     def forward(self) -> Computation:
-        """``inputs -> (outputs, aux, residuals)``."""
+        """``inputs -> (outputs, residuals)``."""
         return Computation.of("forward", self._vjp_parts.forward)
 
     @cached_property
@@ -143,7 +113,7 @@ class Stage:
         return _split_backward.split_backward(
             backward,
             is_weight=[*self._is_weight, *[False] * num_other_inputs],
-            is_first=[i >= self.num_trained for i in range(num_grads)],
+            is_first=[i >= self.slice.num_trained for i in range(num_grads)],
             fewest=_remat.halves_keep_fewest(self.mode),
         )
 
@@ -167,7 +137,7 @@ class Stage:
     def forward_adding(self, results: ResultSums | None) -> Computation:
         """A forward that adds its results to sums, if there are any.
 
-        ``(inputs, *other operands of the sums) -> (outputs, aux, residuals, sums)``
+        ``(inputs, *other operands of the sums) -> (outputs, residuals, sums)``
         """
         if results is None:
             return self.forward
@@ -207,7 +177,7 @@ class Stage:
 
     def _has_weight_grads(self, op: str) -> bool:
         """True if a backward, or a half of it, returns gradients of weights."""
-        return op != INPUT and self.num_trained > 0
+        return op != INPUT and self.slice.num_trained > 0
 
     def _forward_adding_jaxpr(self, results: ResultSums | None) -> core.ClosedJaxpr:
         forward = self._vjp_parts.forward
@@ -219,12 +189,12 @@ class Stage:
         backward = self._vjp_parts.backward if op == BACKWARD else self._halves.second
         if not self._has_weight_grads(op):
             return backward
-        grads: list[Source] = [ResultSource(i) for i in range(self.num_trained)]
+        grads: list[Source] = [ResultSource(i) for i in range(self.slice.num_trained)]
         composed = compose(
-            backward, self._add_grads, [*[None] * self.num_trained, *grads]
+            backward, self._add_grads, [*[None] * self.slice.num_trained, *grads]
         )
         # The gradients themselves are no results, only their sums.
-        outvars = composed.jaxpr.outvars[self.num_trained :]
+        outvars = composed.jaxpr.outvars[self.slice.num_trained :]
         return core.ClosedJaxpr(
             composed.jaxpr.replace(outvars=outvars), composed.consts
         )
@@ -234,8 +204,8 @@ class Stage:
     ) -> core.ClosedJaxpr:
         forward = self._forward_adding_jaxpr(results)
         backward = self._backward_adding_jaxpr(op)
-        num_args = len(self.closed.jaxpr.invars)
-        num_outputs = len(self.closed.jaxpr.outvars)
+        num_args = len(self.slice.closed.jaxpr.invars)
+        num_outputs = len(self.slice.closed.jaxpr.outvars)
 
         # The backward reads inputs and residuals of the forward, then what is its own.
         sources: list[Source | None] = [ArgumentSource(i) for i in range(num_args)]
@@ -246,23 +216,29 @@ class Stage:
     @cached_property
     def _add_grads(self) -> core.ClosedJaxpr:
         """``(sums, gradients) -> sums``."""
-        sums = [sum_spec(var.aval) for var in self.weights[: self.num_trained]]
-        grads = self._vjp_parts.backward.out_avals[: self.num_trained]
+        sums = [
+            sum_spec(var.aval) for var in self.slice.weights[: self.slice.num_trained]
+        ]
+        grads = self._vjp_parts.backward.out_avals[: self.slice.num_trained]
         closed, _ = _jaxpr.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
         return closed
 
     @property
     def cotangents(self) -> list[Any]:
         """Specs of the last inputs of a backward: cotangents, or the loss divisor."""
-        return specs(self.leaves) if self.divisors is None else list(self.divisors)
+        return (
+            specs(self.slice.differentiated_outputs)
+            if self.divisors is None
+            else list(self.divisors)
+        )
 
     @cached_property
-    def stored(self) -> _residuals.Residuals:
+    def residuals(self) -> _residuals.Residuals:
         """The memory and the recomputation of a micro-batch."""
         # input of the stage -> the same input of the traced forward
         traced_input = dict(
             zip(
-                self.closed.jaxpr.invars,
+                self.slice.closed.jaxpr.invars,
                 self._vjp_parts.reads.jaxpr.invars,
                 strict=True,
             )
@@ -271,8 +247,9 @@ class Stage:
             self._vjp_parts.reads,
             self._vjp_parts.residuals,
             activations=[
-                traced_input[var] for var in [*self.input_activations, *self.inputs]
+                traced_input[var]
+                for var in [*self.slice.input_activations, *self.slice.model_inputs]
             ],
-            side_inputs=[traced_input[var] for var in self.side_inputs],
+            side_inputs=[traced_input[var] for var in self.slice.side_inputs],
             mode=_remat.mode_name(self.mode),
         )
