@@ -124,12 +124,9 @@ class Lowering:
         Batch inputs of the whole program are the leaves of the mini-batch, the index of
         the micro-batch, and numbers that are folded into keys.
         """
-        index_of_var = {
-            var: i for i, var in enumerate(self._stages.traced().batch_inputs)
-        }
-        indices = [
-            index_of_var[var] for var in self._stages.slice_of(stage).batch_inputs
-        ]
+        all_inputs = self._stages.traced().batch_inputs
+        stage_inputs = self._stages.slice_of(stage).batch_inputs
+        indices = [all_inputs.index(var) for var in stage_inputs]
         num_leaves = len(batch_leaves)
         leaf_indices = [i for i in indices if i < num_leaves]
         rows = microbatch_inputs.split(
@@ -358,15 +355,14 @@ class Lowering:
         # variable of the stage -> its value
         values = {var: self._weights[i] for var, i in weights}
         values |= {var: self._outputs[var, m] for var in stage_slice.input_activations}
-        values |= zip(
-            stage_slice.batch_inputs, self._batch_inputs[stage][m], strict=True
-        )
+        batch_inputs = self._batch_inputs[stage][m]
+        values |= zip(stage_slice.batch_inputs, batch_inputs, strict=True)
         return [values[var] for var in stage_slice.closed.jaxpr.invars]
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Keeps the results of a forward that other stages read, or the user."""
-        stage_slice = self._stages.slice_of(stage, m)
-        for var, value in zip(stage_slice.outputs, results, strict=False):
+        outputs = self._stages.slice_of(stage, m).outputs
+        for var, value in zip(outputs, results, strict=False):
             self._outputs[var, m] = value
 
     def _keep_forward(
@@ -374,8 +370,7 @@ class Lowering:
     ) -> None:
         """Keeps the results of `StageFunctions.forward_adding`."""
         stage, m = _cell(action)
-        stage_slice = self._stages.slice_of(stage, m)
-        num_outputs = len(stage_slice.outputs)
+        num_outputs = len(self._stages.slice_of(stage, m).outputs)
         num_saved = num_outputs + functions.num_residuals
 
         self._keep_outputs(stage, m, results)
@@ -406,10 +401,8 @@ class Lowering:
                 grads=grad_sums_or_residuals
             )
 
-        activations = self._stages.slice_of(stage, m).input_activations[
-            :num_input_grads
-        ]
-        for var, value in zip(activations, input_grads, strict=True):
+        activations = self._stages.slice_of(stage, m).input_activations
+        for var, value in zip(activations, input_grads, strict=False):
             self._cotangents.setdefault((var, m), {})[stage] = value
 
     # ------------------------------------------------------------------- the actions

@@ -49,7 +49,7 @@ class StageFunctions:
         weight_grad:  inputs, residuals, cotangents, more -> weight grads
 
     Attributes:
-      slice: what the stage computes, on micro-batches of one size.
+      slice: the jaxpr of the stage, on micro-batches of one size.
       mode: the remat mode, which tells what is stored between forward and backward: see
         `_remat`.
       divisors: specs of the divisor of the loss, empty if it has none; ``None`` for a
