@@ -28,7 +28,7 @@ from .._partition._partition import Partition
 from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
-from .._trace._traced_function import pair
+from .._trace._traced_function import check_pair
 
 PyTree = Any
 # Numbers of a gradient are compared relative to this fraction of its largest one, if
@@ -135,7 +135,7 @@ def _without_aux(spec: FunctionSpec) -> FunctionSpec:
         return spec
 
     def loss(params: PyTree, *args: PyTree) -> Any:
-        value, _ = pair(spec.function(params, *args), "(loss, aux)")
+        value, _ = check_pair(spec.function(params, *args), "(loss, aux)")
         return value
 
     return replace(spec, function=loss, has_aux=False, joins=lambda _: [])

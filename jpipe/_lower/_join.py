@@ -226,7 +226,7 @@ def _choose_run_without_examples(
     """
     if results.is_input(i):
         return _first
-    if closed := results.constant(i):
+    if closed := results.constant_jaxpr(i):
         return lambda values: core.jaxpr_as_fun(closed)()[0]
     if results.has_fixed_shape(i):
         return _first

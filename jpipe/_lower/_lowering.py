@@ -152,7 +152,7 @@ class Lowering:
         """
         place = self._placement.place(stage)
         if number_index > 0:
-            folded_numbers = self._stages.traced(m).numbers
+            folded_numbers = self._stages.traced(m).folded_numbers
             array = np.asarray(folded_numbers[number_index - 1])
             return self._graph.constant(array, place)
 
@@ -184,7 +184,7 @@ class Lowering:
 
         loss_weights = Values()
         for m in range(self._num_microbatches):
-            for atom in self._stages.traced(m).weight:
+            for atom in self._stages.traced(m).loss_weight:
                 loss_weights.append(self._returned(atom, m))
         return self._epilogue.write(
             sums=[self._sums_of_places(s) for s in range(self._stages.num_stages)],

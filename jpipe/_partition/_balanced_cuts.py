@@ -102,7 +102,7 @@ def crossing_bytes(traced: TracedFunction) -> list[int]:
     eqns = traced.closed.jaxpr.eqns
     producer: dict[core.Var, int] = {}  # variable -> the stage equation that makes it
     last_reader: dict[core.Var, int] = {}  # variable -> the last equation that reads it
-    for index, (eqn, eqn_kind) in enumerate(zip(eqns, traced.kinds, strict=True)):
+    for index, (eqn, eqn_kind) in enumerate(zip(eqns, traced.eqn_kinds, strict=True)):
         for var in _jaxpr.variables(eqn.invars):
             if var in producer:
                 last_reader[var] = index
@@ -195,7 +195,7 @@ def _balanced_cuts(
 
 def _stage_costs(traced: TracedFunction) -> list[float]:
     """The operations that each equation adds to a stage: none if it is in all."""
-    pairs = zip(traced.closed.jaxpr.eqns, traced.kinds, strict=True)
+    pairs = zip(traced.closed.jaxpr.eqns, traced.eqn_kinds, strict=True)
     return [
         _work.estimate_eqn_work(eqn) if eqn_kind == EqnKind.STAGE else 0
         for eqn, eqn_kind in pairs
@@ -222,7 +222,7 @@ def _candidates(
       num_stages: the number of stages.
     """
     eqns = traced.closed.jaxpr.eqns
-    kinds = traced.kinds
+    kinds = traced.eqn_kinds
     of_stages = [i for i, eqn_kind in enumerate(kinds) if eqn_kind == EqnKind.STAGE]
     if not of_stages:
         return []

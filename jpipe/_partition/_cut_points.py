@@ -185,7 +185,7 @@ def _reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
     }
     eqns = traced.closed.jaxpr.eqns
     reads = np.zeros((len(eqns) + 1, num_params), np.int32)
-    for row, eqn, eqn_kind in zip(reads[1:], eqns, traced.kinds, strict=True):
+    for row, eqn, eqn_kind in zip(reads[1:], eqns, traced.eqn_kinds, strict=True):
         params: dict[int, None] = {}  # an ordered set
         for atom in eqn.invars:
             if not isinstance(atom, core.Literal):
@@ -204,7 +204,7 @@ def _distances_to_reads(
 
     Behind the last read of all there may be a loss or none: nothing is counted there.
     """
-    is_of_stage = [eqn_kind == EqnKind.STAGE for eqn_kind in traced.kinds]
+    is_of_stage = [eqn_kind == EqnKind.STAGE for eqn_kind in traced.eqn_kinds]
     stage_eqns_before = [0, *accumulate(is_of_stage)]
     num_reads = reads_before.sum(axis=1).tolist()
     # number of reads -> the equations before the first and last place with so many

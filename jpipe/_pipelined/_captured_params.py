@@ -36,9 +36,9 @@ def check_captured_params(
       TypeError: with the parameters that modules or their loss close over.
     """
     traced = specialization.stages.traced()
-    if not traced.has_loss or not traced.constants:
+    if not traced.has_loss or not traced.captured_arrays:
         return
-    constant_ids = set(map(id, traced.constants))
+    constant_ids = set(map(id, traced.captured_arrays))
     tree_name = "variables" if model else "params"
     captured = _captured_leaves(
         params,

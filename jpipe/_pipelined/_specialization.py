@@ -83,7 +83,7 @@ class Specialization:
         """
         graph.facts |= batch_facts(self.batch) | self.layout.facts
         # Arrays that the function closes over are weights behind the parameters.
-        constants = self.stages.traced().constants
+        constants = self.stages.traced().captured_arrays
         owner_stages = self.stages.owner_stages[len(params) :]
         constant_values = list[Value]()
         # Behind the owners of constants are those of the values of the prologue.

@@ -42,7 +42,9 @@ def trace_sizes(
             traced.closed, partition.places, partition.warnings
         )
         traced = replace(
-            traced, closed=closed, is_split=any(axis is not None for axis in batch.axes)
+            traced,
+            closed=closed,
+            captures_batch=all(axis is None for axis in batch.axes),
         )
         traced = _with_local_inputs(spec, traced, batch.part(size))
         if spec.has_loss:
@@ -109,8 +111,8 @@ def _with_local_inputs(
         local_args = args[:2] if spec.has_loss else args[:1]
     return replace(
         traced,
-        num_inputs=len(jax.tree.leaves(args[0])),
-        num_local=len(jax.tree.leaves(local_args)),
+        num_model_inputs=len(jax.tree.leaves(args[0])),
+        num_uncopied_inputs=len(jax.tree.leaves(local_args)),
     )
 
 

@@ -112,7 +112,7 @@ class _Slicer:
         for eqn_index in reversed(range(len(jaxpr.eqns))):
             eqn = jaxpr.eqns[eqn_index]
             is_in_stage = self._eqn_stages[eqn_index] == stage_index
-            is_copy = self._traced.kinds[eqn_index] == EqnKind.COPY
+            is_copy = self._traced.eqn_kinds[eqn_index] == EqnKind.COPY
             if is_in_stage or (is_copy and any(v in needed for v in eqn.outvars)):
                 eqns.append(eqn)
                 needed |= dict.fromkeys(_variables(eqn.invars))
@@ -141,7 +141,7 @@ class _Slicer:
         weights = [var for var in invars if var not in not_weights]
         trained_weights, fixed_weights = _split_by(weights, self._trained)
         with_grad, without_grad = _split_by(activations, self._differentiated)
-        model_inputs, side_inputs = _split_by(batch_inputs, traced.inputs)
+        model_inputs, side_inputs = _split_by(batch_inputs, traced.model_inputs)
 
         outputs, other_outputs = self._find_outputs(slices, stage_index)
         closed = self._make_jaxpr(
@@ -229,7 +229,7 @@ def _assign_equations(traced: TracedFunction, cuts: Sequence[int]) -> list[int |
     needed = set(map(id, needed_eqns))
     stages = list[int | None]()
     for index, eqn in enumerate(jaxpr.eqns):
-        is_in_stage = traced.kinds[index] == EqnKind.STAGE and id(eqn) in needed
+        is_in_stage = traced.eqn_kinds[index] == EqnKind.STAGE and id(eqn) in needed
         stages.append(bisect_right(cuts, index) if is_in_stage else None)
     return stages
 
@@ -274,7 +274,7 @@ def differentiated_vars(
         [param for param, is_trained in params if is_trained],
         lambda eqn, v: eqn.primitive.name != "stop_gradient" and is_inexact(v.aval),
     )
-    if not tangent.isdisjoint(_jaxpr.variables(traced.weight)):
+    if not tangent.isdisjoint(_jaxpr.variables(traced.loss_weight)):
         raise TypeError(
             "reduction='weighted': the weight follows from parameters, so that it has "
             "a gradient, which a pipeline would leave out: the gradient of a quotient "

@@ -61,7 +61,7 @@ def check_stacked_params(
 
 def _sliced_axis(stages: Stages, stage: int, param: int) -> int | None:
     """The axis along which a stage takes slices; ``None`` if it reads all of it."""
-    of_batch = stages.traced().of_batch
+    vars_of_batch = stages.traced().vars_of_batch
     aliases = {stages.traced().params[param]}
     axes = set[int]()
     for eqn in stages.slice_of(stage).closed.jaxpr.eqns:
@@ -71,7 +71,7 @@ def _sliced_axis(stages: Stages, stage: int, param: int) -> int | None:
         if eqn.primitive.name in _ALIASES:
             aliases.update(eqn.outvars)
             continue
-        is_same_slice = operands.isdisjoint(of_batch)  # for all micro-batches
+        is_same_slice = operands.isdisjoint(vars_of_batch)  # for all micro-batches
         eqn_axes = _axes_of_slice(eqn) if is_same_slice else []
         if len(eqn_axes) != 1:
             return None

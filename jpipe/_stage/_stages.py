@@ -19,7 +19,7 @@ from .._jaxprs._computation import Computation
 from .._jaxprs._jaxpr import specs
 from .._partition import _remat
 from .._trace._state_updates import StateUpdate
-from .._trace._traced_function import OTHER_READS, TracedFunction
+from .._trace._traced_function import READS_DEPEND_ON_SIZE, TracedFunction
 from ._residuals import Residuals
 from ._slicing import differentiated_vars, prologue_jaxpr, slice_stages
 from ._stage_functions import StageFunctions
@@ -77,7 +77,7 @@ class _SlicedFunction:
         ``None`` if the weight follows from more than these.
         """
         batch_inputs = self.slices[-1].batch_inputs
-        closed = _jaxpr.dce_jaxpr(self.traced.closed, self.traced.weight)
+        closed = _jaxpr.dce_jaxpr(self.traced.closed, self.traced.loss_weight)
         inputs = zip(closed.jaxpr.invars, _jaxpr.used_inputs(closed), strict=True)
         used_inputs = {var for var, is_used in inputs if is_used}
         if not used_inputs <= set(batch_inputs):
@@ -265,7 +265,7 @@ class Stages:
             has_equal_weights = sliced.weights == first.weights
             has_equal_leaves = sliced.batch_indices == first.batch_indices
             if not (has_equal_values and has_equal_weights and has_equal_leaves):
-                raise ValueError(OTHER_READS)
+                raise ValueError(READS_DEPEND_ON_SIZE)
 
     def _state_of_stages(self, state: StateUpdate) -> list[StateUpdate]:
         """The leaves that each stage writes; the last has those that none computes."""
@@ -321,7 +321,9 @@ class Stages:
         if key not in self._distinct_functions:
             divisors = None
             if self.traced().has_loss and stage_index == self._last:
-                divisors = specs(self.traced().weight if self.has_loss_divisor else [])
+                divisors = specs(
+                    self.traced().loss_weight if self.has_loss_divisor else []
+                )
             self._distinct_functions[key] = StageFunctions(
                 self.slice_of(stage_index, microbatch), mode=mode, divisors=divisors
             )

@@ -47,14 +47,14 @@ def sink_equations(
         if size in equal_programs:
             ordered[size] = _ordered(traced, order, kinds)
         else:
-            ordered[size] = _ordered(traced, find_order(traced), traced.kinds)
+            ordered[size] = _ordered(traced, find_order(traced), traced.eqn_kinds)
     return ordered
 
 
 def _common_kinds(traced_functions: Sequence[TracedFunction]) -> list[EqnKind]:
     """The kinds of the equations of programs that have the same ones."""
     first = traced_functions[0]
-    kinds = list(first.kinds)
+    kinds = list(first.eqn_kinds)
     # Variables whose shape differs between programs, or that follow from such; and
     # those that a stage makes because of that.
     varying = set[core.Var]()
@@ -99,7 +99,7 @@ def _ordered(
     return replace(
         traced,
         closed=core.ClosedJaxpr(jaxpr, traced.closed.consts),
-        known_kinds=[kinds[index] for index in order],
+        fixed_eqn_kinds=[kinds[index] for index in order],
     )
 
 
@@ -112,7 +112,7 @@ def _sunk_order(traced: TracedFunction) -> list[int]:
     jaxpr = traced.closed.jaxpr
     returned = _jaxpr.variables(jaxpr.outvars)
     of_stages = set[core.Var]()
-    for eqn, eqn_kind in zip(jaxpr.eqns, traced.kinds, strict=True):
+    for eqn, eqn_kind in zip(jaxpr.eqns, traced.eqn_kinds, strict=True):
         if eqn_kind == EqnKind.STAGE:
             of_stages.update(eqn.outvars)
     # index of an equation -> that of the equation before which it is put

@@ -88,10 +88,10 @@ class MicrobatchOutputs:
         joined[axis] = num_first * first[axis] + num_last * last[axis]
         return tuple(joined) == specs[i].shape
 
-    def constant(self, i: int) -> core.ClosedJaxpr | None:
+    def constant_jaxpr(self, i: int) -> core.ClosedJaxpr | None:
         """``() -> leaf`` of one device, if it follows from no input at all."""
         traced, _ = self._whole
-        return traced.constant(traced.aux_vars[i])
+        return traced.constant_jaxpr(traced.aux_vars[i])
 
     def is_input(self, i: int) -> bool:
         """True if a leaf is an input, unchanged."""

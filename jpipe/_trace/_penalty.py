@@ -74,7 +74,7 @@ def separate_penalty(
     loss_sum = _LossSum(traced, split)
     variables = loss_sum.variables()
     jaxpr = closed.jaxpr.replace(outvars=[*variables, *closed.jaxpr.outvars[1:]])
-    is_penalty_of_params = traced.of_batch.isdisjoint(
+    is_penalty_of_params = traced.vars_of_batch.isdisjoint(
         set(variables) - loss_sum.of_examples
     )
 
@@ -115,7 +115,9 @@ class _LossSum:
         self._producer = traced.producer
         # The last batch inputs are the number of the micro-batch and of folded keys.
         inputs = zip(traced.batch_inputs, split, strict=False)
-        self.of_examples = traced.reached([var for var, is_split in inputs if is_split])
+        self.of_examples = traced.descendants(
+            [var for var, is_split in inputs if is_split]
+        )
         self.root: Any = traced.closed.jaxpr.outvars[0]
         # variable of a sum -> the operands that it is the sum of
         self._terms: dict[core.Var, list[Any]] = {}

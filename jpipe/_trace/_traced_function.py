@@ -1,7 +1,10 @@
 """Traces the user's function as one jaxpr, and says which stages run each equation.
 
-    (*params, *constants, *batch, microbatch index, *folded numbers)
+    (*params, *captured arrays, *batch, micro-batch index, *folded numbers)
         -> (*loss, *loss weight, *aux, *penalty)
+
+The arrays that the function captures, as it closes over them, count as parameters that
+are not trained.
 
 An equation is run by one stage, by each stage that reads its results, or once per step:
 see `EqnKind`. What follows from parameters alone, or cheaply from the inputs of a
@@ -35,7 +38,7 @@ PyTree = Any
 # is cheap whatever it computes.
 _FEW_BYTES = 1024
 _user_context = jax.make_user_context()
-OTHER_READS = (
+READS_DEPEND_ON_SIZE = (
     "the function reads other parameters, or other arrays from outside, for "
     "micro-batches of another size; give a batch that num_microbatches divides"
 )
@@ -56,33 +59,36 @@ class TracedFunction:
     Attributes:
       closed: its jaxpr: see the head of the file. The loss is the part that follows
         from examples; the penalty is the sum of its other terms, if there are any.
-      num_params: the number of inputs that are the same for all micro-batches: the
-        parameters, and then the arrays that the function closes over.
+      num_params: the number of parameters, captured arrays among them: the inputs that
+        are the same for all micro-batches.
       aux: specs of the results besides the loss.
-      constants: the arrays that the function closes over.
+      captured_arrays: the arrays that the function closes over, its last parameters.
       has_loss: True if its first result is a loss.
-      is_weighted: True if the next result is the loss weight, by whose sum the loss is
-        divided.
-      numbers: the numbers that are folded into keys: see `_folded_numbers`.
-      known_kinds: the kinds of the equations, where they are decided: see `kinds`.
-      num_inputs: the number of inputs after the parameters that are those of a model.
-      num_local: the number of these inputs that not all stages read: the first stage
-        reads the input of a list, the last one the targets.
-      is_split: True if a micro-batch is a part of a mini-batch. Where it is the whole,
-        the function may compute with the arrays that it closes over.
+      is_weighted: True if the next result is the loss weight: the sum of losses is
+        divided by the sum of loss weights.
+      folded_numbers: the numbers that are folded into keys: see `_folded_numbers`.
+      fixed_eqn_kinds: the kinds of the equations, once they are fixed for all sizes of
+        micro-batches: see `_eqn_order`; ``None`` before.
+      num_model_inputs: the number of leaves of the input of a model, which are the
+        first batch inputs; 0 for a loss function.
+      num_uncopied_inputs: the number of batch inputs, the first ones, that one stage
+        alone reads, so that what follows from them is not copied: the input of a list
+        of layers, and its targets.
+      captures_batch: True if no argument is split by examples, so that these are in the
+        arrays that the function closes over.
     """
 
     closed: core.ClosedJaxpr
     num_params: int
     aux: PyTree
-    constants: Sequence[Any] = ()
+    captured_arrays: Sequence[Any] = ()
     has_loss: bool = True
     is_weighted: bool = False
-    numbers: Sequence[Any] = ()
-    known_kinds: Sequence[EqnKind] | None = None
-    num_inputs: int = 0
-    num_local: int = 0
-    is_split: bool = True
+    folded_numbers: Sequence[Any] = ()
+    fixed_eqn_kinds: Sequence[EqnKind] | None = None
+    num_model_inputs: int = 0
+    num_uncopied_inputs: int = 0
+    captures_batch: bool = False
 
     @property
     def loss(self) -> list[Any]:
@@ -90,24 +96,24 @@ class TracedFunction:
         return self.closed.jaxpr.outvars[: self.has_loss]
 
     @property
-    def weight(self) -> list[Any]:
-        """The weight of a weighted loss."""
-        return self.closed.jaxpr.outvars[self.has_loss : self._num_first]
+    def loss_weight(self) -> list[Any]:
+        """The loss weight, if the loss is weighted."""
+        return self.closed.jaxpr.outvars[self.has_loss : self._num_loss_results]
 
     @property
     def aux_vars(self) -> list[Any]:
-        """The results besides the loss and its weight."""
-        end = self._num_first + len(jax.tree.leaves(self.aux))
-        return self.closed.jaxpr.outvars[self._num_first : end]
+        """The results besides the loss and the loss weight."""
+        end = self._num_loss_results + len(jax.tree.leaves(self.aux))
+        return self.closed.jaxpr.outvars[self._num_loss_results : end]
 
     @property
-    def _num_first(self) -> int:
+    def _num_loss_results(self) -> int:
         return self.has_loss + self.is_weighted
 
     @property
     def outputs(self) -> list[Any]:
-        """The results that stages make: the loss, its weight and aux."""
-        return [*self.loss, *self.weight, *self.aux_vars]
+        """The results that stages compute: the loss, the loss weight and aux."""
+        return [*self.loss, *self.loss_weight, *self.aux_vars]
 
     @property
     def penalty(self) -> list[core.Var]:
@@ -116,7 +122,7 @@ class TracedFunction:
 
     @cached_property
     def params(self) -> list[core.Var]:
-        """The inputs that are the same for all micro-batches."""
+        """The parameters, and behind them the captured arrays."""
         return self.closed.jaxpr.invars[: self.num_params]
 
     @cached_property
@@ -125,31 +131,31 @@ class TracedFunction:
         return self.closed.jaxpr.invars[self.num_params :]
 
     @cached_property
-    def inputs(self) -> set[core.Var]:
-        """The inputs of a micro-batch that are the input of a model."""
-        return set(self.batch_inputs[: self.num_inputs])
+    def model_inputs(self) -> set[core.Var]:
+        """The batch inputs that are the input of a model."""
+        return set(self.batch_inputs[: self.num_model_inputs])
 
     @cached_property
-    def closed_over(self) -> list[core.Var]:
-        """The inputs that are arrays which the function closes over."""
-        return self.params[self.num_params - len(self.constants) :]
+    def captured_vars(self) -> list[core.Var]:
+        """The parameters that are captured arrays."""
+        return self.params[self.num_params - len(self.captured_arrays) :]
 
     @cached_property
-    def of_batch(self) -> set[core.Var]:
-        """The variables that follow from the inputs of a micro-batch."""
-        constants = [] if self.is_split else self.closed_over
-        return self.reached([*self.batch_inputs, *constants])
+    def vars_of_batch(self) -> set[core.Var]:
+        """The variables that follow from batch inputs, or from a captured batch."""
+        captured = self.captured_vars if self.captures_batch else []
+        return self.descendants([*self.batch_inputs, *captured])
 
     @cached_property
-    def of_params(self) -> set[core.Var]:
+    def vars_of_params(self) -> set[core.Var]:
         """The variables that follow from parameters."""
-        return self.reached(self.params)
+        return self.descendants(self.params)
 
-    def reached(self, inputs: Sequence[core.Var]) -> set[core.Var]:
+    def descendants(self, inputs: Sequence[core.Var]) -> set[core.Var]:
         """The variables that follow from some inputs, and these."""
         return _jaxpr.descendants(self.closed.jaxpr, inputs)
 
-    def constant(self, atom: Any) -> core.ClosedJaxpr | None:
+    def constant_jaxpr(self, atom: Any) -> core.ClosedJaxpr | None:
         """The jaxpr ``() -> value`` of an atom; ``None`` if it follows from inputs."""
         jaxpr = self.closed.jaxpr
         computed = _jaxpr.computable_from(
@@ -167,47 +173,47 @@ class TracedFunction:
         return _jaxpr.producers(self.closed.jaxpr)
 
     @cached_property
-    def kinds(self) -> Sequence[EqnKind]:
-        """The stages that run each equation.
+    def eqn_kinds(self) -> Sequence[EqnKind]:
+        """The kind of each equation.
 
         An equation with effects, or one that follows from the batch at some cost, runs
         in one stage. One that follows from parameters at some cost, or reduces them,
         runs once per step. All others are cheap enough for each stage that reads them.
         """
-        if self.known_kinds is not None:
-            return self.known_kinds
+        if self.fixed_eqn_kinds is not None:
+            return self.fixed_eqn_kinds
         return [self._classify(eqn) for eqn in self.closed.jaxpr.eqns]
 
     def _classify(self, eqn: core.JaxprEqn) -> EqnKind:
         operands = _jaxpr.variables(eqn.invars)
         if eqn.effects:
             return EqnKind.STAGE
-        if not operands.isdisjoint(self.of_batch):
+        if not operands.isdisjoint(self.vars_of_batch):
             # A copy must follow from the batch through copies.
-            is_copied = is_cheap(eqn) and operands <= self._copied
+            is_copied = is_copyable(eqn) and operands <= self._copyable_vars
             return EqnKind.COPY if is_copied else EqnKind.STAGE
-        if operands.isdisjoint(self.of_params):
+        if operands.isdisjoint(self.vars_of_params):
             return EqnKind.COPY
-        is_copied = is_cheap(eqn) and eqn.primitive.name not in REDUCTIONS
+        is_copied = is_copyable(eqn) and eqn.primitive.name not in REDUCTIONS
         return EqnKind.COPY if is_copied else EqnKind.ONCE
 
     @cached_property
-    def _copied(self) -> set[core.Var]:
+    def _copyable_vars(self) -> set[core.Var]:
         """The variables that follow from the batch by cheap equations alone."""
         jaxpr = self.closed.jaxpr
-        sources = [*jaxpr.constvars, *self.batch_inputs[self.num_local :]]
-        if not self.is_split:
-            sources += self.closed_over
-        of_inputs = self.of_batch | self.of_params
+        roots = [*jaxpr.constvars, *self.batch_inputs[self.num_uncopied_inputs :]]
+        if self.captures_batch:
+            roots += self.captured_vars
+        of_inputs = self.vars_of_batch | self.vars_of_params
 
         def may_copy(eqn: core.JaxprEqn) -> bool:
             is_constant = of_inputs.isdisjoint(_jaxpr.variables(eqn.invars))
-            return not eqn.effects and (is_constant or is_cheap(eqn))
+            return not eqn.effects and (is_constant or is_copyable(eqn))
 
-        return _jaxpr.computable_from(jaxpr, sources, may_copy)
+        return _jaxpr.computable_from(jaxpr, roots, may_copy)
 
 
-def is_cheap(eqn: core.JaxprEqn) -> bool:
+def is_copyable(eqn: core.JaxprEqn) -> bool:
     """True if each stage may compute an equation for itself."""
     atoms = [*eqn.invars, *eqn.outvars]
     return _min_cut.is_cheap(eqn) or sum(map(_min_cut.nbytes, atoms)) <= _FEW_BYTES
@@ -252,10 +258,10 @@ def trace_function(
         result = function(params, *args)
         if not has_loss:
             return (), (), jax.tree.map(jnp.asarray, result)
-        loss, aux = pair(result, "(loss, aux)") if has_aux else (result, ())
+        loss, aux = check_pair(result, "(loss, aux)") if has_aux else (result, ())
         weights = []
         if is_weighted:
-            loss, *weights = pair(loss, "(total, weight) in place of a loss")
+            loss, *weights = check_pair(loss, "(total, weight) in place of a loss")
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
@@ -277,10 +283,10 @@ def trace_function(
         closed=closed,
         num_params=num_params + len(constants),
         aux=aux,
-        constants=constants,
+        captured_arrays=constants,
         has_loss=has_loss,
         is_weighted=is_weighted,
-        numbers=numbers,
+        folded_numbers=numbers,
     )
 
 
@@ -327,14 +333,15 @@ def with_equal_arrays(
         for size, traced in traced_functions.items()
     }
     if not _have_equal_arrays([*traced_functions.values()]):
-        raise ValueError(OTHER_READS)
+        raise ValueError(READS_DEPEND_ON_SIZE)
     return traced_functions
 
 
 def _have_equal_arrays(traced_functions: Sequence[TracedFunction]) -> bool:
     first = traced_functions[0]
     return all(
-        _are_equal(first.constants, traced.constants) for traced in traced_functions[1:]
+        _are_equal(first.captured_arrays, traced.captured_arrays)
+        for traced in traced_functions[1:]
     )
 
 
@@ -349,7 +356,7 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
 def _with_numpy_as_constants(traced: TracedFunction) -> TracedFunction:
     """The program with arrays of NumPy as constants, and not as inputs."""
     jaxpr = traced.closed.jaxpr
-    arrays = [*zip(traced.closed_over, traced.constants, strict=True)]
+    arrays = [*zip(traced.captured_vars, traced.captured_arrays, strict=True)]
     numpy_arrays = {
         var: array for var, array in arrays if isinstance(array, np.ndarray)
     }
@@ -362,7 +369,7 @@ def _with_numpy_as_constants(traced: TracedFunction) -> TracedFunction:
         traced,
         closed=core.ClosedJaxpr(jaxpr, consts),
         num_params=traced.num_params - len(numpy_arrays),
-        constants=[array for var, array in arrays if var not in numpy_arrays],
+        captured_arrays=[array for var, array in arrays if var not in numpy_arrays],
     )
 
 
@@ -402,7 +409,7 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
     return _jaxpr.retrace(closed, run)
 
 
-def pair(result: Any, needed: str) -> Any:
+def check_pair(result: Any, needed: str) -> Any:
     """Checks that a function returned a pair; gives it back.
 
     Raises:

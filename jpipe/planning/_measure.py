@@ -151,7 +151,7 @@ def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int
     values = [
         _first_microbatch(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    values += [np.int32(0), *traced.numbers]
+    values += [np.int32(0), *traced.folded_numbers]
     value_of = dict(zip(traced.batch_inputs, values, strict=True))  # variable -> value
     first = len(stage_slice.weights) + len(stage_slice.input_activations)
     return {

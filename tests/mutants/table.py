@@ -199,7 +199,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             'eqn.primitive.name != "stop_gradient" and is_inexact(v.aval)',
             "is_inexact(v.aval)",
         ),
-        ("if not tangent.isdisjoint(_jaxpr.variables(traced.weight))", "if 0"),
+        ("if not tangent.isdisjoint(_jaxpr.variables(traced.loss_weight))", "if 0"),
         ("== EqnKind.STAGE and id(eqn) in needed", "== EqnKind.STAGE"),
         ("]] = unmark(eqn.invars[0])", "]] = eqn.invars[0]"),
     ],
