@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._jaxprs._computation import ArgumentSource, Computation, ResultSource
+from .._jaxprs._computation import Argument, Computation, Result
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, MicrobatchCut, Sharding, StageMesh
 from ._transfer import Device
@@ -136,16 +136,16 @@ class Graph:
         """
         if not shardings:
             shardings = [STACKED if mapped else WHOLE] * len(function.results)
-        if function.reads is not None:
-            reads = [reads[i] for i in function.reads]
+        if function.used_args is not None:
+            reads = [reads[i] for i in function.used_args]
         operands = [self.bring(value, place) for value in reads]
 
         writes: list[Value] = []
         for i, spec in enumerate(function.results):
             match function.aliases.get(i):
-                case ArgumentSource(index):
+                case Argument(index):
                     writes.append(operands[index])
-                case ResultSource(index):
+                case Result(index):
                     writes.append(writes[index])
                 case None:
                     writes.append(self._add_value(spec, place, shardings[i]))

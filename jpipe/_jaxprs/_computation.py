@@ -13,21 +13,20 @@ Leaves = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class ArgumentSource:
+class Argument:
     """An argument of a computation, by its index."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class ResultSource:
+class Result:
     """A result of a computation, by its index."""
 
     index: int
 
 
-# Where a value comes from.
-Source = ArgumentSource | ResultSource
+ArgumentOrResult = Argument | Result
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +40,20 @@ class Computation:
       aliases: result index -> the argument, or the earlier result, that it is. No array
         is made for it: two names of one array could both be donated.
       has_effects: True if it is to run though nobody reads its results.
-      reads: the indices of the arguments that ``run`` takes; ``None``: all.
+      used_args: the indices of the arguments that ``run`` takes; ``None``: all.
       closed: the jaxpr of ``run``, if it was made of one.
     """
 
     name: str
     run: Callable[..., Leaves]
     results: Sequence[Any]
-    aliases: dict[int, Source] = field(default_factory=dict)
+    aliases: dict[int, ArgumentOrResult] = field(default_factory=dict)
     has_effects: bool = False
-    reads: Sequence[int] | None = None
+    used_args: Sequence[int] | None = None
     closed: core.ClosedJaxpr | None = None
 
     @classmethod
-    def of(cls, name: str, closed: core.ClosedJaxpr) -> "Computation":
+    def from_jaxpr(cls, name: str, closed: core.ClosedJaxpr) -> "Computation":
         """The computation of a jaxpr, which takes the inputs that its results need."""
         closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
         is_used = _jaxpr.used_inputs(closed)
@@ -63,17 +62,17 @@ class Computation:
         closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=invars), closed.consts)
 
         # variable -> the argument or the first result that it is
-        sources: dict[core.Var, Source] = {
-            var: ArgumentSource(i) for i, var in enumerate(invars)
+        origins: dict[core.Var, ArgumentOrResult] = {
+            var: Argument(i) for i, var in enumerate(invars)
         }
-        aliases: dict[int, Source] = {}
+        aliases: dict[int, ArgumentOrResult] = {}
         for i, var in enumerate(closed.jaxpr.outvars):
             if isinstance(var, core.Literal):
                 continue
-            if var in sources:
-                aliases[i] = sources[var]
+            if var in origins:
+                aliases[i] = origins[var]
             else:
-                sources[var] = ResultSource(i)
+                origins[var] = Result(i)
 
         return cls(
             name,
@@ -81,7 +80,7 @@ class Computation:
             results=closed.out_avals,
             aliases=aliases,
             has_effects=bool(closed.effects),
-            reads=used_args,
+            used_args=used_args,
             closed=closed,
         )
 
@@ -93,21 +92,25 @@ class Computation:
         )
 
     @classmethod
-    def like(cls, name: str, run: Callable[..., Leaves], *specs: Any) -> "Computation":
-        """The computation of a function, traced on such leaves."""
+    def from_function(
+        cls, name: str, run: Callable[..., Leaves], *specs: Any
+    ) -> "Computation":
+        """The computation of a function, traced on leaves of these specs."""
         closed, _ = _jaxpr.trace(lambda *leaves: list(run(*leaves)), *specs)
-        return cls.of(name, closed)
+        return cls.from_jaxpr(name, closed)
 
 
 def compose(
-    first: core.ClosedJaxpr, second: core.ClosedJaxpr, sources: Sequence[Source | None]
+    first: core.ClosedJaxpr,
+    second: core.ClosedJaxpr,
+    args: Sequence[ArgumentOrResult | None],
 ) -> core.ClosedJaxpr:
     """Two jaxprs as one, without memory for values that pass between them alone.
 
     Args:
       first: the jaxpr that runs first.
       second: the jaxpr that runs after it.
-      sources: one per input of the second: the argument or the result of the first that
+      args: one per input of the second: the argument or the result of the first that
         it is; ``None`` for an input of its own.
 
     Returns:
@@ -116,11 +119,11 @@ def compose(
     """
     # input of the second -> the variable or literal of the first that it is
     atoms: dict[core.Var, Any] = {}
-    for var, source in zip(second.jaxpr.invars, sources, strict=True):
-        if isinstance(source, ArgumentSource):
-            atoms[var] = first.jaxpr.invars[source.index]
-        elif isinstance(source, ResultSource):
-            atoms[var] = first.jaxpr.outvars[source.index]
+    for var, arg in zip(second.jaxpr.invars, args, strict=True):
+        if isinstance(arg, Argument):
+            atoms[var] = first.jaxpr.invars[arg.index]
+        elif isinstance(arg, Result):
+            atoms[var] = first.jaxpr.outvars[arg.index]
 
     def substitute(atom: Any) -> Any:
         return atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)

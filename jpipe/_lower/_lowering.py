@@ -28,7 +28,7 @@ from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, StageMesh
 from .._jaxprs import _jaxpr
-from .._jaxprs._computation import ArgumentSource, Computation, ResultSource, Source
+from .._jaxprs._computation import Argument, ArgumentOrResult, Computation, Result
 from .._partition import _remat
 from .._partition._stage_placement import StagePlacement
 from .._stage._stage_functions import ResultSums, StageFunctions
@@ -546,16 +546,16 @@ class Lowering:
 
         # variable of the stage -> the operand or the result of the forward that it is
         stage_slice = self._stages.slice_of(stage, m)
-        sources = dict[core.Var, Source]()
+        forward_values = dict[core.Var, ArgumentOrResult]()
         for i, var in enumerate(stage_slice.closed.jaxpr.invars):
-            sources[var] = ArgumentSource(i)
+            forward_values[var] = Argument(i)
         for i, var in enumerate(stage_slice.outputs):
-            sources[var] = ResultSource(i)
+            forward_values[var] = Result(i)
         return ResultSums(
             closed,
             [
                 *[None] * len(sum_specs),
-                *[_source(atom, sources) for atom in results],
+                *[_forward_value(atom, forward_values) for atom in results],
                 *[None] * len(share_specs),
             ],
         )
@@ -568,11 +568,11 @@ class Lowering:
         place = self._placement.place(stage, m)
         sums = self._sums[stage, place].results
         results = self._summed_results(stage, m)
-        result_sources = result_sums.sources[len(sums) : len(sums) + len(results)]
+        result_args = result_sums.args[len(sums) : len(sums) + len(results)]
 
         operands = [*sums]
-        for atom, source in zip(results, result_sources, strict=True):
-            if source is None:
+        for atom, arg in zip(results, result_args, strict=True):
+            if arg is None:
                 operands.append(self._returned(atom, m))
         if self._stages.states[stage].has_means:
             operands.append(self._share(m, place))
@@ -595,5 +595,8 @@ def _spec(atom: Any) -> Any:
     return _jaxpr.spec(np.asarray(atom.val) if is_literal else atom.aval)
 
 
-def _source(atom: Any, sources: Mapping[core.Var, Source]) -> Source | None:
-    return None if isinstance(atom, core.Literal) else sources.get(atom)
+def _forward_value(
+    atom: Any, forward_values: Mapping[core.Var, ArgumentOrResult]
+) -> ArgumentOrResult | None:
+    """The argument or the result of the forward that an atom is, if it is one."""
+    return None if isinstance(atom, core.Literal) else forward_values.get(atom)

@@ -151,6 +151,6 @@ class MicrobatchInputs:
                     axes, size=group.size, number=number, stacked=is_stacked
                 )
                 specs = [graph.specs[value] for value in reads]
-                functions[number] = Computation.like("split", split, *specs)
+                functions[number] = Computation.from_function("split", split, *specs)
             parts += graph.call(functions[number], place, reads, mapped=is_stacked)
         return parts

@@ -158,7 +158,7 @@ class Prologue:
             for inputs, loss_weight in zip(
                 batch_inputs[chunk], loss_weights[chunk], strict=True
             ):
-                row = [inputs[i] for i in loss_weight.reads or ()]
+                row = [inputs[i] for i in loss_weight.used_args or ()]
                 operands += row
                 rows.append(row)
             sizes = batch.sizes[chunk]

@@ -117,7 +117,7 @@ class PlacedFunction:
         self._stay = placement.stay
         # The place, the jaxpr and the computation of each segment, in order.
         self._segments = [
-            (place, part.jaxpr, Computation.of(name, part))
+            (place, part.jaxpr, Computation.from_jaxpr(name, part))
             for place, part in _segments.parts(self._placed, self._result_places)
         ]
 

@@ -9,10 +9,10 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr, _loops
 from .._jaxprs._computation import (
-    ArgumentSource,
+    Argument,
+    ArgumentOrResult,
     Computation,
-    ResultSource,
-    Source,
+    Result,
     compose,
 )
 from .._jaxprs._jaxpr import specs
@@ -31,12 +31,12 @@ class ResultSums:
 
     Attributes:
       add: ``(sums, results, ...) -> sums``.
-      sources: one per input of ``add``: the argument or the result of the forward that
+      args: one per input of ``add``: the argument or the result of the forward that
         it is; ``None`` for an input that comes from elsewhere.
     """
 
     add: core.ClosedJaxpr
-    sources: Sequence[Source | None]
+    args: Sequence[ArgumentOrResult | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class StageFunctions:
     @cached_property
     def forward(self) -> Computation:
         """``inputs -> (outputs, residuals)``."""
-        return Computation.of("forward", self._vjp_parts.forward)
+        return Computation.from_jaxpr("forward", self._vjp_parts.forward)
 
     @cached_property
     def backward(self) -> Computation:
@@ -103,7 +103,7 @@ class StageFunctions:
 
         That of the loss takes its divisors in place of cotangents: see `_vjp.cut_vjp`.
         """
-        return Computation.of("backward", self._vjp_parts.backward)
+        return Computation.from_jaxpr("backward", self._vjp_parts.backward)
 
     @cached_property
     def _halves(self) -> _split_backward.BackwardHalves:
@@ -120,12 +120,12 @@ class StageFunctions:
     @cached_property
     def input_grad(self) -> Computation:
         """``(inputs, residuals, cotangents) -> (input_grads, residuals)``."""
-        return Computation.of("input_grad", self._halves.first)
+        return Computation.from_jaxpr("input_grad", self._halves.first)
 
     @cached_property
     def weight_grad(self) -> Computation:
         """``(*inputs of input_grad, *its residuals) -> weight_grads``."""
-        return Computation.of("weight_grad", self._halves.second)
+        return Computation.from_jaxpr("weight_grad", self._halves.second)
 
     @property
     def num_residuals(self) -> int:
@@ -143,7 +143,9 @@ class StageFunctions:
             return self.forward
         if results not in self._actions:
             closed = self._forward_adding_jaxpr(results)
-            self._actions[results] = Computation.of("forward_add_results", closed)
+            self._actions[results] = Computation.from_jaxpr(
+                "forward_add_results", closed
+            )
         return self._actions[results]
 
     def backward_adding(self, op: str) -> Computation:
@@ -155,7 +157,7 @@ class StageFunctions:
         """
         if op not in self._actions:
             closed = self._backward_adding_jaxpr(op)
-            self._actions[op] = Computation.of(self._backward_name(op), closed)
+            self._actions[op] = Computation.from_jaxpr(self._backward_name(op), closed)
         return self._actions[op]
 
     def forward_backward(self, op: str, results: ResultSums | None) -> Computation:
@@ -168,7 +170,7 @@ class StageFunctions:
             closed = self._forward_backward_jaxpr(op, results)
             forward = "forward_add_results" if results else "forward"
             name = f"{forward}_{self._backward_name(op)}"
-            self._actions[op, results] = Computation.of(name, closed)
+            self._actions[op, results] = Computation.from_jaxpr(name, closed)
         return self._actions[op, results]
 
     def _backward_name(self, op: str) -> str:
@@ -181,7 +183,7 @@ class StageFunctions:
 
     def _forward_adding_jaxpr(self, results: ResultSums | None) -> core.ClosedJaxpr:
         forward = self._vjp_parts.forward
-        return compose(forward, results.add, results.sources) if results else forward
+        return compose(forward, results.add, results.args) if results else forward
 
     def _backward_adding_jaxpr(self, op: str) -> core.ClosedJaxpr:
         if op == INPUT:
@@ -189,7 +191,9 @@ class StageFunctions:
         backward = self._vjp_parts.backward if op == BACKWARD else self._halves.second
         if not self._has_weight_grads(op):
             return backward
-        grads: list[Source] = [ResultSource(i) for i in range(self.slice.num_trained)]
+        grads: list[ArgumentOrResult] = [
+            Result(i) for i in range(self.slice.num_trained)
+        ]
         composed = compose(
             backward, self._add_grads, [*[None] * self.slice.num_trained, *grads]
         )
@@ -208,10 +212,10 @@ class StageFunctions:
         num_outputs = len(self.slice.closed.jaxpr.outvars)
 
         # The backward reads inputs and residuals of the forward, then what is its own.
-        sources: list[Source | None] = [ArgumentSource(i) for i in range(num_args)]
-        sources += [ResultSource(num_outputs + i) for i in range(self.num_residuals)]
-        sources += [None] * (len(backward.jaxpr.invars) - len(sources))
-        return compose(forward, backward, sources)
+        args: list[ArgumentOrResult | None] = [Argument(i) for i in range(num_args)]
+        args += [Result(num_outputs + i) for i in range(self.num_residuals)]
+        args += [None] * (len(backward.jaxpr.invars) - len(args))
+        return compose(forward, backward, args)
 
     @cached_property
     def _add_grads(self) -> core.ClosedJaxpr:

@@ -83,7 +83,7 @@ class _SlicedFunction:
         if not used_inputs <= set(batch_inputs):
             return None
         jaxpr = closed.jaxpr.replace(invars=batch_inputs)
-        return Computation.of("weight", core.ClosedJaxpr(jaxpr, closed.consts))
+        return Computation.from_jaxpr("weight", core.ClosedJaxpr(jaxpr, closed.consts))
 
 
 class Stages:
@@ -228,7 +228,7 @@ class Stages:
         key = self._jaxpr_key(stage_index, microbatch)
         if key not in self._forwards:
             closed = self.slice_of(stage_index, microbatch).closed
-            self._forwards[key] = Computation.of("forward", closed)
+            self._forwards[key] = Computation.from_jaxpr("forward", closed)
         return self._forwards[key]
 
     def residuals(self, stage_index: int) -> Residuals:

@@ -103,7 +103,7 @@ def measure_layers(
 def _program_of_nothing(device: Device) -> "_MeasuredProgram":
     """A program that computes next to nothing, on as many leaves as a small layer."""
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * _NUM_LEAVES
-    plus_one = Computation.like(
+    plus_one = Computation.from_function(
         "nothing", lambda *leaves: [x + 1 for x in leaves], *scalars
     )
     return _MeasuredProgram(
@@ -126,13 +126,13 @@ def _programs(
     for name in TIME_FIELDS.values() if functions.slice.has_backward else ["forward"]:
         computation: Computation = getattr(functions, name)
         assert computation.closed is not None
-        assert computation.reads is not None
+        assert computation.used_args is not None
         if not computation.closed.jaxpr.eqns:
             continue
         specs = map(_jaxpr.spec, computation.closed.in_avals)
         arguments = [
             batch_inputs.get(index, spec)
-            for index, spec in zip(computation.reads, specs, strict=True)
+            for index, spec in zip(computation.used_args, specs, strict=True)
         ]
         programs[name] = _MeasuredProgram(computation, arguments, device, label=label)
     return programs

@@ -15,7 +15,7 @@ SPEC = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 def function(run, *specs, name="function"):
     """A function of such leaves."""
-    return Computation.like(name, run, *specs)
+    return Computation.from_function(name, run, *specs)
 
 
 def arguments(count, place=0, donated=False):
