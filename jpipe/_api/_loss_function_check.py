@@ -143,7 +143,7 @@ def _without_aux(spec: FunctionSpec) -> FunctionSpec:
 
 def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
     """A partition in one stage, on the first device."""
-    config = PipelineConfig(
+    config = PipelineConfig.minimal(
         num_microbatches=num_microbatches,
         ranks=[first_device(partition.config.ranks[0])],
         num_stages=1,

@@ -1,4 +1,4 @@
-"""Checks layers and a loss on a batch: the settings of `Pipeline.check`."""
+"""Checks layers and a loss on a batch: the options of `Pipeline.check`."""
 
 import functools
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ def _layers_to_check(
     A pipeline with a stage for each layer tells which variables each layer reads.
     """
     count = len(model.layers)
-    config = PipelineConfig(
+    config = PipelineConfig.minimal(
         num_microbatches=1,
         ranks=[AbstractDevice(rank) for rank in range(count)],
         schedule=gpipe(count, 1),

@@ -16,10 +16,10 @@ from .._partition._partition import Partition
 from .._processes._start import check_joined
 from ..planning._plan import Plan
 from ..schedules import Schedule, ScheduleBuilder
-from . import _setting_checks
+from . import _option_checks
+from ._options import Options, configure
 from ._pipeline import Pipeline
 from ._pipelined_model import PipelinedModel
-from ._settings import configure
 
 
 def pipeline(
@@ -130,7 +130,7 @@ def pipeline(
     is_one_model = is_model(stages)
     layers = adapt_layers([stages] if is_one_model else stages)
     if is_one_model:
-        _setting_checks.check_no_balance(balance)
+        _option_checks.check_no_balance(balance)
     elif num_stages is not None:
         advice = (
             "give the model as it is, not in a list"
@@ -141,11 +141,11 @@ def pipeline(
             f"num_stages={num_stages} is for one model that is divided by itself; "
             f"{advice}"
         )
-    config = configure(
-        plan=plan,
-        layers=None if is_one_model else layers,
+    options = Options(
         num_microbatches=num_microbatches,
         num_stages=num_stages,
+        balance=balance,
+        plan=plan,
         devices=devices,
         mesh=mesh,
         sharding=sharding,
@@ -153,8 +153,8 @@ def pipeline(
         replicas=replicas,
         schedule=schedule,
         remat=remat,
-        balance=balance,
     )
+    config = configure(options, layers=None if is_one_model else layers)
 
     groups = None if config.balance is None else group_layers(layers, config.balance)
     partition = Partition(config, groups, is_lasting=is_one_model)
@@ -165,7 +165,7 @@ def pipeline(
     # A `Schedule` and replicas fix the number of ranks: idle devices are meant.
     has_fixed_ranks = isinstance(config.schedule, Schedule) or replicas is not None
     if groups is not None and not has_fixed_ranks:
-        _setting_checks.warn_of_idle_devices(config.ranks, pipelined.placement.schedule)
+        _option_checks.warn_of_idle_devices(config.ranks, pipelined.placement.schedule)
     return Pipeline(pipelined, getattr(plan, "forecast", None))
 
 

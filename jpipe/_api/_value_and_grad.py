@@ -13,7 +13,7 @@ from .._partition._partition import Partition
 from .._processes._start import check_joined
 from ..planning._plan import Plan
 from ._function_gradient import FunctionGradient
-from ._settings import configure
+from ._options import Options, configure
 
 
 def value_and_grad(
@@ -120,11 +120,11 @@ def value_and_grad(
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
-    config = configure(
-        plan=plan,
-        layers=None,
+    options = Options(
         num_microbatches=num_microbatches,
         num_stages=num_stages,
+        balance=None,
+        plan=plan,
         devices=devices,
         mesh=mesh,
         sharding=sharding,
@@ -135,7 +135,7 @@ def value_and_grad(
     )
     return FunctionGradient(
         fun,
-        Partition(config),
+        Partition(configure(options, layers=None)),
         argnums=argnums,
         has_aux=has_aux,
         aux_axes=aux_axes,

@@ -1,4 +1,4 @@
-"""The settings of a pipeline, the same for models and for functions."""
+"""The checked options of a pipeline, the same for models and for functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """The checked settings of users, from arguments or from a plan.
+    """The checked options of users, from arguments or from a plan; none has a default.
 
     Attributes:
       num_microbatches: the number of micro-batches of a mini-batch.
@@ -35,16 +35,43 @@ class PipelineConfig:
 
     num_microbatches: int
     ranks: Sequence[Device]
-    num_stages: int | None = None
-    balance: tuple[int, ...] | None = None
-    schedule: Any = "1f1b"
-    remat: Any = "min_cut"
-    replicas: Sequence[int] | None = None
-    sharding: ShardingRule | None = None
-    gather: str = "step"
-    cuts: CutPoints | None = None
-    planned_shapes: Shapes | None = None
-    is_mesh: bool = False
+    num_stages: int | None
+    balance: tuple[int, ...] | None
+    schedule: Any
+    remat: Any
+    replicas: Sequence[int] | None
+    sharding: ShardingRule | None
+    gather: str
+    cuts: CutPoints | None
+    planned_shapes: Shapes | None
+    is_mesh: bool
+
+    @classmethod
+    def minimal(
+        cls,
+        *,
+        num_microbatches: int,
+        ranks: Sequence[Device],
+        schedule: Any,
+        remat: Any,
+        num_stages: int | None = None,
+        cuts: CutPoints | None = None,
+    ) -> "PipelineConfig":
+        """Returns a config without those options that are for users alone."""
+        return cls(
+            num_microbatches=num_microbatches,
+            ranks=ranks,
+            num_stages=num_stages,
+            balance=None,
+            schedule=schedule,
+            remat=remat,
+            replicas=None,
+            sharding=None,
+            gather="step",
+            cuts=cuts,
+            planned_shapes=None,
+            is_mesh=False,
+        )
 
     def ranks_of(self, schedule: Schedule) -> tuple[Device, ...]:
         """Returns the device of each rank of a schedule; surplus ones are left idle.

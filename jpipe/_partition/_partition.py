@@ -29,14 +29,14 @@ class Partition:
     """The cuts between stages, the owners of parameters, and the devices.
 
     Args:
-      config: the settings.
+      config: the checked options.
       groups: the layers of each stage of a list; ``None``: the stages are found by
         cutting.
       is_lasting: True if all functions are cut as the first one is, so that their
         parameters stay where they are.
 
     Attributes:
-      config: the settings.
+      config: the checked options.
       stage_of_layer: the stage of each layer of a list; ``None``: found by cutting.
       cuts: the cut points, after the first function was cut; ``None`` for a list.
       warnings: the warnings of all functions in these stages.
@@ -65,7 +65,7 @@ class Partition:
             for group in groups:
                 stage_of_layer += [group.index] * len(group.layers)
             self.stage_of_layer = tuple(stage_of_layer)
-            self.placement(len(groups))  # so that faults of settings are found
+            self.placement(len(groups))  # so that faults of options are found
 
     # -------------------------------------------------------------------- micro-batches
 
@@ -182,7 +182,7 @@ class Partition:
         """Returns the devices and the schedule of so many stages.
 
         Raises:
-          ValueError: if there are too few devices, or settings are for other numbers.
+          ValueError: if there are too few devices, or options are for other numbers.
           ScheduleError: if the schedule cannot run.
         """
         if num_stages not in self._placements:

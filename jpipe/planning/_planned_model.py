@@ -128,7 +128,7 @@ class PlannedModel:
           pieces: the ends of the pieces that a balance counts; ``None`` of a list.
         """
         schedule = choice.schedule
-        config = PipelineConfig(
+        config = PipelineConfig.minimal(
             num_microbatches=schedule.num_microbatches,
             ranks=[
                 AbstractDevice(rank, choice.data) for rank in range(schedule.num_ranks)

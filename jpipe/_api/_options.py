@@ -1,13 +1,19 @@
-"""The settings that users type, and those of a plan, as one checked record."""
+"""The options that users type, and those of a plan, as one checked record.
+
+`jpipe.pipeline` and `jpipe.value_and_grad` make `Options` of what users typed, and
+`configure` makes a `PipelineConfig` of these and of the decisions of a plan.
+"""
 
 import itertools
 import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
 
 from .._instructions._sharding import StageMesh
+from .._instructions._transfer import Device
 from .._layers._adapter import LayerAdapter
 from .._layers._layer_group import check_balance
 from .._messages import raise_all
@@ -15,10 +21,11 @@ from .._partition._config import PipelineConfig
 from .._partition._param_sharding import ShardingRule
 from .._processes._start import check_threads
 from ..planning._plan import Plan
-from . import _setting_checks
+from ..schedules import Schedule, ScheduleBuilder
+from . import _option_checks
 
-# The settings that a plan decides: name -> default.
-_DECIDED_BY_PLAN = {
+# The options that a plan decides: name -> default.
+DECIDED_BY_PLAN = {
     "num_microbatches": None,
     "balance": None,
     "num_stages": None,
@@ -28,82 +35,73 @@ _DECIDED_BY_PLAN = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that say how a program is divided and run, as users typed them.
+
+    Each is described in `jpipe.pipeline`. The defaults are those of the functions that
+    users call: here there are none, so that an option which is not passed on is an
+    error.
+    """
+
+    num_microbatches: int | None
+    num_stages: int | None
+    balance: Sequence[int] | None
+    plan: Plan | None
+    devices: Sequence[Device] | Mesh | None
+    mesh: Mesh | None
+    sharding: ShardingRule | None
+    gather: str
+    replicas: Sequence[int] | None
+    schedule: str | ScheduleBuilder | Schedule
+    remat: Any
+
+
 def configure(
-    *,
-    plan: Any,
-    layers: Sequence[LayerAdapter] | None,
-    num_microbatches: Any,
-    num_stages: Any,
-    devices: Any,
-    mesh: Any,
-    sharding: ShardingRule | None,
-    gather: str,
-    replicas: Any,
-    schedule: Any,
-    remat: Any,
-    balance: Any = None,
+    options: Options, layers: Sequence[LayerAdapter] | None
 ) -> PipelineConfig:
-    """Checks settings, and merges those of a plan into them.
+    """Checks options, and merges those of a plan into them.
 
     Args:
-      plan: the plan; ``None``: there is none.
+      options: the options.
       layers: the layers of a list; ``None`` for one model or function.
-      num_microbatches: as for `jpipe.pipeline`, as are all following settings.
-      num_stages: likewise.
-      devices: likewise.
-      mesh: likewise.
-      sharding: likewise.
-      gather: likewise.
-      replicas: likewise.
-      schedule: likewise.
-      remat: likewise.
-      balance: likewise.
 
     Raises:
-      TypeError: if a setting is of a wrong type.
+      TypeError: if an option is of a wrong type.
       ValueError: if one does not fit; with every fault of a plan that is for other
         layers, or does not decide alone.
     """
+    plan = options.plan
     cuts = None
     planned_shapes = None
-    if isinstance(devices, Iterator):  # which gives its devices once
-        devices = [*devices]
+    if isinstance(options.devices, Iterator):  # which gives its devices once
+        options = replace(options, devices=[*options.devices])
     if plan is not None:
-        settings = {
-            "num_microbatches": num_microbatches,
-            "balance": balance,
-            "num_stages": num_stages,
-            "schedule": schedule,
-            "remat": remat,
-            "replicas": replicas,
-        }
         typed_names = [
             name
-            for name, default in _DECIDED_BY_PLAN.items()
-            if settings[name] != default
+            for name, default in DECIDED_BY_PLAN.items()
+            if getattr(options, name) != default
         ]
         _check_plan(plan, layers, typed_names)
-        mesh, devices = _setting_checks.planned_mesh(plan, mesh, devices)
-        num_microbatches = plan.schedule.num_microbatches
-        balance = plan.balance
-        schedule = plan.schedule
-        remat = plan.remat
+        options = _with_plan(options, plan)
         cuts = plan.cuts
         planned_shapes = plan.param_shapes
 
-    num_microbatches = _setting_checks.check_num_microbatches(num_microbatches)
-    devices = _setting_checks.check_mesh(mesh, devices, sharding, gather)
+    num_microbatches = _option_checks.check_num_microbatches(options.num_microbatches)
+    devices = _option_checks.check_mesh(
+        options.mesh, options.devices, options.sharding, options.gather
+    )
     if layers is None:
         balance = None
-        num_stages = _setting_checks.check_num_stages(num_stages)
+        num_stages = _option_checks.check_num_stages(options.num_stages)
     else:
-        balance = check_balance(balance, len(layers))
+        balance = check_balance(options.balance, len(layers))
         num_stages = len(balance)
     if cuts is not None:
         num_stages = len(cuts.positions) + 1
-    _check_replicas(replicas, num_stages)
+    _check_replicas(options.replicas, num_stages)
 
-    ranks = _setting_checks.devices_of_ranks(devices)
+    ranks = _option_checks.devices_of_ranks(devices)
     if not ranks:
         raise ValueError("devices=[]: needs at least one")
     if any(isinstance(rank, StageMesh) for rank in ranks):
@@ -113,14 +111,28 @@ def configure(
         ranks=ranks,
         num_stages=num_stages,
         balance=balance,
-        schedule=schedule,
-        remat=remat,
-        replicas=replicas,
-        sharding=sharding,
-        gather=gather,
+        schedule=options.schedule,
+        remat=options.remat,
+        replicas=options.replicas,
+        sharding=options.sharding,
+        gather=options.gather,
         cuts=cuts,
         planned_shapes=planned_shapes,
         is_mesh=isinstance(devices, Mesh),
+    )
+
+
+def _with_plan(options: Options, plan: Plan) -> Options:
+    """The options with those that a plan decides."""
+    mesh, devices = _option_checks.planned_mesh(plan, options.mesh, options.devices)
+    return replace(
+        options,
+        num_microbatches=plan.schedule.num_microbatches,
+        balance=plan.balance,
+        schedule=plan.schedule,
+        remat=plan.remat,
+        mesh=mesh,
+        devices=devices,
     )
 
 
@@ -148,7 +160,7 @@ def _check_plan(
     Args:
       plan: the plan.
       layers: the layers of a list; ``None`` for one model or function.
-      typed_names: the settings that a plan decides and the user typed too.
+      typed_names: the options that a plan decides and the user typed too.
     """
     if not isinstance(plan, Plan):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Checks of the settings of `jpipe.pipeline`, all before any work."""
+"""Checks of the options of `jpipe.pipeline`, all before any work."""
 
 import operator
 from collections.abc import Sequence
@@ -119,7 +119,7 @@ def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
 
 
 def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
-    """Checks the settings of stages of several devices.
+    """Checks the options of stages of several devices.
 
     Returns:
       The mesh, or the devices where there is none: either decides where stages run.
