@@ -1,6 +1,5 @@
 """A list of layers, or one model, as functions of variables and a micro-batch.
 
-    call:    variables, x, rngs -> y, changed variables
     forward: variables, x, rngs -> y, changed variables by leaf index
     loss:    variables, x, targets, rngs -> loss, aux, changed variables by leaf index
 
@@ -203,7 +202,7 @@ class Model:
         check_unchanged(self.layers, self.label)
         self._initial.clear()
 
-    def call(
+    def forward(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> tuple[PyTree, dict[int, Any]]:
         """Applies the layers to a micro-batch.
@@ -216,7 +215,7 @@ class Model:
         # A raw key is folded where it is wrapped, which is here and not in a loop.
         rngs = jax.tree.map(_rng.normalize_key, rngs)
         with _batch_norm.record_batch_norms():
-            y, changed = self.apply(variables, x, rngs, train=train)
+            y, changed = self._apply(variables, x, rngs, train=train)
         leaf_index = {
             path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
         }
@@ -226,10 +225,10 @@ class Model:
             if path in leaf_index
         }
 
-    def apply(
+    def _apply(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> tuple[PyTree, PyTree]:
-        """Returns the output, and the collections that may have changed."""
+        """The output, and the collections that may have changed."""
         entries = variables
         mark_ends = None
         if self.is_list:

@@ -25,7 +25,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
     """``(variables, x, rngs) -> (outputs, changed)``; the changed state is dropped."""
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
-        return model.call(variables, x, rngs, train=train)
+        return model.forward(variables, x, rngs, train=train)
 
     def joins(results: MicrobatchOutputs) -> list[_join.Join]:
         try:
@@ -59,7 +59,7 @@ def loss_spec(
     """
 
     def call(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
-        y, changed = model.call(variables, x, rngs, train=train)
+        y, changed = model.forward(variables, x, rngs, train=train)
         outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y))
         value, aux = objective.of_part(y, targets)
         return value, (aux, changed)
