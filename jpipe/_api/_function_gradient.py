@@ -202,7 +202,7 @@ class FunctionGradient(CustomLoop):
 
         Raises:
           ValueError: if there are too few arguments.
-          TypeError: if a value is fixed and not hashable.
+          TypeError: if a static value is not hashable.
         """
         if len(args) <= max(self._argnums):
             raise ValueError(

@@ -186,7 +186,7 @@ class PipelinedModel:
         self,
         key: chex.PRNGKey | None,
         x: PyTree,
-        user_entries: Sequence[PyTree] | None = None,
+        fixed_entries: Sequence[PyTree] | None = None,
     ) -> PyTree:
         """Makes the variables, each in place.
 
@@ -196,17 +196,19 @@ class PipelinedModel:
         Args:
           key: the key.
           x: an input, or specs of one.
-          user_entries: the variables of each layer of a list, anywhere; ``None`` for a
-            layer whose variables are to be made. Default: all are.
+          fixed_entries: the variables of each layer that stay as they are, anywhere;
+            ``None`` for a layer whose variables are to be made. Default: all are.
         """
         _variables.check_concrete(jax.tree.leaves((key, x)))
         if key is not None:
             _rng.check_key(key)
         self.clear_traces()
-        taken_entries = user_entries or [None] * len(self.model.layers)
+        has_fixed_entries = fixed_entries is not None
+        if fixed_entries is None:
+            fixed_entries = [None] * len(self.model.layers)
         initial = self.model.initial(
             self.model.sample(x, self.partition),
-            [{} if entry is None else entry for entry in taken_entries],
+            [{} if entry is None else entry for entry in fixed_entries],
             key,
         )
         if key is None:
@@ -215,11 +217,11 @@ class PipelinedModel:
             key = jax.random.key(0)  # which nobody reads
 
         is_missing: list[bool] = []
-        for entry, specs in zip(taken_entries, initial.specs, strict=True):
+        for entry, specs in zip(fixed_entries, initial.specs, strict=True):
             is_missing += [entry is None] * len(jax.tree.leaves(specs))
         variables = self._draw(initial, key, x, is_missing)
-        if user_entries:
-            pairs = zip(user_entries, self.model.entries(variables), strict=True)
+        if has_fixed_entries:
+            pairs = zip(fixed_entries, self.model.entries(variables), strict=True)
             entries = [new if entry is None else entry for entry, new in pairs]
             variables = self.place(self.model.from_entries(entries))
         self.checks.note(variables, x)

@@ -88,9 +88,12 @@ class VariableChecks:
         self.note(variables, x)
         return variables
 
-    def _initial(self, x: PyTree, taken: Sequence[PyTree] | None = None) -> Initial:
-        """The initial variables for an input; those in ``taken`` stay as they are."""
-        return self._model.initial(self._model.sample(x, self._partition), taken)
+    def _initial(
+        self, x: PyTree, fixed_entries: Sequence[PyTree] | None = None
+    ) -> Initial:
+        """The initial variables for an input; fixed ones stay as they are."""
+        batch = self._model.sample(x, self._partition)
+        return self._model.initial(batch, fixed_entries)
 
     def _check(self, variables: PyTree, x: PyTree) -> Initial | None:
         """Compares variables with those that the layers would make for an input.
@@ -105,15 +108,15 @@ class VariableChecks:
           ValueError: if the variables are not those of the model.
         """
         entries = self._model.entries(variables)
-        taken = entries
+        fixed_entries = entries
         initial = None
         try:
             initial = self._initial(x)
-            taken = [*map(_matching_state, initial.specs, entries)]
+            fixed_entries = [*map(_matching_state, initial.specs, entries)]
             return self._compare(initial, variables, x)
         except Exception:
             with suppress(Exception):  # the first error says what is wrong
-                return self._compare(self._initial(x, taken), variables, x)
+                return self._compare(self._initial(x, fixed_entries), variables, x)
             if initial is None and not self._model.is_list:
                 return None
             raise

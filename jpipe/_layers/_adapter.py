@@ -14,7 +14,7 @@ from flax import nnx
 from .._jaxprs._jaxpr import zeros
 from .._messages import raise_all
 from . import _inactive_parts, _inputs, _linen, _nnx, _skip, _switches
-from ._method import Method
+from ._method import MethodLayer
 
 PyTree = Any
 _PARTITION = "params, static = eqx.partition(module, eqx.is_inexact_array)"
@@ -61,7 +61,7 @@ class LayerAdapter:
       call: ``(handle, x, rngs, train) -> y``: the handle is a bound module of linen, a
         module of nnx, or else the variables.
       init: ``(key, x) -> variables`` of a `Layer`; ``None`` of all others.
-      module: the module whose method is called, where the source is a `Method`.
+      module: the module whose method is called, where the source is a `MethodLayer`.
       namespace: the namespace of the names that it stashes and pops.
       graphdef: the `flax.nnx.graphdef` of an nnx module when it was listed.
     """
@@ -119,7 +119,7 @@ def adapt_layers(stages: Sequence[Any]) -> tuple[LayerAdapter, ...]:
 
 def is_model(source: Any) -> bool:
     """True if an object is one model, and no list of layers."""
-    is_layer = isinstance(source, Layer | Method | _skip.Isolated)
+    is_layer = isinstance(source, Layer | MethodLayer | _skip.Isolated)
     return is_layer or is_module(source) or callable(source)
 
 
@@ -130,7 +130,7 @@ def _rejection(source: Any) -> str:
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
 
-    module = source.module if isinstance(source, Method) else source
+    module = source.module if isinstance(source, MethodLayer) else source
     reason = (
         _linen.rejection(module)
         or _nnx.rejection(source)
@@ -140,7 +140,7 @@ def _rejection(source: Any) -> str:
     if reason:
         return reason
 
-    is_adaptable = isinstance(source, Layer | Method) or _linen.is_module(source)
+    is_adaptable = isinstance(source, Layer | MethodLayer) or _linen.is_module(source)
     if is_adaptable or callable(source):
         return ""
     class_name = type(source).__name__
@@ -216,7 +216,7 @@ def _adapt_layer(source: Any) -> LayerAdapter:
         return replace(adapter, namespace=namespace)
     if isinstance(source, Layer):
         return _adapt_functions(source)
-    if isinstance(source, Method):
+    if isinstance(source, MethodLayer):
         return _adapt_module(source, source.module, source.method)
     if is_module(source):
         return _adapt_module(source, source, "__call__")
@@ -235,7 +235,7 @@ def _adapt_module(
         call = _linen.adapt_method(method)
         graphdef = None
 
-    is_method = isinstance(source, Method)
+    is_method = isinstance(source, MethodLayer)
     method_name = method if isinstance(method, str) else getattr(method, "__name__", "")
     if is_method and method_name not in ("", "<lambda>"):
         name = f"{name}.{method_name}"

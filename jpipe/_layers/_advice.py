@@ -8,7 +8,7 @@ from typing import Any
 from flax import errors, linen, nnx
 
 from ._adapter import Layer, LayerAdapter
-from ._method import Method
+from ._method import MethodLayer
 
 PyTree = Any
 
@@ -53,7 +53,7 @@ def missing_inputs(error: Exception, layer: LayerAdapter) -> list[str]:
 def _called_function(layer: LayerAdapter) -> Any:
     """The function that a layer runs: that of the user, or a method of a module."""
     function = layer.owner
-    if isinstance(layer.source, Method):
+    if isinstance(layer.source, MethodLayer):
         function = layer.source.method
     elif isinstance(layer.source, Layer):
         function = layer.source.apply

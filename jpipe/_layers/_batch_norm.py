@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from ._linen_parent import path_in_layer
 from ._patches import patched
-from ._slots import path_in_layer
 
 # The prefix of the names that statistics of batch norms bear in the jaxpr.
 MARK = "jpipe batch norm "

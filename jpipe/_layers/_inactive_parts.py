@@ -27,8 +27,8 @@ import jax
 from flax import linen, nnx
 
 from . import _switches
+from ._linen_parent import path_in_layer
 from ._patches import patched
-from ._slots import path_in_layer
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _linen_frame(
     parameters = [
         parameter
         for name, parameter in arguments.signature.parameters.items()
-        if name not in values and not _switches.has_switch(module, name)
+        if name not in values and not _switches.is_set_on_module(module, name)
     ]
     # A call that received a switch by its name leaves other options at their defaults.
     has_named_switch = any(

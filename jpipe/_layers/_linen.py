@@ -14,8 +14,6 @@ from . import _batch_norm, _inactive_parts, _switches
 from ._patches import patched
 
 PyTree = Any
-# The name of a method, or a function of a module and its input.
-Method = str | Callable[..., PyTree]
 
 DATA_DEPENDENT_ADVICE = (
     "write them where the layer is trained alone (if not self.is_initializing()), and "
@@ -87,7 +85,7 @@ def without_sown() -> Iterator[None]:
         yield
 
 
-def adapt_method(method: Method) -> Callable[..., PyTree]:
+def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
     """Adapts a method to ``(module, x, rngs, train) -> y`` of a bound module."""
 
     def call(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
@@ -118,7 +116,7 @@ def adapt_method(method: Method) -> Callable[..., PyTree]:
 
 def _describe_call(
     module: linen.Module,
-    method: Method,
+    method: _switches.Method,
     x: PyTree,
     *,
     parameters: Sequence[inspect.Parameter],
@@ -145,7 +143,7 @@ def _describe_call(
 
 
 def _open_parameters(
-    module: linen.Module, method: Method, x: PyTree
+    module: linen.Module, method: _switches.Method, x: PyTree
 ) -> list[inspect.Parameter]:
     """The parameters of a call after its input that the module has not set itself."""
     if not isinstance(method, str):
@@ -156,5 +154,5 @@ def _open_parameters(
         for parameter in _switches.open_parameters(
             called.function, called.num_leading, x
         )
-        if not _switches.has_switch(called.module, parameter.name)
+        if not _switches.is_set_on_module(called.module, parameter.name)
     ]

@@ -8,7 +8,7 @@ LAYER = "layer"
 MODULE = "module"
 
 
-class Slot(linen.Module):
+class LinenChild(linen.Module):
     """Holds one module, so that the first layer that has a module owns it.
 
     Flax adopts the items of a tuple before the attributes of these items.
@@ -17,21 +17,22 @@ class Slot(linen.Module):
     module: Any
 
 
-class Slots(linen.Module):
-    """The parent: one slot per layer of linen, ``None`` for all other layers."""
+class LinenParent(linen.Module):
+    """The parent: one child per layer of linen, ``None`` for all other layers."""
 
     layer: Any
 
 
-def slot_names(layer_index: int) -> tuple[str, str]:
-    """The names that lead to the variables of a layer."""
+def module_path(layer_index: int) -> tuple[str, str]:
+    """The path of the module of a layer under the parent."""
     return f"{LAYER}_{layer_index}", MODULE
 
 
 def path_in_layer(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path inside its layer of a module or a variable; undoes `slot_names`."""
+    """The path inside its layer of a module or a variable; undoes `module_path`."""
     # The path of an nnx module begins with its index in the list of modules.
     if path and isinstance(path[0], int):
         return path[1:]
-    is_in_slot = len(path) > 1 and path[0].startswith(f"{LAYER}_") and path[1] == MODULE
-    return path[2:] if is_in_slot else path
+    if len(path) > 1 and path[0].startswith(f"{LAYER}_") and path[1] == MODULE:
+        return path[2:]
+    return path

@@ -11,14 +11,14 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodLayer:
     """A method of a module, or a function that calls it, as a layer: see `layer`."""
 
     module: Any
     method: str | Callable[..., PyTree]
 
 
-def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Method:
+def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> MethodLayer:
     """A layer that calls a method of a module, or a function of it.
 
     With the same module elsewhere in the list, the two share parameters.
@@ -79,4 +79,4 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
             f"layer({class_name}, {reprlib.repr(method)}): needs the name of a method, "
             f"or a function such as lambda module, x: module(x)"
         )
-    return Method(module, method)
+    return MethodLayer(module, method)

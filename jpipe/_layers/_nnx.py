@@ -14,8 +14,6 @@ from flax import nnx
 from . import _batch_norm, _inactive_parts, _nnx_rngs, _nnx_values, _switches
 
 PyTree = Any
-# The name of a method, or a function of a module and its input.
-Method = str | Callable[..., PyTree]
 _ATTRIBUTES = ("deterministic", "use_running_average")
 
 
@@ -48,7 +46,7 @@ def _module_fault(module: nnx.Module) -> str:
     return "" if callable(module) else f"{name} is an nnx module without __call__"
 
 
-def adapt_method(method: Method) -> Callable[..., PyTree]:
+def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
     """Adapts a method to ``(module, x, rngs, train) -> y``, which may change `module`.
 
     What the user set on the module, as by its ``eval``, stays in training; what is left
@@ -102,7 +100,7 @@ def _has_norms(module: nnx.Module) -> bool:
 
 def _describe_call(
     module: nnx.Module,
-    method: Method,
+    method: _switches.Method,
     x: PyTree,
     *,
     parameters: Sequence[inspect.Parameter],
@@ -147,7 +145,7 @@ def _set_mode(module: nnx.Module, *, train: bool) -> nnx.Module:
 
 
 def _open_parameters(
-    module: nnx.Module, method: Method, x: PyTree, *, keep_frozen: bool
+    module: nnx.Module, method: _switches.Method, x: PyTree, *, keep_frozen: bool
 ) -> list[inspect.Parameter]:
     """The parameters of a call after its input that are open.
 
@@ -179,7 +177,7 @@ def _open_parameters(
             if getattr(node, name, None) is True:
                 frozen_names.add(name)
 
-    def stays_open(parameter: inspect.Parameter) -> bool:
+    def is_open(parameter: inspect.Parameter) -> bool:
         if parameter.name not in frozen_names:
             return True
         # Without an argument the attributes decide, unless the parameter is required
@@ -187,4 +185,4 @@ def _open_parameters(
         is_frozen = getattr(called.module, parameter.name, None) is True
         return parameter.default not in (None, False) and not is_frozen
 
-    return [parameter for parameter in parameters if stays_open(parameter)]
+    return [parameter for parameter in parameters if is_open(parameter)]

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from .._messages import raise_all
-from ._slots import path_in_layer
+from ._linen_parent import path_in_layer
 from ._variable_paths import nest_variables
 
 PyTree = Any

@@ -24,7 +24,7 @@ from flax.core import DenyList
 
 from . import _batch_norm, _linen, _nnx, _nnx_values, _rng
 from ._adapter import LayerAdapter
-from ._slots import Slot, Slots, path_in_layer, slot_names
+from ._linen_parent import LinenChild, LinenParent, module_path, path_in_layer
 from ._variable_paths import Names, flatten_variables, nest_variables
 
 PyTree = Any
@@ -70,12 +70,13 @@ class Parent:
 
     def _set_parents(self) -> None:
         """Puts the modules of a list under their parents."""
-        slots = tuple(
-            Slot(owner) if _linen.is_module(owner) else None for owner in self._owners
+        children = tuple(
+            LinenChild(owner) if _linen.is_module(owner) else None
+            for owner in self._owners
         )
-        self._linen_parent = Slots(slots)
+        self._linen_parent = LinenParent(children)
         for i in self._linen:
-            self._prefix[i] = slot_names(self._first[i])
+            self._prefix[i] = module_path(self._first[i])
 
         first_layers = list(dict.fromkeys(self._first[i] for i in self._nnx))
         self._nnx_parent = nnx.List(self._owners[i] for i in first_layers)
@@ -152,14 +153,14 @@ class Parent:
             moved.append(nest_variables(entry))
         return moved
 
-    def nnx_values(self, taken: Entries) -> list[dict[str, PyTree]]:
+    def held_entries(self, fixed_entries: Entries) -> list[dict[str, PyTree]]:
         """The variables that modules of nnx hold, the arrays themselves, by layer.
 
         Args:
-          taken: the variables that stay as they are, one entry per layer; if those of a
-            module are in the entry of a later layer, the first has none.
+          fixed_entries: the variables that stay as they are, one entry per layer; if
+            those of a module are in the entry of a later layer, the first has none.
         """
-        filled = {i for i, entry in enumerate(taken) if entry}
+        filled = {i for i, entry in enumerate(fixed_entries) if entry}
         moved_from = {self._first[i] for i in filled} - filled
         tree = _nnx_values.values(self._nnx_parent) if self._nnx else {}
         entries: list[dict[str, PyTree]] = [{} for _ in self._owners]
@@ -256,43 +257,45 @@ class Parent:
     def init(
         self,
         key: chex.PRNGKey,
-        taken: Entries,
+        fixed_entries: Entries,
         run: Callable[[Handles, Callable[[int], None]], Any],
     ) -> tuple[Any, list[dict[str, PyTree]]]:
         """Runs a function that calls the modules, whose variables are made.
 
         Args:
           key: the key.
-          taken: the variables that stay as they are, one entry per layer.
+          fixed_entries: the variables that stay as they are, one entry per layer.
           run: ``(handles, after_layer) -> result``; it calls ``after_layer`` with the
             index of a layer after its call.
 
         Returns:
           The result, and for each layer the variables of linen.
         """
+        held_entries = self.held_entries(fixed_entries)
         nnx_entries = [
-            {**held, **entry}
-            for held, entry in zip(self.nnx_values(taken), taken, strict=True)
+            {**held_entry, **fixed_entry}
+            for held_entry, fixed_entry in zip(held_entries, fixed_entries, strict=True)
         ]
         merged = self._merged_nnx(nnx_entries)
         shared = {first for i, first in enumerate(self._first) if i != first}
         # (first layer of a module, path) -> the layer in whose entry the variable is
-        maker: dict[tuple[int, Names], int] = {}
+        entry_layer: dict[tuple[int, Names], int] = {}
         for i in self._linen:
-            for path in flatten_variables(taken[i]):
-                maker[self._first[i], path] = i
+            for path in flatten_variables(fixed_entries[i]):
+                entry_layer[self._first[i], path] = i
 
         def run_bound(bound: Any) -> Any:
-            for collection, tree in self._parent_tree(self._linen, taken).items():
+            fixed_tree = self._parent_tree(self._linen, fixed_entries)
+            for collection, tree in fixed_tree.items():
                 for name, value in tree.items():
                     bound.scope.put_variable(collection, name, value)
-            handles = self._handles(bound, merged, taken)
+            handles = self._handles(bound, merged, fixed_entries)
 
             def after_layer(layer: int) -> None:
                 first = self._first[layer]
                 if layer in self._linen and first in shared:
                     for path in flatten_variables(handles[layer].variables):
-                        maker.setdefault((first, path), layer)
+                        entry_layer.setdefault((first, path), layer)
 
             return run(handles, after_layer)
 
@@ -308,7 +311,7 @@ class Parent:
         for first in dict.fromkeys(self._first[i] for i in self._linen):
             module_variables = _subtree(variables, self._prefix[first])
             for path, value in flatten_variables(module_variables).items():
-                entries[maker.get((first, path), first)][path] = value
+                entries[entry_layer.get((first, path), first)][path] = value
         return result, [nest_variables(entry) for entry in entries]
 
 

@@ -76,16 +76,19 @@ class Sequential:
         self._indices = range(len(layers)) if indices is None else indices
 
     def init(
-        self, key: chex.PRNGKey, x: PyTree, taken: Sequence[Mapping[str, PyTree]]
+        self,
+        key: chex.PRNGKey,
+        x: PyTree,
+        fixed_entries: Sequence[Mapping[str, PyTree]],
     ) -> SequenceOutputs:
         """Makes variables.
 
         Args:
           key: the key.
           x: an input.
-          taken: the variables that stay as they are, one entry per layer.
+          fixed_entries: the variables that stay as they are, one entry per layer.
         """
-        entries = [*taken]
+        entries = [*fixed_entries]
 
         def run(handles: Sequence[Any], after_layer: Callable[[int], None]) -> Any:
             def call(i: int, x: PyTree) -> PyTree:
@@ -99,7 +102,7 @@ class Sequential:
             return self._call_all(x, call)
 
         with self._naming_model(x):
-            (y, routes), linen_entries = self.parent.init(key, taken, run)
+            (y, routes), linen_entries = self.parent.init(key, fixed_entries, run)
         for i, linen_entry in enumerate(linen_entries):
             if linen_entry:
                 entries[i] = linen_entry

@@ -11,6 +11,9 @@ from flax import linen, nnx
 from . import _inputs
 
 PyTree = Any
+# The method of a module that a layer calls: its name, or a function of the module and
+# its input.
+Method = str | Callable[..., PyTree]
 # The types of a switch that has a value while tracing.
 BOOL_TYPES = (bool, int, np.bool_)
 _TRAINING = ("train", "training", "is_training")
@@ -149,8 +152,8 @@ def layer_passing_a_switch(x: PyTree, method: str) -> str:
     return f"jpipe.layer(module, lambda {params}: {function}({args}))"
 
 
-def has_switch(module: Any, name: str) -> bool:
-    """True if a linen module holds a switch, as its maker or its class set it."""
+def is_set_on_module(module: Any, name: str) -> bool:
+    """True if a switch is set as an attribute of a linen module, or of its class."""
     fields = getattr(module, "__dataclass_fields__", {})
     return name in fields and getattr(module, name) is not None
 

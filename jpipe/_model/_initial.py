@@ -91,9 +91,9 @@ class Initial:
         self.draws = bool(_jaxpr.used_inputs(self._closed)[0])
 
         # A module of nnx holds values already: these are its initial variables.
-        held_values = layers.parent.nnx_values(fixed_specs)
+        held_entries = layers.parent.held_entries(fixed_specs)
         held_specs = jax.eval_shape(
-            lambda trees: jax.tree.map(strong, trees), held_values
+            lambda trees: jax.tree.map(strong, trees), held_entries
         )
         entries = list[PyTree]()
         for held_entry, fixed_entry, drawn_entry in zip(
@@ -108,7 +108,7 @@ class Initial:
         # The source of each leaf: its value, or the variable of the jaxpr that it is.
         self._sources: list[Any] = []
         outvars = iter(self._closed.jaxpr.outvars)
-        for held_entry, drawn_entry in zip(held_values, specs, strict=True):
+        for held_entry, drawn_entry in zip(held_entries, specs, strict=True):
             drawn_vars = [next(outvars) for _ in jax.tree.leaves(drawn_entry)]
             self._sources += jax.tree.leaves(held_entry) or drawn_vars
 
