@@ -228,7 +228,9 @@ class LayerChecker:
         bypass = self._train and any("batch_stats" in entry for entry in entries)
         advice = _advice(layer.index, is_last=reductions is not None)
         try:
-            function, out_axes = self._function(apply, inputs, fixed, specs, bypass)
+            function, out_axes = self._function(
+                apply, inputs, fixed, specs=specs, bypass=bypass
+            )
         except Exception as error:
             self._stopped = f"not compared, since {layer.name} was not"
             if isinstance(error, Unlike):
@@ -333,6 +335,7 @@ class LayerChecker:
         apply: Callable[..., _Outputs],
         inputs: _LayerInputs,
         fixed: _Fixed,
+        *,
         specs: _Outputs,
         bypass: bool,
     ) -> tuple[SplitFunction, list[int | None]]:

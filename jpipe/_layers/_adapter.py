@@ -58,8 +58,8 @@ class LayerAdapter:
     Attributes:
       name: the name in pictures and errors.
       source: the object that the user listed.
-      call: ``(handle, x, rngs, train) -> y``: the handle is a bound module of linen, a
-        module of nnx, or else the variables.
+      call: ``(handle, x, rngs, *, train) -> y``: the handle is a bound module of linen,
+        a module of nnx, or else the variables.
       init: ``(key, x) -> variables`` of a `Layer`; ``None`` of all others.
       module: the module whose method is called, where the source is a `MethodLayer`.
       namespace: the namespace of the names that it stashes and pops.
@@ -280,7 +280,7 @@ def _adapt_functions(layer: Layer) -> LayerAdapter:
         _check_variables(variables)
         return dict(variables)
 
-    def call(variables, x, rngs, train):
+    def call(variables: PyTree, x: PyTree, rngs: Any, *, train: bool) -> PyTree:
         function = layer.apply
         leading_args = [variables]
         describe = functools.partial(
@@ -322,7 +322,7 @@ def _check_variables(variables: Any) -> None:
 def _adapt_function(function: Callable[..., PyTree]) -> LayerAdapter:
     name = _function_name(function)
 
-    def call(variables, x, rngs, train):
+    def call(variables: PyTree, x: PyTree, rngs: Any, *, train: bool) -> PyTree:
         del variables
         describe = functools.partial(_describe_call, name, function, [], x)
         with _inactive_parts.watching(describe, train=train):

@@ -86,9 +86,9 @@ def without_sown() -> Iterator[None]:
 
 
 def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
-    """Adapts a method to ``(module, x, rngs, train) -> y`` of a bound module."""
+    """Adapts a method to ``(module, x, rngs, *, train) -> y`` of a bound module."""
 
-    def call(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
+    def call(module: Any, x: PyTree, rngs: PyTree, *, train: bool) -> PyTree:
         parameters = _open_parameters(module, method, x)
         values = _switches.switch_values(parameters, train=train, rngs=rngs)
         if isinstance(method, str):

@@ -47,14 +47,14 @@ def _module_fault(module: nnx.Module) -> str:
 
 
 def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
-    """Adapts a method to ``(module, x, rngs, train) -> y``, which may change `module`.
+    """Adapts a method to ``(module, x, rngs, *, train) -> y``; it may change `module`.
 
     What the user set on the module, as by its ``eval``, stays in training; what is left
     open is trained. In evaluation it is evaluated. The call receives what it names of
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
 
-    def call(module: nnx.Module, x: PyTree, rngs: Any, train: bool) -> PyTree:
+    def call(module: nnx.Module, x: PyTree, rngs: Any, *, train: bool) -> PyTree:
         module = _set_mode(module, train=train)
         missing_streams = _nnx_rngs.seed(module, rngs)
         call_rngs = None if rngs is None else _nnx_rngs.as_rngs(rngs, module)

@@ -39,7 +39,7 @@ class CalledFunction(NamedTuple):
     num_leading: int
 
 
-def switches(train: bool) -> dict[str, bool]:
+def switches(*, train: bool) -> dict[str, bool]:
     """The value of each switch, by the names that models give it."""
     return {
         **dict.fromkeys(_TRAINING, train),
@@ -59,7 +59,7 @@ def switch_values(
     parameters: Iterable[inspect.Parameter], *, train: bool, rngs: Any
 ) -> dict[str, Any]:
     """The values of those parameters that are switches or ``rngs``, by name."""
-    values = {**switches(train), "rngs": rngs}
+    values = {**switches(train=train), "rngs": rngs}
     return {
         parameter.name: values[parameter.name]
         for parameter in parameters

@@ -42,7 +42,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
         model=model,
         names=("x", "rngs"),
         writes=functools.partial(_writes, model),
-        discards=functools.partial(_warn_of_discarded, model, train),
+        discards=functools.partial(_warn_of_discarded, model, train=train),
     )
 
 
@@ -69,7 +69,7 @@ def loss_spec(
 
     discards = None
     if not train:
-        discards = functools.partial(_warn_of_discarded, model, train)
+        discards = functools.partial(_warn_of_discarded, model, train=train)
     return FunctionSpec(
         call,
         joins,
@@ -97,7 +97,7 @@ def _writes(
 
 
 def _warn_of_discarded(
-    model: Model, train: bool, traced: TracedFunction, variables: PyTree
+    model: Model, traced: TracedFunction, variables: PyTree, *, train: bool
 ) -> None:
     """Warns of state that is written and not returned."""
     first_index, written = _writes(model, traced, variables)

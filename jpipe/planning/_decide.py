@@ -200,7 +200,7 @@ def plan(
             profiles = _profile_parts(model, traced, finest, part_counts)
             hardware = _with_measured_link(hardware, latency, finest.where)
         else:
-            profile.check(fingerprint(traced, finest.train, finest.where))
+            profile.check(fingerprint(traced, finest.where, train=finest.train))
             profiles = {part_counts[0]: profile}
         if memory_limit is not None:
             profiles = scale_residuals(profiles, model, finest, num_devices)

@@ -24,7 +24,7 @@ _config: Any = jax.config
 
 
 def fingerprint(
-    model: TracedLayers, train: bool, device_or_rates: Device | Rates
+    model: TracedLayers, device_or_rates: Device | Rates, *, train: bool
 ) -> dict[str, str]:
     """The fingerprint of a profile of layers, by name.
 
@@ -34,9 +34,9 @@ def fingerprint(
 
     Args:
       model: the layers.
-      train: True if this is training.
       device_or_rates: the device that they are measured on, or the rates of an
         estimate.
+      train: True if this is training.
     """
     if isinstance(device_or_rates, Rates):
         origin = {"how": "estimated"}

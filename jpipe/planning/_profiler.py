@@ -146,7 +146,7 @@ def profile_traced(model: TracedLayers, request: Request) -> Profile:
         skips=tuple(_skip_profiles(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        fingerprint=fingerprint(model, request.train, request.where),
+        fingerprint=fingerprint(model, request.where, train=request.train),
         action_seconds=action_seconds,
     )
 
