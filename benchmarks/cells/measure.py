@@ -197,7 +197,7 @@ def _plain(
 
         def loss(params: Any) -> Any:
             given = _variables.merge(params, rest)
-            y, changed = model.apply(given, x, now, train=True)
+            y, changed = model.apply_mutable(given, x, now, train=True)
             return work.loss(y, targets), changed
 
         (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)

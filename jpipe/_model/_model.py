@@ -215,7 +215,7 @@ class Model:
         # A raw key is folded where it is wrapped, which is here and not in a loop.
         rngs = jax.tree.map(_rng.normalize_key, rngs)
         with _batch_norm.record_batch_norms():
-            y, changed = self._apply(variables, x, rngs, train=train)
+            y, changed = self.apply_mutable(variables, x, rngs, train=train)
         leaf_index = {
             path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
         }
@@ -225,10 +225,10 @@ class Model:
             if path in leaf_index
         }
 
-    def _apply(
+    def apply_mutable(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> tuple[PyTree, PyTree]:
-        """The output, and the collections that may have changed."""
+        """Returns the output, and the collections that may have changed, as Flax does."""
         entries = variables
         mark_ends = None
         if self.is_list:
