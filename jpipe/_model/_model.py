@@ -228,7 +228,7 @@ class Model:
     def apply_mutable(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> tuple[PyTree, PyTree]:
-        """Returns the output, and the collections that may have changed, as Flax does."""
+        """Returns the output and the collections that may have changed, as Flax."""
         entries = variables
         mark_ends = None
         if self.is_list:

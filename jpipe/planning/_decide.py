@@ -27,7 +27,7 @@ from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
 from ._interpolate import interpolate
 from ._layer_profile import MODES, find_count_faults, format_unknown_mode
-from ._link import link
+from ._link import measure_link
 from ._mesh_shapes import mesh_shapes
 from ._plan import Plan
 from ._plan_search import REMAT_MODES
@@ -198,9 +198,9 @@ def plan(
         optimizer_bytes = _optimizer_bytes(tx, traced)
         if profile is None:
             profiles = _profile_parts(model, traced, finest, part_counts)
-            hardware = _with_measured_link(hardware, latency, finest.where)
+            hardware = _with_measured_link(hardware, latency, finest.device_or_rates)
         else:
-            profile.check(fingerprint(traced, finest.where, train=finest.train))
+            profile.check(fingerprint(traced, finest.device_or_rates, train=finest.train))
             profiles = {part_counts[0]: profile}
         if memory_limit is not None:
             profiles = scale_residuals(profiles, model, finest, num_devices)
@@ -314,25 +314,27 @@ def _profile_parts(
 
 
 def _with_measured_link(
-    hardware: Hardware, latency: float | None, where: Device | Rates
+    hardware: Hardware, latency: float | None, device_or_rates: Device | Rates
 ) -> Hardware:
     """Hardware with a measured link, if it can be measured and is not given.
 
     Args:
       hardware: the devices.
       latency: the latency of the user; ``None``: as measured.
-      where: the device that layers are measured on, or the rates of an abstract one.
+      device_or_rates: the device that layers are measured on, or the rates of an
+        abstract one.
     """
-    if isinstance(where, Rates) or hardware.num_devices == 1:
+    if isinstance(device_or_rates, Rates) or hardware.num_devices == 1:
         return hardware
     if hardware.bandwidth is not None and latency is not None:
         return hardware
-    devices = jax.local_devices(backend=where.platform)
-    neighbor = next((device for device in devices if device != where), None)
+    device = device_or_rates
+    devices = jax.local_devices(backend=device.platform)
+    neighbor = next((other for other in devices if other != device), None)
     if neighbor is None:
         return hardware
 
-    measured = link(where, neighbor)
+    measured = measure_link(device, neighbor)
     if latency is None:
         latency = measured.latency
     bandwidth = hardware.bandwidth
@@ -344,7 +346,7 @@ def _with_measured_link(
         bandwidth=bandwidth,
         link_text=f"{format_seconds(latency)} for each and "
         f"{format_bytes(int(bandwidth))} per second, "
-        f"where not given as measured from {where} to {neighbor}",
+        f"where not given as measured from {device} to {neighbor}",
     )
 
 
@@ -353,7 +355,7 @@ def _optimizer_bytes(
 ) -> list[int]:
     """The bytes of the optimizer's state of each layer."""
     indices, tree = jax.tree.flatten(traced.params)
-    owner_stages = traced.divided.layout.owner_stages
+    owner_stages = traced.specialization.layout.owner_stages
     return opt_state_bytes(
         tx,
         tree.unflatten(traced.specs(indices)),

@@ -258,20 +258,21 @@ def _rank_memory(
             begin, end = spans[stage]
             layers += range(begin, end)
         profiles = [profile.layers[layer] for layer in layers]
-        persistent = sum(layer.param_bytes + layer.state_bytes for layer in profiles)
-        optimizer = sum(space.optimizer_bytes[layer] for layer in layers)
-        sums = [costs.accumulator_bytes[stage] for stage in stages]
-        activations = int(peak) - persistent - sum(sums)
+        # The state of a layer has the optimizer's among it.
+        param_bytes = sum(layer.param_bytes + layer.state_bytes for layer in profiles)
+        optimizer_bytes = sum(space.optimizer_bytes[layer] for layer in layers)
+        grad_bytes = [costs.accumulator_bytes[stage] for stage in stages]
+        activation_bytes = int(peak) - param_bytes - sum(grad_bytes)
         needed = [workspace[stage] for stage in stages]
         if choice.data > 1:
             # When no activations are left, the gradients that shards exchange stand
             # beside their sums, stage by stage.
-            needed.append(max(sums) - activations)
+            needed.append(max(grad_bytes) - activation_bytes)
         memory = Memory(
-            parameters=persistent - optimizer,
-            gradients=sum(sums),
-            optimizer=optimizer,
-            activations=activations,
+            parameters=param_bytes - optimizer_bytes,
+            gradients=sum(grad_bytes),
+            optimizer=optimizer_bytes,
+            activations=activation_bytes,
             workspace=max(0, *needed),
         )
         rank_memory.append(memory)

@@ -1,4 +1,10 @@
-"""Measures the latency and the bandwidth between two devices."""
+"""Measures the latency and the bandwidth between two devices.
+
+    latency   = seconds of a hop between two devices - seconds of a hop on one
+    bandwidth = bytes of a large array / (seconds of its transfer - latency)
+
+A hop is a small program and the transfer of its result, in a chain of them.
+"""
 
 import time
 from collections.abc import Callable
@@ -30,7 +36,7 @@ class Link(NamedTuple):
     bandwidth: float
 
 
-def link(source: Device, target: Device) -> Link:
+def measure_link(source: Device, target: Device) -> Link:
     """Measures transfers between two devices: small ones both ways, a large one."""
     hop_seconds = _hop_seconds(source, target)
     latency = max(hop_seconds - _hop_seconds(source, source), 0.0)
@@ -42,17 +48,17 @@ def link(source: Device, target: Device) -> Link:
 
 
 def _hop_seconds(source: Device, target: Device) -> float:
-    """Seconds of a small program and the transfer of its result, in a chain of them."""
+    """The seconds of a hop to and fro between two devices, or on one."""
     add = jax.jit(lambda x: x + 1)
 
-    def go_to_and_fro() -> Any:
+    def run_hops() -> Any:
         x = _transfer.put([np.float32(0)], source)
         for i in range(_HOPS):
             device = source if i % 2 else target
             x = _transfer.put([add(*x)], device)
         return x
 
-    return _shortest_seconds(go_to_and_fro) / _HOPS
+    return _shortest_seconds(run_hops) / _HOPS
 
 
 def _shortest_seconds(run: Callable[[], Any]) -> float:

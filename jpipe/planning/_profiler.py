@@ -133,20 +133,20 @@ def profile(
 
 def profile_traced(model: TracedLayers, request: Request) -> Profile:
     """The requested profile of layers, each by itself."""
-    if isinstance(request.where, Rates):
-        rates = request.where
+    if isinstance(request.device_or_rates, Rates):
+        rates = request.device_or_rates
         groups = count_items("layers estimated", list(model.group_equal_layers()))
         times = {functions: _estimate_times(functions, rates) for functions in groups}
         action_seconds = rates.action
     else:
-        times, action_seconds = measure_layers(model, request, request.where)
+        times, action_seconds = measure_layers(model, request, request.device_or_rates)
     return Profile(
         layers=tuple(_layer_profiles(model, times)),
         input_bytes=total_bytes(model.inputs(0)),
         skips=tuple(_skip_profiles(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        fingerprint=fingerprint(model, request.where, train=request.train),
+        fingerprint=fingerprint(model, request.device_or_rates, train=request.train),
         action_seconds=action_seconds,
     )
 

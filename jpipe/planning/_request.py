@@ -106,7 +106,7 @@ class Request:
         )
 
     @cached_property
-    def where(self) -> Device | Rates:
+    def device_or_rates(self) -> Device | Rates:
         """The device to measure on, or the rates of an estimate."""
         if self.measure:
             return jax.local_devices()[0] if self.device is None else self.device

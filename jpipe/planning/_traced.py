@@ -1,4 +1,4 @@
-"""Layers, or pieces of a model, on abstract values: their programs and variables."""
+"""Layers, or pieces of a model, on abstract values: their stages and variables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ class TracedLayers:
 
     Attributes:
       names: the name of each layer.
-      divided: the model in stages, one per layer.
+      specialization: the model in stages, one per layer.
       variable_specs: the variables of the model, as specs.
       skips: output of a layer -> the name under which later layers pop it.
     """
 
     names: tuple[str, ...]
-    divided: Specialization
+    specialization: Specialization
     variable_specs: PyTree
     skips: Mapping[Any, str]
 
     @property
     def stages(self) -> Stages:
         """The stages, one per layer."""
-        return self.divided.stages
+        return self.specialization.stages
 
     @property
     def batch(self) -> Batch:
         """The mini-batch, all arguments but the variables."""
-        return self.divided.batch
+        return self.specialization.batch
 
     @cached_property
     def paths(self) -> list[str]:
@@ -81,10 +81,10 @@ class TracedLayers:
 
     def owned_variables(self, layer: int, *, are_params: bool) -> list[int]:
         """The indices of the parameters that a layer owns, or of its other state."""
-        params = set(self.divided.layout.params)
+        params = set(self.specialization.layout.params)
         return [
             index
-            for index, owner in enumerate(self.divided.layout.owner_stages)
+            for index, owner in enumerate(self.specialization.layout.owner_stages)
             if owner == layer and (index in params) == are_params
         ]
 
@@ -96,7 +96,7 @@ class TracedLayers:
         """The layers that use parameters of the same layer, that one first."""
         weights = [set(self.stages.weights(i)) for i in range(len(self.names))]
         groups: dict[int, set[int]] = {}  # owner -> the layers that use its parameters
-        for param in self.divided.layout.params:
+        for param in self.specialization.layout.params:
             readers = [layer for layer, read in enumerate(weights) if param in read]
             if len(readers) > 1:  # the first of them owns it
                 groups.setdefault(readers[0], set()).update(readers)

@@ -227,12 +227,12 @@ class ActionTables:
                 live[rank] += look_up(costs.extra_bytes, stage, i)
                 if stage == 0:
                     live[rank] += look_up(costs.boundary_bytes, stage, i)
-            persistent = look_up(costs.parameter_bytes, stage)
-            persistent += look_up(costs.shared_bytes, stage)
+            stage_bytes = look_up(costs.parameter_bytes, stage)
+            stage_bytes += look_up(costs.shared_bytes, stage)
             if self.has_backwards:
-                persistent += look_up(costs.accumulator_bytes, stage)
+                stage_bytes += look_up(costs.accumulator_bytes, stage)
             for rank in self.ranks_of[stage]:
-                live[rank] += persistent
+                live[rank] += stage_bytes
         return live
 
     def memory(self, order: Iterable[int]) -> Iterator[tuple[int, int, float]]:
