@@ -134,7 +134,7 @@ class Predictor:
             span = gradient.placement.stages[s].span
             if Action("F", s, m) not in calls.of:  # the backward does its work too
                 return sum(sum(tables["none"][op][span]) for op in "FB")
-            return sum(tables[str(gradient.stages.mode(s, m))][op][span])
+            return sum(tables[gradient.stages.mode(s, m).name][op][span])
 
         return seconds
 

@@ -29,7 +29,7 @@ from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, StageMesh
 from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Argument, ArgumentOrResult, Computation, Result
-from .._partition import _remat
+from .._partition._remat_mode import RematMode
 from .._partition._stage_placement import StagePlacement
 from .._stage._stage_functions import ResultSums, StageFunctions
 from .._stage._stages import Stages
@@ -234,7 +234,7 @@ class Lowering:
         last = self._last_stage
         fused_cells = set[Cell]()
         for m in range(self._num_microbatches):
-            if _remat.keeps_nothing(self._stages.mode(last, m)):
+            if self._stages.mode(last, m).stores_only_inputs:
                 fused_cells.add((last, m))
         if fused_cells and self._stages.states[last].has_integers:
             # All of them, or one that is not would run before those that are.
@@ -259,13 +259,11 @@ class Lowering:
             return stage_slice.has_weight_grads
         return stage_slice.has_backward
 
-    def _mode(self, action: Action, *, is_fused: bool) -> Any:
+    def _mode(self, action: Action, *, is_fused: bool) -> RematMode:
         """The remat mode of an action: what its forward stores."""
         mode = self._stages.mode(*_cell(action))
         if is_fused:
-            return _remat.mode_in_one_program(
-                mode, is_whole_backward=action.op == BACKWARD
-            )
+            return mode.when_fused(is_whole_backward=action.op == BACKWARD)
         return mode
 
     # ---------------------------------------------------------------------- the sums
@@ -407,7 +405,7 @@ class Lowering:
 
     # ------------------------------------------------------------------- the actions
 
-    def _forward(self, action: Action, mode: Any) -> None:
+    def _forward(self, action: Action, mode: RematMode) -> None:
         """Writes a forward by itself."""
         stage, m = _cell(action)
         functions = self._stages.functions(stage, m, mode)
@@ -446,7 +444,7 @@ class Lowering:
         self._residuals[stage, m] += output_grads
         self._keep_backward(action, functions, results[num_forward:])
 
-    def _backward(self, action: Action, mode: Any) -> None:
+    def _backward(self, action: Action, mode: RematMode) -> None:
         """Writes a backward, or a half of one, by itself."""
         if not self._has_work(action):
             return

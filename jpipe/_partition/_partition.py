@@ -204,7 +204,7 @@ class Partition:
             stages=tuple(groups),
             ranks=config.ranks_of(schedule),
             schedule=schedule,
-            remat=_remat.modes_per_stage(config.remat, num_stages),
+            remat=_remat.settings_of_stages(config.remat, num_stages),
             rule=config.sharding,
             gather=config.gather,
         )

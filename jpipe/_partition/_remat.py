@@ -1,96 +1,98 @@
-"""Remat modes: the residuals that a stage stores between forward and backward."""
+"""Remat: the residuals that a stage stores between forward and backward.
+
+A *remat setting* is what a user says for a stage, by a name or a policy of JAX. It
+tells the *remat mode* of each micro-batch: the values that its forward stores.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-NAMES = ("full", "none", "dots", "min_cut", "except_last")
+from ._remat_mode import FULL, MODES, NONE, Policy, RematMode
 
-# One of these names but the last, or a policy of `jax.checkpoint_policies`.
-Mode = Any
-_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
+Function = Callable[..., Any]
 
 
-def modes_per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class RematSetting:
+    """The remat modes of one stage on all micro-batches.
+
+    Attributes:
+      name: the name that users write and that plans print.
+      mode: the mode of all micro-batches but the last.
+      last_mode: the mode of the last one, whose backward may follow at once.
+    """
+
+    name: str
+    mode: RematMode
+    last_mode: RematMode
+
+    def mode_of(self, microbatch: int, num_microbatches: int) -> RematMode:
+        """The mode of one micro-batch."""
+        is_last = microbatch == num_microbatches - 1
+        return self.last_mode if is_last else self.mode
+
+
+# name -> the setting that users choose by it
+SETTINGS = {mode.name: RematSetting(mode.name, mode, mode) for mode in MODES} | {
+    "except_last": RematSetting("except_last", FULL, NONE)
+}
+
+
+def settings_of_stages(remat: Any, num_stages: int) -> tuple[RematSetting, ...]:
     """Returns one setting per stage, from one for all or a sequence of them.
 
     Args:
       remat: a name, a policy of `jax.checkpoint_policies`, or one per stage.
       num_stages: the number of stages.
 
-    Returns:
-      A name or a policy for each stage.
-
     Raises:
       ValueError: with every setting that is none of these, or if their number is
         not that of the stages.
     """
     is_per_stage = isinstance(remat, Sequence) and not isinstance(remat, str)
-    settings = tuple(remat) if is_per_stage else (remat,) * num_stages
-    if len(settings) != num_stages:
+    arguments = tuple(remat) if is_per_stage else (remat,) * num_stages
+    if len(arguments) != num_stages:
         raise ValueError(
-            f"remat has {len(settings)} entries for {num_stages} stages; give one for "
+            f"remat has {len(arguments)} entries for {num_stages} stages; give one for "
             f"all or one per stage"
         )
-    unknown = [
-        setting
-        for setting in settings
-        if setting not in NAMES and (not callable(setting) or setting is jax.checkpoint)
-    ]
+    settings = list[RematSetting]()
+    unknown = list[Any]()
+    for argument in arguments:
+        if isinstance(argument, str) and argument in SETTINGS:
+            settings.append(SETTINGS[argument])
+        elif callable(argument) and argument is not jax.checkpoint:
+            settings.append(_setting_of_policy(argument))
+        else:
+            unknown.append(argument)
     if unknown:
         listed = ", ".join(dict.fromkeys(map(repr, unknown)))
         raise ValueError(
             f"unknown remat {listed}: choose "
-            f"{', '.join(map(repr, NAMES))} or a policy of jax.checkpoint_policies"
+            f"{', '.join(map(repr, SETTINGS))} or a policy of jax.checkpoint_policies"
         )
-    return settings
+    return tuple(settings)
 
 
-def mode(setting: Any, microbatch: int, num_microbatches: int) -> Mode:
-    """The mode of one micro-batch: ``"except_last"`` stores those of the last only."""
-    if setting == "except_last":
-        return "none" if microbatch == num_microbatches - 1 else "full"
-    return setting
+def _setting_of_policy(policy: Policy) -> RematSetting:
+    """The setting of a user's policy, by the name of its function or class."""
+    name = getattr(policy, "__name__", None) or type(policy).__name__
+    mode = RematMode(name, policy)
+    return RematSetting(name, mode, mode)
 
 
-def keeps_nothing(mode: Mode) -> bool:
-    """True if no residual is stored: a forward by itself makes only its output."""
-    return mode == "full"
-
-
-def keeps_fewest(mode: Mode) -> bool:
-    """True if the fewest bytes are stored from which a backward can run."""
-    return mode == "min_cut"
-
-
-def mode_in_one_program(setting: Any, *, is_whole_backward: bool) -> Mode:
-    """The mode of a forward that is one program with its backward, or with I of it.
-
-    Nothing is stored between the two; W comes later, and reads what I leaves.
-    """
-    return "none" if is_whole_backward or setting == "none" else "min_cut"
-
-
-def halves_keep_fewest(mode: Mode) -> bool:
-    """True if I stores the fewest bytes from which W can run."""
-    return mode != "none"
-
-
-def make_wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a transform of functions; `jax.vjp` then stores the mode's residuals.
+def checkpoint(function: Function, mode: RematMode) -> Function:
+    """The function of which `jax.vjp` stores what the policy of a mode says.
 
     Forward and backward are different programs: XLA needs no barrier against finding
     common subexpressions.
     """
-    if mode in ("none", "min_cut"):
-        return lambda function: function
-    policy = _POLICIES[mode] if isinstance(mode, str) else mode
-    return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=False)
-
-
-def mode_name(setting: Any) -> str:
-    """The name of a setting, as plans print it."""
-    if isinstance(setting, str):
-        return setting
-    return getattr(setting, "__name__", None) or type(setting).__name__
+    policy = mode.policy
+    if policy is None:
+        return function
+    if isinstance(policy, str):
+        policy = getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

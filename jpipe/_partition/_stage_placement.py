@@ -27,6 +27,7 @@ from .._layers._text import abbreviate
 from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
 from ..schedules import Schedule
+from ._remat import RematSetting
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StagePlacement:
       stages: all stages, in order.
       ranks: the device of each rank.
       schedule: the actions of each rank, in order.
-      remat: the remat mode of each stage: see `_remat`.
+      remat: the remat setting of each stage.
       rule: the sharding of parameters, for stages of several devices.
       gather: the time when sharded weights are gathered: once in a ``"step"`` or for
         each ``"microbatch"``.
@@ -46,7 +47,7 @@ class StagePlacement:
     stages: tuple[LayerGroup, ...]
     ranks: tuple[Device, ...]
     schedule: Schedule
-    remat: tuple[Any, ...]
+    remat: tuple[RematSetting, ...]
     rule: Any = None
     gather: str = "step"
 

@@ -7,6 +7,7 @@ from jax.extend import core
 
 from .._jaxprs import _flops, _jaxpr, _min_cut
 from .._jaxprs._min_cut import total_bytes
+from .._partition._remat_mode import DOTS, FULL, NONE, RematMode
 
 
 class Residuals(NamedTuple):
@@ -16,7 +17,7 @@ class Residuals(NamedTuple):
       nbytes: remat mode -> the bytes stored between forward and backward: residuals,
         and inputs that the backward reads.
       recomputed_flops: the floating-point operations that the backward takes for
-        recomputation; ``None`` under modes other than ``"none"`` and ``"min_cut"``.
+        recomputation; ``None`` under modes with a policy.
     """
 
     nbytes: dict[str, int]
@@ -24,52 +25,40 @@ class Residuals(NamedTuple):
 
 
 def measure_residuals(
-    reads: core.ClosedJaxpr,
-    residuals: list[core.Var],
+    pullback_leaves: core.ClosedJaxpr,
+    residual_vars: list[core.Var],
     *,
     activations: Sequence[core.Var],
     side_inputs: Sequence[core.Var],
-    mode: str,
+    mode: RematMode,
 ) -> Residuals:
-    """The residuals under a remat mode, and for `"none"` and `"min_cut"` under others.
+    """The residuals under a remat mode; under one without a policy those of others too.
 
     Args:
-      reads: ``inputs -> all that the backward reads``.
-      residuals: the variables of it that the forward returns for the backward.
+      pullback_leaves: ``inputs -> all that the backward reads``.
+      residual_vars: the variables of it that the forward returns for the backward.
       activations: the inputs that other stages send, and inputs of the model: a stage
         keeps them for its backward.
       side_inputs: the other inputs that a micro-batch brings; the backward has them
         anyway.
       mode: the mode that chose the residuals.
     """
-    jaxpr = reads.jaxpr
-    stored_bytes = total_bytes(
-        {*residuals, *_read_activations(reads, residuals, activations)}
-    )
-    if mode not in ("none", "min_cut"):
-        return Residuals({mode: stored_bytes}, recomputed_flops=None)
+    jaxpr = pullback_leaves.jaxpr
+    recomputed = _jaxpr.recomputation(pullback_leaves, jaxpr.outvars, residual_vars)
+    invars = zip(recomputed.jaxpr.invars, _jaxpr.used_inputs(recomputed), strict=True)
+    used_inputs = {var for var, is_used in invars if is_used}
+    stored_bytes = total_bytes(used_inputs.intersection(activations) | {*residual_vars})
+    if mode.policy is not None:  # other modes have another pullback
+        return Residuals({mode.name: stored_bytes}, recomputed_flops=None)
 
     of_microbatch = {*activations, *side_inputs}
-    data = _jaxpr.depending_on(reads, [var in of_microbatch for var in jaxpr.invars])
+    is_of_microbatch = [var in of_microbatch for var in jaxpr.invars]
+    data = _jaxpr.depending_on(pullback_leaves, is_of_microbatch)
     products = _min_cut.products(jaxpr, jaxpr.outvars) & data
-    backward_reads = _jaxpr.variables(jaxpr.outvars) & data
-    nbytes = {"full": total_bytes(activations)}
-    if mode == "min_cut":
-        nbytes[mode] = stored_bytes
-    nbytes["dots"] = total_bytes(products.difference(side_inputs))
-    nbytes["none"] = total_bytes(backward_reads.difference(side_inputs))
-
-    recomputed = _jaxpr.recomputation(reads, jaxpr.outvars, residuals)
+    pullback_vars = _jaxpr.variables(jaxpr.outvars) & data
+    nbytes = {FULL.name: total_bytes(activations)}
+    if mode.stores_fewest_bytes:
+        nbytes[mode.name] = stored_bytes
+    nbytes[DOTS.name] = total_bytes(products.difference(side_inputs))
+    nbytes[NONE.name] = total_bytes(pullback_vars.difference(side_inputs))
     return Residuals(nbytes, recomputed_flops=_flops.count_flops(recomputed))
-
-
-def _read_activations(
-    reads: core.ClosedJaxpr,
-    residuals: list[core.Var],
-    activations: Sequence[core.Var],
-) -> list[core.Var]:
-    """The activations that a backward reads though it has the residuals."""
-    recomputed = _jaxpr.recomputation(reads, reads.jaxpr.outvars, residuals)
-    is_used = _jaxpr.used_inputs(recomputed)
-    inputs = zip(reads.jaxpr.invars, is_used, strict=False)  # before the residuals
-    return [var for var, used in inputs if used and var in activations]

@@ -15,11 +15,12 @@ the first half if the gradient of the input needs any of its results.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from .._jaxprs import _jaxpr, _min_cut
+from .._partition._remat_mode import RematMode
 
 
 class BackwardHalves(NamedTuple):
@@ -39,7 +40,7 @@ def split_backward(
     *,
     is_weight: Sequence[bool],
     is_first: Sequence[bool],
-    fewest: bool,
+    mode: RematMode,
 ) -> BackwardHalves:
     """Cuts a program in two.
 
@@ -47,7 +48,7 @@ def split_backward(
       closed: the jaxpr of the program.
       is_weight: one bool per input; True for weights.
       is_first: one bool per result; True for results of the first half.
-      fewest: True if residuals are the fewest bytes.
+      mode: tells if the residuals are all values or the fewest bytes.
 
     Returns:
       The halves.
@@ -58,35 +59,35 @@ def split_backward(
     first_outvars = [var for var, first in outvars if first]
     second_outvars = [var for var, first in outvars if not first]
 
+    # The first half has the equations that its results need.
     first = _jaxpr.dce_jaxpr(opened, first_outvars)
     data = _jaxpr.depending_on(opened, [not weight for weight in is_weight])
     computed = [v for v in _jaxpr.outvars_of(first.jaxpr.eqns) if v in data]
-    second = _jaxpr.recomputation(opened, second_outvars, computed)
-    residuals = _used_last_inputs(second, computed)
-    if fewest:
-        second = _jaxpr.recomputation(opened, second_outvars, residuals)
+
+    # The residuals are all that the second half reads of these, or give it cheaply.
+    second_reads = _read_vars(opened, second_outvars, computed)
+    inputs = {*jaxpr.invars}
+    residuals = [var for var in second_reads if var not in inputs]
+    if mode.stores_fewest_bytes:
         residuals = _min_cut.find_residuals(
             first,
-            _used_last_inputs(second, [*jaxpr.invars, *residuals]),
+            second_reads,
             is_constant=is_weight,
             is_stored=[False] * len(is_weight),
         )
 
-    first = core.ClosedJaxpr(
-        first.jaxpr.replace(outvars=[*first_outvars, *residuals]), opened.consts
+    # The first half returns them; the second computes the rest from them.
+    first_jaxpr = first.jaxpr.replace(outvars=[*first_outvars, *residuals])
+    return BackwardHalves(
+        first=core.ClosedJaxpr(first_jaxpr, opened.consts),
+        second=_jaxpr.recomputation(opened, second_outvars, residuals),
     )
-    second = _jaxpr.recomputation(opened, second_outvars, residuals)
-    return BackwardHalves(first, second)
 
 
-def _used_last_inputs(
-    closed: core.ClosedJaxpr, variables: list[core.Var]
+def _read_vars(
+    closed: core.ClosedJaxpr, outvars: Sequence[Any], stored: Sequence[core.Var]
 ) -> list[core.Var]:
-    """The variables among the last inputs of a jaxpr that it reads.
-
-    Args:
-      closed: the jaxpr.
-      variables: its last inputs, as the variables that they are outside.
-    """
-    is_used = _jaxpr.used_inputs(closed)[-len(variables) :] if variables else []
-    return [var for var, used in zip(variables, is_used, strict=True) if used]
+    """The inputs and the stored variables from which some variables are computed."""
+    jaxpr = _jaxpr.recomputation(closed, outvars, stored)
+    invars = zip(jaxpr.jaxpr.invars, _jaxpr.used_inputs(jaxpr), strict=True)
+    return [var for var, is_used in invars if is_used]

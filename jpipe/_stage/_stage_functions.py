@@ -16,7 +16,7 @@ from .._jaxprs._computation import (
     compose,
 )
 from .._jaxprs._jaxpr import specs
-from .._partition import _remat
+from .._partition._remat_mode import RematMode
 from .._trace._accumulation import accumulate, sum_spec
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from . import _residuals, _split_backward, _vjp
@@ -50,14 +50,13 @@ class StageFunctions:
 
     Attributes:
       slice: the jaxpr of the stage, on micro-batches of one size.
-      mode: the remat mode, which tells what is stored between forward and backward: see
-        `_remat`.
+      mode: the remat mode: what is stored between forward and backward.
       divisors: specs of the divisor of the loss, empty if it has none; ``None`` for a
         stage without a loss.
     """
 
     slice: StageSlice
-    mode: Any
+    mode: RematMode
     divisors: Sequence[Any] | None
     # the sums of a forward, the op of a backward, or both -> what these actions run
     _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
@@ -69,8 +68,9 @@ class StageFunctions:
 
     @cached_property
     def _vjp_parts(self) -> _vjp.ForwardBackward:
-        fewest = _remat.keeps_fewest(self.mode)
-        closed = _loops.keep_fewest(self.slice.closed) if fewest else self.slice.closed
+        closed = self.slice.closed
+        if self.mode.stores_fewest_bytes:
+            closed = _loops.keep_fewest(closed)
         run = _jaxpr.as_traced(closed)
         num_outputs = len(self.slice.differentiated_outputs)
 
@@ -87,8 +87,7 @@ class StageFunctions:
             specs(invars[num_with_grad:]),
             is_weight=self._is_weight,
             is_at_hand=[var in side_inputs for var in invars],
-            remat=_remat.make_wrapper(self.mode),
-            fewest=fewest,
+            mode=self.mode,
             divisors=self.divisors,
         )
 
@@ -114,7 +113,7 @@ class StageFunctions:
             backward,
             is_weight=[*self._is_weight, *[False] * num_other_inputs],
             is_first=[i >= self.slice.num_trained for i in range(num_grads)],
-            fewest=_remat.halves_keep_fewest(self.mode),
+            mode=self.mode.between_halves,
         )
 
     @cached_property
@@ -130,7 +129,7 @@ class StageFunctions:
     @property
     def num_residuals(self) -> int:
         """The number of residuals of its forward."""
-        return len(self._vjp_parts.residuals)
+        return len(self._vjp_parts.residual_vars)
 
     # ----------------------------------- the computations of actions, which add to sums
 
@@ -243,17 +242,17 @@ class StageFunctions:
         traced_input = dict(
             zip(
                 self.slice.closed.jaxpr.invars,
-                self._vjp_parts.reads.jaxpr.invars,
+                self._vjp_parts.pullback_leaves.jaxpr.invars,
                 strict=True,
             )
         )
         return _residuals.measure_residuals(
-            self._vjp_parts.reads,
-            self._vjp_parts.residuals,
+            self._vjp_parts.pullback_leaves,
+            self._vjp_parts.residual_vars,
             activations=[
                 traced_input[var]
                 for var in [*self.slice.input_activations, *self.slice.model_inputs]
             ],
             side_inputs=[traced_input[var] for var in self.slice.side_inputs],
-            mode=_remat.mode_name(self.mode),
+            mode=self.mode,
         )

@@ -17,7 +17,8 @@ from jax.extend import core
 from .._jaxprs import _jaxpr, _structural_key
 from .._jaxprs._computation import Computation
 from .._jaxprs._jaxpr import specs
-from .._partition import _remat
+from .._partition._remat import RematSetting
+from .._partition._remat_mode import RematMode
 from .._trace._state_updates import StateUpdate
 from .._trace._traced_function import READS_DEPEND_ON_SIZE, TracedFunction
 from ._residuals import Residuals
@@ -115,7 +116,7 @@ class Stages:
         traced_functions: Mapping[int, TracedFunction],
         cuts: Mapping[int, Sequence[int]],
         sizes: Sequence[int],
-        remat: Sequence[Any],
+        remat: Sequence[RematSetting],
         trained: Sequence[bool],
         owner_stages: Sequence[int] = (),
         state: StateUpdate | None = None,
@@ -144,7 +145,7 @@ class Stages:
             sliced.loss_weight is not None for sliced in self._sliced.values()
         )
         # (stage, size of the micro-batch, remat mode) -> its functions
-        self._functions: dict[tuple[int, int, Any], StageFunctions] = {}
+        self._functions: dict[tuple[int, int, RematMode], StageFunctions] = {}
         # (key of equal stages, remat mode) -> the functions of the first of them
         self._distinct_functions: dict[Hashable, StageFunctions] = {}
         # (stage, size of the micro-batch) -> key of its jaxpr
@@ -212,9 +213,9 @@ class Stages:
         """True if an activation has a cotangent."""
         return var in self._sliced[self._sizes[microbatch]].differentiated
 
-    def mode(self, stage_index: int, microbatch: int) -> Any:
+    def mode(self, stage_index: int, microbatch: int) -> RematMode:
         """The remat mode of a stage on a micro-batch."""
-        return _remat.mode(self._remat[stage_index], microbatch, len(self._sizes))
+        return self._remat[stage_index].mode_of(microbatch, len(self._sizes))
 
     def functions(self, stage_index: int, microbatch: int, mode: Any) -> StageFunctions:
         """The functions of a stage in a remat mode; of equal stages the first's."""
@@ -314,7 +315,7 @@ class Stages:
         return self._jaxpr_keys[key]
 
     def _find_functions(
-        self, stage_index: int, microbatch: int, mode: Any
+        self, stage_index: int, microbatch: int, mode: RematMode
     ) -> StageFunctions:
         """Finds the functions of an equal stage, or makes them."""
         key = self.structural_key(stage_index, microbatch), mode

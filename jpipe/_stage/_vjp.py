@@ -1,6 +1,6 @@
 """A function cut in two programs: a forward and the backward that completes it.
 
-    forward:   inputs                        -> outputs, aux, residuals
+    forward:   inputs                        -> outputs, residuals
     backward:  inputs, residuals, cotangents -> gradients
 
 `jax.vjp` inside `jax.jit` returns what its pullback holds as outputs: fresh copies of
@@ -26,10 +26,12 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr, _min_cut
+from .._partition import _remat
+from .._partition._remat_mode import RematMode
 
 Leaves = Sequence[Any]
-# f(differentiated, fixed) -> (outputs, aux): flat leaves in, flat leaves out. Outputs
-# have cotangents, aux has none.
+# f(differentiated, fixed) -> (differentiated outputs, other outputs): flat leaves in,
+# flat leaves out. Differentiated outputs have cotangents.
 Function = Callable[[Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
@@ -37,18 +39,18 @@ class ForwardBackward(NamedTuple):
     """The two halves of one function, as jaxprs over flat leaves.
 
     Attributes:
-      forward: ``(differentiated, fixed) -> (outputs, aux, residuals)``. The backward
-        may not read all of these.
-      reads: the same computation, ``(differentiated, fixed) -> what the backward
-        reads``.
-      residuals: the variables of both that the forward returns for the backward.
+      forward: ``(differentiated, fixed) -> (outputs, residuals)``. The backward may not
+        read all of these.
+      pullback_leaves: the same computation, ``(differentiated, fixed) -> leaves of the
+        pullback``, all that the backward reads.
+      residual_vars: the variables of both that the forward returns for the backward.
       backward: ``(differentiated, fixed, residuals, cotangents) -> gradients`` of the
         differentiated leaves. That of a loss takes its divisors in place of cotangents.
     """
 
     forward: core.ClosedJaxpr
-    reads: core.ClosedJaxpr
-    residuals: list[core.Var]
+    pullback_leaves: core.ClosedJaxpr
+    residual_vars: list[core.Var]
     backward: core.ClosedJaxpr
 
 
@@ -59,8 +61,7 @@ def cut_vjp(
     *,
     is_weight: Sequence[bool],
     is_at_hand: Sequence[bool],
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]],
-    fewest: bool,
+    mode: RematMode,
     divisors: Leaves | None = None,
 ) -> ForwardBackward:
     """Cuts a function in a forward and a backward.
@@ -72,9 +73,7 @@ def cut_vjp(
       is_weight: one bool per leaf of both; True for a weight.
       is_at_hand: one bool per leaf of both; True for a leaf of one micro-batch that
         both halves have anyway: targets, keys.
-      remat: wraps the function, as `jax.checkpoint` does, to decide what the backward
-        reads.
-      fewest: True if the residuals are the fewest bytes from which that follows.
+      mode: tells what the backward reads, and which residuals are stored for that.
       divisors: specs of the divisor of a loss, the only output; empty if it has none.
         ``None``: the backward takes the cotangents of the outputs.
 
@@ -84,24 +83,27 @@ def cut_vjp(
     pullback_trees: list[Any] = []
 
     def run_forward(differentiated: Leaves, fixed: Leaves) -> Any:
-        outputs, pullback, aux = jax.vjp(
-            lambda leaves: remat(function)(leaves, fixed), differentiated, has_aux=True
+        checkpointed = _remat.checkpoint(function, mode)
+        outputs, pullback, other_outputs = jax.vjp(
+            lambda leaves: checkpointed(leaves, fixed), differentiated, has_aux=True
         )
         pullback_leaves, pullback_tree = jax.tree.flatten(pullback)
         pullback_trees.append(pullback_tree)
-        return outputs, aux, pullback_leaves
+        return outputs, other_outputs, pullback_leaves
 
-    closed, (outputs, aux, _) = _jaxpr.trace(run_forward, differentiated, fixed)
+    closed, results = _jaxpr.trace(run_forward, differentiated, fixed)
+    outputs, other_outputs, _ = results
     pullback_tree = pullback_trees[-1]
-    num_outputs = len(outputs) + len(aux)
+    num_outputs = len(outputs) + len(other_outputs)
     pullback_vars = closed.jaxpr.outvars[num_outputs:]
-    if fewest:
-        residuals = _min_cut.find_residuals(
+    if mode.stores_fewest_bytes:
+        residual_vars = _min_cut.find_residuals(
             closed, pullback_vars, is_constant=is_weight, is_stored=is_at_hand
         )
     else:
-        residuals = _all_residuals(closed, pullback_vars, is_weight)
-    recompute = _jaxpr.as_traced(_jaxpr.recomputation(closed, pullback_vars, residuals))
+        residual_vars = _all_residuals(closed, pullback_vars, is_weight)
+    recomputation = _jaxpr.recomputation(closed, pullback_vars, residual_vars)
+    recompute = _jaxpr.as_traced(recomputation)
 
     def run_backward(
         differentiated: Leaves, fixed: Leaves, residuals: Leaves, *cotangents: Any
@@ -121,14 +123,14 @@ def cut_vjp(
         run_backward,
         differentiated,
         fixed,
-        _jaxpr.specs(residuals),
+        _jaxpr.specs(residual_vars),
         *(outputs if divisors is None else divisors),
     )
-    outvars = [*closed.jaxpr.outvars[:num_outputs], *residuals]
+    outvars = [*closed.jaxpr.outvars[:num_outputs], *residual_vars]
     return ForwardBackward(
         forward=_with_outvars(closed, outvars),
-        reads=_with_outvars(closed, pullback_vars),
-        residuals=residuals,
+        pullback_leaves=_with_outvars(closed, pullback_vars),
+        residual_vars=residual_vars,
         backward=backward,
     )
 

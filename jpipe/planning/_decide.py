@@ -26,11 +26,11 @@ from ..schedules._formats import format_bytes, format_seconds
 from ._estimate import Rates
 from ._fingerprint import estimated, fingerprint
 from ._interpolate import interpolate
-from ._layer_profile import MODES, find_count_faults, format_unknown_mode
+from ._layer_profile import find_count_faults
 from ._link import measure_link
 from ._mesh_shapes import mesh_shapes
+from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
 from ._plan import Plan
-from ._plan_search import REMAT_MODES
 from ._planned_model import PlannedModel
 from ._profile import Profile, find_speed_faults
 from ._profiler import profile_traced
@@ -67,7 +67,7 @@ def plan(
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
     schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
-    remat: str | Sequence[str] = REMAT_MODES,
+    remat: str | Sequence[str] = TRIED_MODES,
     balance: Sequence[int] | None = None,
     profile: Profile | None = None,
     **options: Any,
@@ -200,7 +200,9 @@ def plan(
             profiles = _profile_parts(model, traced, finest, part_counts)
             hardware = _with_measured_link(hardware, latency, finest.device_or_rates)
         else:
-            profile.check(fingerprint(traced, finest.device_or_rates, train=finest.train))
+            profile.check(
+                fingerprint(traced, finest.device_or_rates, train=finest.train)
+            )
             profiles = {part_counts[0]: profile}
         if memory_limit is not None:
             profiles = scale_residuals(profiles, model, finest, num_devices)
@@ -212,7 +214,7 @@ def plan(
             optimizer_bytes=optimizer_bytes,
             hardware=hardware,
             schedule_names=schedule_names,
-            remat_modes=tuple(sorted(set(remat_modes), key=MODES.index, reverse=True)),
+            remat_modes=sort_modes(remat_modes),
             fits_schedules=schedules is None,
             balance=checked_balance,
             mesh_shapes=shapes,
@@ -280,7 +282,8 @@ def _name_faults(
         if find_catalogue_key(name) not in _TRAINING_SCHEDULES:
             listed = ", ".join(map(repr, _TRAINING_SCHEDULES))
             yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
-    yield from (format_unknown_mode(mode) for mode in remat_modes if mode not in MODES)
+    unknown_modes = [mode for mode in remat_modes if mode not in MODE_NAMES]
+    yield from map(format_unknown_mode, unknown_modes)
 
 
 def _profile_parts(

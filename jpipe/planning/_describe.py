@@ -15,7 +15,6 @@ from .._instructions._memory import peak_residual_bytes
 from .._instructions._sharding import StageMesh
 from .._jaxprs import _work
 from .._jaxprs._jaxpr import nbytes, specs
-from .._partition import _remat
 from .._partition._param_layout import ParamLayout
 from .._partition._stage_placement import StagePlacement
 from .._pipelined._specialization import Specialization
@@ -158,7 +157,7 @@ def _describe_stage(
         rank=placement.schedule.placement[index],
         device=", ".join(map(placement.called, replicas)),
         layers=tuple(info.names[index]),
-        remat=_remat.mode_name(placement.remat[index]),
+        remat=placement.remat[index].name,
         num_params=params.num_params,
         param_bytes=params.param_bytes,
         residual_bytes=residual_bytes,

@@ -17,6 +17,7 @@ from typing import Any
 from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._fingerprint import is_measured_on_cpu
+from ._mode_names import stores_only_inputs
 from ._plan import Memory, Plan
 from ._profile import Profile
 from ._replicate import ring_seconds
@@ -130,7 +131,7 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
     costs = fused_costs(
         stage_costs(space, choice),
         schedule,
-        is_last_recomputed=choice.remat[-1] == "full",
+        is_last_recomputed=stores_only_inputs(choice.remat[-1]),
         action_seconds=profile.action_seconds,
     )
     timeline = schedule.simulate(costs)
@@ -288,7 +289,7 @@ def _stage_workspace(profile: Profile, choice: Choice, costs: Costs) -> list[int
         num_bytes = _layers_workspace(profile, begin, end)
         mode = choice.remat[stage]
         is_fused = stage == last and 0.0 in costs.forward[last]
-        if mode == "full" or is_fused:
+        if stores_only_inputs(mode) or is_fused:
             # One program runs forward and backward: it holds the residuals itself.
             residuals = profile.residuals_of[profile.pending_mode(mode)]
             num_bytes += int(residuals[begin, end])

@@ -20,12 +20,11 @@ from ..schedules._simulate import TOO_LONG
 from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
 from ._climb import Cuts, Ends, Key, climb, list_cuts
 from ._layer_profile import (
-    MODES,
     LayerProfile,
     find_count_faults,
     find_number_faults,
-    format_unknown_mode,
 )
+from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
 from ._problem import PartitionProblem
 from ._profile import Profile, find_speed_faults
 
@@ -166,10 +165,13 @@ def _checked_problem(
     if num_microbatches < 1:
         faults.append(f"num_microbatches={num_microbatches}; needs at least 1")
     faults += [
-        format_unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES
+        format_unknown_mode(mode)
+        for mode in dict.fromkeys(modes)
+        if mode not in MODE_NAMES
     ]
     if not isinstance(costs, Profile):
-        if "full" in modes or counts_bytes or bandwidth is not None:
+        has_recomputation = any(map(stores_only_inputs, modes))
+        if has_recomputation or counts_bytes or bandwidth is not None:
             faults.append(
                 "bandwidth=, max_bytes=, objective='memory' and remat='full' need a "
                 "Profile: the costs are numbers, without bytes and forwards"

@@ -7,11 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..schedules._choose import format_argument
-
-# Remat modes that have a name, those that store the fewest bytes first.
-MODES = ("full", "min_cut", "dots", "none")
-
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -111,12 +106,6 @@ def find_layer_faults(layers: Sequence[LayerProfile], **fields: float) -> Iterat
             yield from find_number_faults(f"{prefix}: residual_bytes[{mode!r}]", value)
     for name, value in fields.items():
         yield from find_number_faults(name, value)
-
-
-def format_unknown_mode(mode: object) -> str:
-    """The fault of a remat mode that there is not, with those that there are."""
-    modes = ", ".join(map(repr, MODES))
-    return f"remat: {format_argument(mode)} is unknown: choose {modes}"
 
 
 def find_count_faults(name: str, value: Any) -> Iterator[str]:

@@ -29,8 +29,6 @@ from ._mesh_shapes import MeshShape
 from ._profile import Profile
 from ._space import Choice, Hardware, SearchSpace
 
-# From fast and large to slow and small. "none" stores more and saves no time.
-REMAT_MODES = ("min_cut", "full")
 # The number of candidates, on as many devices per stage, that are improved.
 _NUM_IMPROVED = 3
 # The number of actions that a local search simulates for a candidate.

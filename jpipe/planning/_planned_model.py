@@ -24,6 +24,7 @@ from .._partition import _balanced_cuts
 from .._partition._config import PipelineConfig
 from .._partition._cut_points import CutPoints
 from .._partition._partition import Partition
+from .._partition._remat_mode import NONE
 from .._pipelined import _model_functions
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
@@ -185,6 +186,6 @@ def _one_layer_per_stage(num_layers: int) -> Choice:
     """A choice in which each layer is a stage, and all micro-batches are one."""
     return Choice(
         balance=(1,) * num_layers,
-        remat=("none",) * num_layers,
+        remat=(NONE.name,) * num_layers,
         schedule=gpipe(num_layers, 1),
     )

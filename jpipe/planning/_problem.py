@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ..schedules import Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ._climb import Cuts
+from ._mode_names import stores_only_inputs
 from ._profile import Profile
 from ._sums import Matrix, sum_stages
 
@@ -95,7 +96,7 @@ class PartitionProblem:
         The forward of a last stage that stores only its input is part of its backward.
         """
         costs = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
-        if self.modes[-1] == "full":
+        if stores_only_inputs(self.modes[-1]):
             costs.forward[-1] = 0.0
         return costs
 
@@ -125,12 +126,13 @@ class PartitionProblem:
         forward, backward = np.rint(seconds.T / self.quantum)
         stored = sum_stages(forward + backward, empty=np.inf)
         recomputed = stored
-        if "full" in self.modes[:-1]:
+        if any(map(stores_only_inputs, self.modes[:-1])):
             recomputed = sum_stages(2 * forward + backward, empty=np.inf)
-        return tuple(
-            recomputed if mode == "full" and stage < self.num_stages - 1 else stored
-            for stage, mode in enumerate(self.modes)
-        )
+        times = [
+            recomputed if stores_only_inputs(mode) else stored
+            for mode in self.modes[:-1]
+        ]
+        return *times, stored  # the last stage computes its forward in its backward
 
     def loads(self, cuts: Cuts) -> Numbers:
         """The time of one micro-batch on each rank, in units: ``[ranks, cuts]``."""

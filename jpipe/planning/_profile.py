@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from .._partition._remat_mode import NONE
 from ..schedules import Costs, Skip
 from ..schedules._choose import format_argument
 from ..schedules._json import decode, parse_json
 from . import _layer_profile
 from ._layer_profile import LayerProfile as LayerProfile
 from ._layer_profile import SkipProfile as SkipProfile
+from ._mode_names import MODE_NAMES, mode_between_halves, stores_only_inputs
 from ._sums import Matrix, add_copies, sum_stages
 from ._table import format_profile
 
@@ -163,7 +165,7 @@ class Profile:
         """
         stages = list(itertools.pairwise(ends))
         seconds = [
-            self._stage_seconds(begin, end, recomputes=mode == "full")
+            self._stage_seconds(begin, end, recomputes=stores_only_inputs(mode))
             for (begin, end), mode in zip(stages, modes, strict=True)
         ]
         forward, backward, input_grad, weight_grad = map(
@@ -245,7 +247,8 @@ class Profile:
         residuals: dict[str, Matrix] = {}
         for mode in sorted(modes):
             residuals[mode] = sum_stages([sizes[mode] for sizes in layers])
-        residuals["full"] = self._stage_input_bytes
+        for mode in filter(stores_only_inputs, MODE_NAMES):
+            residuals[mode] = self._stage_input_bytes
         return residuals
 
     @functools.cached_property
@@ -273,9 +276,7 @@ class Profile:
 
     def pending_mode(self, mode: str) -> str:
         """The mode that stores about as much as the first half of a backward leaves."""
-        if mode == "none":
-            return mode
-        for pending_mode in ("min_cut", "none"):
+        for pending_mode in (mode_between_halves(mode), NONE.name):
             if pending_mode in self.residuals_of:
                 return pending_mode
         return mode

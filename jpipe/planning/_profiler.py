@@ -10,13 +10,14 @@ from .._jaxprs._flops import count_flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
+from .._partition._remat_mode import NONE
 from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, estimate_seconds, estimate_workspace
 from ._fingerprint import fingerprint
-from ._layer_profile import MODES
 from ._measure import Times, measure_layers
+from ._mode_names import MODE_NAMES, MODES
 from ._planned_model import PlannedModel
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
@@ -205,13 +206,13 @@ def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:
 def _residual_bytes(model: TracedLayers, layer: int) -> dict[str, int]:
     """The bytes that a layer stores, by remat mode, as a stage of that mode."""
     if not model.stages.slice_of(layer).has_backward:
-        return dict.fromkeys(MODES, 0)
+        return dict.fromkeys(MODE_NAMES, 0)
     residual_bytes: dict[str, int] = {}
     for mode in MODES:
-        # "full" stores the inputs, which need no trace of that mode.
-        traced_mode = "none" if mode == "full" else mode
+        # The bytes of inputs need no trace of a mode.
+        traced_mode = NONE if mode.stores_only_inputs else mode
         functions = model.functions(layer, mode=traced_mode)
-        residual_bytes[mode] = functions.residuals.nbytes[mode]
+        residual_bytes[mode.name] = functions.residuals.nbytes[mode.name]
     return residual_bytes
 
 

@@ -13,9 +13,11 @@ scales the residuals of its layers, in the profiles of all sizes of micro-batche
 import dataclasses
 from collections.abc import Mapping
 
+from .._partition._remat_mode import MIN_CUT
 from ..schedules import gpipe
 from ._layer_partition import partition
 from ._layer_profile import LayerProfile
+from ._mode_names import stores_only_inputs
 from ._planned_model import PlannedModel
 from ._profile import Profile
 from ._request import Request
@@ -43,7 +45,7 @@ def scale_residuals(
     balance = partition(profile, min(num_stages, len(profile.layers)))
     choice = Choice(
         balance=tuple(balance),
-        remat=("min_cut",) * len(balance),
+        remat=(MIN_CUT.name,) * len(balance),
         schedule=gpipe(len(balance), request.num_microbatches),
     )
     plan = model.describe_step(request, choice)
@@ -55,11 +57,11 @@ def scale_residuals(
         end = begin + size
         stage_ratios = {}
         for mode, stored_bytes in stage.residuals.items():
+            if stores_only_inputs(mode):
+                continue  # the inputs of a stage are no sum over layers
             residuals = profile.residuals_of.get(mode)
             if residuals is not None and residuals[begin, end]:
                 stage_ratios[mode] = stored_bytes / residuals[begin, end]
-        # Under "full" a stage stores its input, which is no sum over layers.
-        stage_ratios["full"] = 1.0
         ratios += [stage_ratios] * size
 
     scaled_profiles = {}

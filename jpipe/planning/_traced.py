@@ -9,6 +9,7 @@ import jax
 
 from .._arguments import _variables
 from .._arguments._batch import Batch
+from .._partition._remat_mode import NONE, RematMode
 from .._pipelined._specialization import Specialization
 from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
@@ -59,7 +60,7 @@ class TracedLayers:
         """Specs of the results of the last layer, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.traced().aux[0])
 
-    def functions(self, layer: int, *, mode: str = "none") -> StageFunctions:
+    def functions(self, layer: int, *, mode: RematMode = NONE) -> StageFunctions:
         """The functions of a layer in a remat mode; equal layers have the same."""
         return self.stages.functions(self._first_equal_layer[layer], 0, mode)
 

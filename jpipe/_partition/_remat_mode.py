@@ -1,0 +1,73 @@
+"""Remat modes: the residuals that a stage stores between forward and backward.
+
+They are data, without JAX: profiles are partitioned by them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# One of `jax.checkpoint_policies`, or a user's.
+Policy = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RematMode:
+    """The residuals of one stage on one micro-batch.
+
+    Attributes:
+      name: the name that users write and that plans print.
+      policy: the policy of `jax.checkpoint` that tells what is stored: a function, or a
+        name in `jax.checkpoint_policies`; ``None``: the stage is differentiated without
+        `jax.checkpoint`, and the backward reads what JAX would store.
+      stores_only_inputs: True if nothing is stored but the stage's inputs, so that a
+        forward by itself makes only its outputs, and the backward computes it again.
+      stores_fewest_bytes: True if the residuals are the fewest bytes from which all
+        that the backward reads follows cheaply; else they are all that it reads.
+      is_tried_by_plan: True if `jpipe.plan` tries it where users name no modes.
+    """
+
+    name: str
+    policy: Policy | str | None = None
+    stores_only_inputs: bool = False
+    stores_fewest_bytes: bool = False
+    is_tried_by_plan: bool = False
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the backward computes anything again."""
+        return self.policy is not None or self.stores_fewest_bytes
+
+    @property
+    def storage_order(self) -> tuple[bool, ...]:
+        """A sorting key by which modes that store fewer bytes come first."""
+        return (
+            not self.stores_only_inputs,
+            not self.stores_fewest_bytes,
+            not self.recomputes,
+        )
+
+    @property
+    def between_halves(self) -> "RematMode":
+        """The mode of what I, the first half of a backward, stores for W."""
+        return MIN_CUT if self.recomputes else NONE
+
+    def when_fused(self, *, is_whole_backward: bool) -> "RematMode":
+        """The mode of a forward that is one program with its backward, or with I of it.
+
+        Nothing is stored between the two; W comes later, and reads what I leaves.
+        """
+        return NONE if is_whole_backward else self.between_halves
+
+
+FULL = RematMode(
+    "full",
+    "nothing_saveable",
+    stores_only_inputs=True,
+    is_tried_by_plan=True,
+)
+NONE = RematMode("none")
+DOTS = RematMode("dots", "dots_saveable")
+MIN_CUT = RematMode("min_cut", stores_fewest_bytes=True, is_tried_by_plan=True)
+# All modes that have a name.
+MODES = (FULL, NONE, DOTS, MIN_CUT)
