@@ -20,6 +20,7 @@ from flax import linen as nn
 from rich.progress import track
 
 import jpipe
+from jpipe._partition import _remat_mode
 
 from ..models.amoebanet import amoebanetd
 from ..models.block import Block
@@ -27,7 +28,7 @@ from ..models.resnet import resnet101
 from ..models.unet import unet
 from .dispatch import square
 
-MODES = ("full", "none", "dots", "min_cut")
+MODES = tuple(mode.name for mode in _remat_mode.MODES)
 MICROBATCHES = 8
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 

@@ -1,4 +1,7 @@
-"""Random programs, as text that a reader can paste."""
+"""Random programs, as text that a reader can paste.
+
+`_remat.SETTINGS` is read because a remat setting that is added is to be drawn too.
+"""
 
 import random
 from collections import Counter
@@ -6,6 +9,7 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
+from jpipe._partition import _remat
 from jpipe.schedules import BY_NAME, Schedule, ScheduleError
 
 from ..schedules.orders import any_rows
@@ -234,7 +238,7 @@ def _note_skip(choice: Choice, skips: list[tuple[str, bool]], number: int) -> No
         skips[:] = [(name, how) for name, how in skips if repr(name) not in choice.text]
 
 
-REMATS = [repr(name) for name in ("full", "none", "except_last", "dots", "min_cut")]
+REMATS = [repr(name) for name in _remat.SETTINGS]
 REMATS += [
     f"jax.checkpoint_policies.{policy}"
     for policy in (

@@ -1,9 +1,14 @@
-"""The rows of the matrix: a program each, so that every pair of kinds is in one."""
+"""The rows of the matrix: a program each, so that every pair of kinds is in one.
+
+`_remat.SETTINGS` is read because a remat setting that is added needs a row.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+
+from jpipe._partition import _remat
 
 from .models import MODELS
 
@@ -66,7 +71,7 @@ def read(line: str) -> Row:
 
 _policies = jax.checkpoint_policies
 REMATS: dict[str, Any] = {
-    **{name: name for name in ("full", "none", "min_cut", "dots", "except_last")},
+    **{name: name for name in _remat.SETTINGS},
     "policy": _policies.dots_with_no_batch_dims_saveable,
     "offload": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }

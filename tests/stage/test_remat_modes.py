@@ -1,4 +1,7 @@
-"""Remat modes: the same numbers, and how many bytes each keeps."""
+"""Remat modes: the same numbers, and how many bytes each keeps.
+
+`_remat_mode.MODES` is read because a mode that is added is to be tested too.
+"""
 
 import functools
 
