@@ -149,7 +149,7 @@ def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
         num_stages=1,
         schedule="gpipe",
         remat="none",
-        cuts=CutPoints.none(about=1),
+        cuts=CutPoints.without_cuts(num_traced_stages=1),
     )
     one_stage = Partition(config)
     one_stage.warnings = WarnOnce(is_muted=True)  # a call gives all warnings

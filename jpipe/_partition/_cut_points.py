@@ -1,7 +1,19 @@
 """Cuts as numbers that mean the same in another trace of the same function.
 
-A trace of another batch size, of evaluation, or with a loss has other equations. A cut
-is recognized there by the number of times that each parameter is read before it.
+A trace of another batch size, of evaluation, or with a loss has other equations: an
+index means nothing there. Yet it reads the same parameters in the same order. So a cut
+is found again by the number of times that each parameter was read before it:
+
+    equations of stages:    read a | sin | read b | cos || mul | read c | read b
+    reads of (a, b, c) before the cut ||:    (1, 1, 0)
+
+There are as many reads before each place between ``read b`` and ``read c``. Of these
+the cut is the one as many equations of stages away from both reads:
+
+    distances of the cut ||:    1 since the read of b (cos), 1 until that of c (mul)
+
+Where no place agrees in all of this, the one that differs least is taken: see
+`CutPoints.find_positions`.
 """
 
 import hashlib
@@ -16,7 +28,8 @@ from .._trace import _boundaries
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
 
-Reads = tuple[int, ...]
+# The number of reads of each parameter.
+ReadCounts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -26,31 +39,33 @@ class CutPoints:
     Attributes:
       positions: the indices of the equations with which the stages but the first
         begin.
-      size: the number of equations.
-      names: a digest of their primitives.
-      reads: for each cut, the number of reads of each parameter before it.
-      around: for each cut, the number of equations of stages since the last read, and
-        until the next.
-      totals: the number of reads of each parameter in all.
-      about: the number of stages for which calls of `jax.checkpoint` were opened in
-        that trace, so that they are in others: see `_checkpoints`.
+      num_eqns: the number of equations.
+      primitives_digest: a digest of their primitives: programs with the same ones are
+        cut at the same indices.
+      reads_before: for each cut, the number of reads of each parameter before it.
+      read_distances: for each cut, the number of equations of stages since the last
+        read, and until the next.
+      total_reads: the number of reads of each parameter in the whole program.
+      num_traced_stages: the number of stages for which calls of `jax.checkpoint` were
+        inlined in that trace, and have to be in others: see `_checkpoints`.
     """
 
     positions: tuple[int, ...]
-    size: int
-    names: str
-    reads: tuple[Reads, ...]
-    around: tuple[tuple[int, int], ...]
-    totals: Reads
-    about: int
+    num_eqns: int
+    primitives_digest: str
+    reads_before: tuple[ReadCounts, ...]
+    read_distances: tuple[tuple[int, int], ...]
+    total_reads: ReadCounts
+    num_traced_stages: int
 
     @classmethod
-    def of(
+    def from_trace(
         cls,
         traced: TracedFunction,
         positions: Sequence[int],
+        *,
         num_params: int,
-        about: int,
+        num_traced_stages: int,
     ) -> "CutPoints":
         """The cuts of a program.
 
@@ -58,102 +73,115 @@ class CutPoints:
           traced: the function that is cut.
           positions: the indices of the equations with which stages begin.
           num_params: the number of its parameters that other traces have too.
-          about: the number of stages for which it was traced.
+          num_traced_stages: the number of stages for which it was traced.
         """
         if not positions:
-            return cls.none(about)
-        reads_before = _reads_before(traced, num_params)
+            return cls.without_cuts(num_traced_stages)
+        reads_before = _count_reads_before(traced, num_params)
         distances = _distances_to_reads(traced, reads_before)
         return cls(
             positions=tuple(positions),
-            size=len(traced.closed.jaxpr.eqns),
-            names=_primitives_digest(traced),
-            reads=tuple(tuple(reads_before[index].tolist()) for index in positions),
-            around=tuple(distances[index] for index in positions),
-            totals=tuple(reads_before[-1].tolist()),
-            about=about,
+            num_eqns=len(traced.closed.jaxpr.eqns),
+            primitives_digest=_digest_primitives(traced),
+            reads_before=tuple(tuple(reads_before[i].tolist()) for i in positions),
+            read_distances=tuple(distances[i] for i in positions),
+            total_reads=tuple(reads_before[-1].tolist()),
+            num_traced_stages=num_traced_stages,
         )
 
     @classmethod
-    def none(cls, about: int) -> "CutPoints":
-        """The cuts of one stage: none."""
+    def without_cuts(cls, num_traced_stages: int) -> "CutPoints":
+        """The cuts of a program in one stage: none."""
         return cls(
             positions=(),
-            size=0,
-            names="",
-            reads=(),
-            around=(),
-            totals=(),
-            about=about,
+            num_eqns=0,
+            primitives_digest="",
+            reads_before=(),
+            read_distances=(),
+            total_reads=(),
+            num_traced_stages=num_traced_stages,
         )
 
     def faults(self) -> Iterator[str]:
         """Yields faults of the numbers, such as after they were read from a file."""
-        ends = 0, *self.positions, self.size or 1
+        ends = 0, *self.positions, self.num_eqns or 1
         if any(begin >= end for begin, end in pairwise(ends)):
             yield (
                 f"cuts.positions={self.positions}: need to ascend, and to be equations "
-                f"of {self.size}"
+                f"of {self.num_eqns}"
             )
-        lengths = {len(self.positions), len(self.reads), len(self.around)}
-        if len(lengths) > 1:
+        num_cuts = len(self.positions)
+        if {len(self.reads_before), len(self.read_distances)} != {num_cuts}:
             yield (
-                f"cuts has {len(self.positions)} positions, {len(self.reads)} reads, "
-                f"{len(self.around)} around"
+                f"cuts has {num_cuts} positions, {len(self.reads_before)} "
+                f"reads_before, {len(self.read_distances)} read_distances"
             )
-        if any(len(counts) != len(self.totals) for counts in self.reads):
-            yield f"cuts.reads need {len(self.totals)} numbers each, as totals has"
-        if self.about < 1:
-            yield f"cuts.about={self.about}: needs at least one stage"
+        num_params = len(self.total_reads)
+        if any(len(counts) != num_params for counts in self.reads_before):
+            yield (
+                f"cuts.reads_before need {num_params} numbers each, as total_reads has"
+            )
+        if self.num_traced_stages < 1:
+            yield (
+                f"cuts.num_traced_stages={self.num_traced_stages}: needs at least one "
+                f"stage"
+            )
 
-    def some(self, chosen: Sequence[int]) -> "CutPoints":
-        """The cuts with the chosen indices."""
+    def select(self, indices: Sequence[int]) -> "CutPoints":
+        """The cuts with some indices, without the others."""
         return replace(
             self,
-            positions=tuple(self.positions[index] for index in chosen),
-            reads=tuple(self.reads[index] for index in chosen),
-            around=tuple(self.around[index] for index in chosen),
+            positions=tuple(self.positions[i] for i in indices),
+            reads_before=tuple(self.reads_before[i] for i in indices),
+            read_distances=tuple(self.read_distances[i] for i in indices),
         )
 
-    def on(self, other: TracedFunction) -> list[int]:
-        """The same cuts in another trace.
+    def find_positions(self, traced: TracedFunction) -> list[int]:
+        """Finds the same cuts in another trace.
 
-        Where the equations are the same, so are their indices. Elsewhere each cut is
-        the place whose parameter reads before it are most alike; of several such
-        places the one as many equations away from reads, then with the fewest bytes,
-        then at the most similar share of the program.
+        At marks of the user, the cuts are there. Where the primitives are the same, so
+        are the indices. Elsewhere each cut is, of the places behind the cut before it,
+        the one
+
+        1. whose reads before it differ least from those before the cut,
+        2. with the same distances to reads,
+        3. that the fewest bytes cross,
+        4. at the most similar share of the program.
+
+        Returns:
+          The indices of the equations with which the stages but the first begin.
         """
         if not self.positions:
             return []
-        marks = _boundaries.boundary_positions(other.closed)
+        marks = _boundaries.boundary_positions(traced.closed)
         if marks and len(marks) == len(self.positions):
             return marks
-        if self.names == _primitives_digest(other):
+        if self.primitives_digest == _digest_primitives(traced):
             return list(self.positions)
 
-        reads_before = _reads_before(other, len(self.totals))
+        reads_before = _count_reads_before(traced, len(self.total_reads))
         # Dropout or a penalty may read a parameter another number of times in all: its
         # reads tell nothing.
-        is_comparable = reads_before[-1] == np.asarray(self.totals)
-        distances = _distances_to_reads(other, reads_before)
-        crossing = crossing_bytes(other)
-        end = len(other.closed.jaxpr.eqns)
+        is_comparable = reads_before[-1] == np.asarray(self.total_reads)
+        distances = _distances_to_reads(traced, reads_before)
+        crossing = crossing_bytes(traced)
+        end = len(traced.closed.jaxpr.eqns)
         positions = list[int]()
-        for position, reads, distance in zip(
-            self.positions, self.reads, self.around, strict=True
+        for position, read_counts, cut_distances in zip(
+            self.positions, self.reads_before, self.read_distances, strict=True
         ):
-            differences = abs(reads_before - np.asarray(reads))
+            differences = abs(reads_before - np.asarray(read_counts))
             read_differences = differences[:, is_comparable].sum(axis=1)
-            expected = position / self.size * len(reads_before)
+            expected = position / self.num_eqns * len(reads_before)
             # Stages of the loss alone have nothing to compute in evaluation; with a
             # loss each stage has something.
             num_stages_after = len(self.positions) - len(positions)
-            last = end - num_stages_after if other.has_loss else end
+            last = end - num_stages_after if traced.has_loss else end
             begin = min(positions[-1] + 1 if positions else 1, last)
             ranked = [
                 (
                     read_differences[index],
-                    distances[index] != distance,
+                    distances[index] != cut_distances,
                     crossing[index],
                     abs(index - expected),
                     index,
@@ -164,14 +192,14 @@ class CutPoints:
         return positions
 
 
-def _primitives_digest(traced: TracedFunction) -> str:
-    """A digest of the primitives of a program."""
+def _digest_primitives(traced: TracedFunction) -> str:
+    """A digest of the primitives of a program, in order."""
     names = "\n".join(eqn.primitive.name for eqn in traced.closed.jaxpr.eqns)
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
-    """The number of reads of each parameter before each equation, and before the end.
+def _count_reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
+    """Counts the reads of each parameter before each equation, and before the end.
 
     A read is one by an equation of a stage, directly or through the copies that each
     stage computes for itself.
@@ -180,7 +208,7 @@ def _reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
       An array of shape ``(equations + 1, parameters)``.
     """
     # variable -> the parameters that it follows from by copies
-    sources: dict[core.Var, tuple[int, ...]] = {
+    params_of: dict[core.Var, tuple[int, ...]] = {
         var: (index,) for index, var in enumerate(traced.params[:num_params])
     }
     eqns = traced.closed.jaxpr.eqns
@@ -189,20 +217,24 @@ def _reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
         params: dict[int, None] = {}  # an ordered set
         for atom in eqn.invars:
             if not isinstance(atom, core.Literal):
-                params |= dict.fromkeys(sources.get(atom, ()))
+                params |= dict.fromkeys(params_of.get(atom, ()))
         if eqn_kind == EqnKind.STAGE:
             row[list(params)] = 1
         else:
-            sources.update(dict.fromkeys(eqn.outvars, tuple(params)))
+            params_of.update(dict.fromkeys(eqn.outvars, tuple(params)))
     return reads.cumsum(axis=0)
 
 
 def _distances_to_reads(
     traced: TracedFunction, reads_before: np.ndarray
 ) -> list[tuple[int, int]]:
-    """The equations of stages since the last read before a place, and until the next.
+    """The equations of stages between a place and the reads before and behind it.
 
     Behind the last read of all there may be a loss or none: nothing is counted there.
+
+    Returns:
+      For each equation, and for the end, the number of equations of stages since the
+      last read before it, and until the next.
     """
     is_of_stage = [eqn_kind == EqnKind.STAGE for eqn_kind in traced.eqn_kinds]
     stage_eqns_before = [0, *accumulate(is_of_stage)]

@@ -99,7 +99,7 @@ class Partition:
         if self._groups is not None:
             return 1
         if self.cuts is not None:
-            return self.cuts.about
+            return self.cuts.num_traced_stages
         return self.config.num_stages or len(self.config.replicas or self.config.ranks)
 
     @property
@@ -133,27 +133,40 @@ class Partition:
 
         first_size, first = next(iter(traced_functions.items()))
         cuts = self.cuts
-        about = self.num_traced_stages
+        num_traced_stages = self.num_traced_stages
         if cuts is None:
             first_positions = _balanced_cuts.choose_cuts(
-                first, self.config.num_stages, default=about, warnings=self.warnings
+                first,
+                self.config.num_stages,
+                default=num_traced_stages,
+                warnings=self.warnings,
             )
-            cuts = CutPoints.of(first, first_positions, num_params, about)
-        if cuts.positions and len(cuts.totals) != num_params:
+            cuts = CutPoints.from_trace(
+                first,
+                first_positions,
+                num_params=num_params,
+                num_traced_stages=num_traced_stages,
+            )
+        if cuts.positions and len(cuts.total_reads) != num_params:
             raise ValueError(
-                f"plan: it is of a model or function of {len(cuts.totals)} arrays of "
-                f"parameters and state, and this one has {num_params}; make a plan of "
-                f"this one, by jpipe.plan"
+                f"plan: it is of a model or function of {len(cuts.total_reads)} arrays "
+                f"of parameters and state, and this one has {num_params}; make a plan "
+                f"of this one, by jpipe.plan"
             )
         if self._is_lasting:
             self.cuts = cuts
 
-        positions = {first_size: cuts.on(first)}
+        positions = {first_size: cuts.find_positions(first)}
         # Programs of other sizes are more like the first one than what was cut before.
-        cuts_of_first = CutPoints.of(first, positions[first_size], num_params, about)
+        cuts_of_first = CutPoints.from_trace(
+            first,
+            positions[first_size],
+            num_params=num_params,
+            num_traced_stages=num_traced_stages,
+        )
         for size, traced in traced_functions.items():
             if size != first_size:
-                positions[size] = cuts_of_first.on(traced)
+                positions[size] = cuts_of_first.find_positions(traced)
         return cuts, positions
 
     # ------------------------------------------------------------------------- owners

@@ -109,14 +109,19 @@ class PlannedModel:
         """Finds the places of a model that few bytes cross."""
         # The model is one stage, but its calls of `jax.checkpoint` are opened as for as
         # many as there may be pieces, so that pieces may end within them.
-        whole = CutPoints.none(_NUM_PIECES)
+        whole = CutPoints.without_cuts(_NUM_PIECES)
         _, specialization, variables = self._specialize(
             one_microbatch, _one_layer_per_stage(1), pieces=whole
         )
         traced = specialization.stages.traced()
         positions = _balanced_cuts.find_pieces(traced, _NUM_PIECES)
         num_params = len(jax.tree.leaves(variables))
-        return CutPoints.of(traced, positions, num_params, _NUM_PIECES)
+        return CutPoints.from_trace(
+            traced,
+            positions,
+            num_params=num_params,
+            num_traced_stages=_NUM_PIECES,
+        )
 
     def _specialize(
         self, request: Request, choice: Choice, *, pieces: CutPoints | None
@@ -179,7 +184,7 @@ class PlannedModel:
 def _stage_cuts(pieces: CutPoints, balance: Sequence[int]) -> CutPoints:
     """The cut points of stages that have so many pieces."""
     ends = itertools.accumulate(balance[:-1])
-    return pieces.some([end - 1 for end in ends])
+    return pieces.select([end - 1 for end in ends])
 
 
 def _one_layer_per_stage(num_layers: int) -> Choice:

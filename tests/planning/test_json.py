@@ -138,12 +138,12 @@ def test_only_what_looks_like_a_path_is_called_one(read):
 def test_faults_are_named_with_their_places_a_line_for_each_of_a_schedule():
     fields = json.loads(plan_of_a_function().to_json())
     fields["stages"][1]["num_params"] = "9"
-    fields["cuts"]["around"][0] = [1]
+    fields["cuts"]["read_distances"][0] = [1]
     with pytest.raises(ValueError, match=r"as Plan.to_json writes it: ") as refusal:
         jpipe.Plan.from_json(json.dumps(fields))
     assert str(refusal.value).endswith(
-        ": stages[1].num_params is '9', needs an int; cuts.around[0] is [1], needs 2 "
-        "entries"
+        ": stages[1].num_params is '9', needs an int; cuts.read_distances[0] is [1], "
+        "needs 2 entries"
     )
     fields = json.loads(plan_of_a_function().to_json())
     fields["cuts"]["positions"] = [0]
