@@ -1,7 +1,8 @@
 """Traces a function on micro-batches of each size, and makes the traces ready to cut.
 
 The steps for each size: trace, restrict meshes to places, count local inputs, scale the
-loss. Then for all: close over equal arrays, and sink equations to their first readers.
+loss. Then for all: close over equal arrays, sink equations to their first readers, and
+agree on which equations run once per step.
 """
 
 from dataclasses import replace
@@ -50,10 +51,10 @@ def trace_sizes(
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         traced_functions[size] = traced
-    return _eqn_order.sink_equations(
-        _traced_function.with_equal_arrays(traced_functions),
-        moves=partition.moves_equations,
-    )
+    traced_functions = _traced_function.with_equal_arrays(traced_functions)
+    if partition.moves_equations:
+        traced_functions = _eqn_order.sink_equations(traced_functions)
+    return _eqn_order.unify_eqn_kinds(traced_functions)
 
 
 def trace_whole(

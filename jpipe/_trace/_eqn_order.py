@@ -1,7 +1,15 @@
-"""Moves equations to where they are first read.
+"""The order of equations before a program is cut, and how each one runs.
 
+`sink_equations` moves each equation right before the first one that reads its results.
 A program may compute a value early that only a late stage reads, such as a decoder's
-embedding before the encoder. Moved behind the encoder, the value crosses fewer stages.
+embedding before the encoder. Moved behind the encoder, the value crosses fewer stages:
+
+    e = embed y          h = encode x
+    h = encode x    ->   e = embed y
+    z = decode h e       z = decode h e
+
+`unify_eqn_kinds` makes the programs of all sizes of micro-batches agree on which
+equations run once per step: their results are the same arrays for all micro-batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,39 +24,54 @@ from ._traced_function import EqnKind, TracedFunction
 
 
 def sink_equations(
-    traced_functions: Mapping[int, TracedFunction], *, moves: bool = True
+    traced_functions: Mapping[int, TracedFunction],
 ) -> dict[int, TracedFunction]:
     """Moves each equation right before the first one that reads its results.
 
     An equation stays where it is if larger operands would be held in place of its
     results, if it has effects, or if its results are returned.
 
-    Programs with the same equations as the first one get its order and its kinds, as
-    few bytes of one example are many of two. Results of parameters alone that have
-    another shape in each program are made by a stage, and not once per step.
+    Programs with the same equations as the first one get its order, as few bytes of one
+    example are many of two.
 
     Args:
       traced_functions: micro-batch size -> trace; the first micro-batch first.
-      moves: True if equations move; in a list they stay in their layers.
     """
     first = next(iter(traced_functions.values()))
-    find_order = _sunk_order if moves else _present_order
-    fingerprint = _fingerprint(first)
+    first_fingerprint = _fingerprint(first)
+    first_order = _sunk_order(first)
+    sunk = dict[int, TracedFunction]()
+    for size, traced in traced_functions.items():
+        has_equal_eqns = _fingerprint(traced) == first_fingerprint
+        order = first_order if has_equal_eqns else _sunk_order(traced)
+        sunk[size] = _in_order(traced, order)
+    return sunk
+
+
+def unify_eqn_kinds(
+    traced_functions: Mapping[int, TracedFunction],
+) -> dict[int, TracedFunction]:
+    """Gives programs with the same equations as the first one the same kinds of these.
+
+    Results of parameters alone that have another shape in each program are computed by
+    a stage, and not once per step.
+
+    Args:
+      traced_functions: micro-batch size -> trace; the first micro-batch first.
+    """
+    first = next(iter(traced_functions.values()))
+    first_fingerprint = _fingerprint(first)
     equal_programs = {
         size: traced
         for size, traced in traced_functions.items()
-        if _fingerprint(traced) == fingerprint
+        if _fingerprint(traced) == first_fingerprint
     }
-    order = find_order(first)
-    kinds = _common_kinds(list(equal_programs.values()))
-
-    ordered = {}
+    common_kinds = _common_kinds(list(equal_programs.values()))
+    unified = dict[int, TracedFunction]()
     for size, traced in traced_functions.items():
-        if size in equal_programs:
-            ordered[size] = _ordered(traced, order, kinds)
-        else:
-            ordered[size] = _ordered(traced, find_order(traced), traced.eqn_kinds)
-    return ordered
+        kinds = common_kinds if size in equal_programs else traced.eqn_kinds
+        unified[size] = replace(traced, fixed_eqn_kinds=kinds)
+    return unified
 
 
 def _common_kinds(traced_functions: Sequence[TracedFunction]) -> list[EqnKind]:
@@ -91,20 +114,15 @@ def _fingerprint(traced: TracedFunction) -> list[Any]:
     return fingerprint
 
 
-def _ordered(
-    traced: TracedFunction, order: Sequence[int], kinds: Sequence[EqnKind]
-) -> TracedFunction:
+def _in_order(traced: TracedFunction, order: Sequence[int]) -> TracedFunction:
+    """The program with its equations, and their kinds, in another order."""
     jaxpr = traced.closed.jaxpr
     jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[index] for index in order])
     return replace(
         traced,
         closed=core.ClosedJaxpr(jaxpr, traced.closed.consts),
-        fixed_eqn_kinds=[kinds[index] for index in order],
+        fixed_eqn_kinds=[traced.eqn_kinds[index] for index in order],
     )
-
-
-def _present_order(traced: TracedFunction) -> list[int]:
-    return [*range(len(traced.closed.jaxpr.eqns))]
 
 
 def _sunk_order(traced: TracedFunction) -> list[int]:
