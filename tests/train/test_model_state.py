@@ -12,6 +12,8 @@ from flax import linen as nn
 from flax import nnx, struct
 
 import jpipe
+from jpipe._layers._batch_norm import MARK
+from jpipe._partition._cut_points import CutPoints
 
 from .. import reference as ref
 
@@ -169,6 +171,39 @@ def test_state_that_training_leaves_unchanged_is_warned_of_once(normed):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+        return nn.Dense(2)(x)
+
+
+def test_statistics_are_merged_where_a_stage_ends_between_mean_and_variance(
+    monkeypatch,
+):
+    """The earlier stage leaves the mean, the later one the variance.
+
+    The cut is set by private names: where a model is cut depends on its sizes.
+    """
+    find_positions = CutPoints.find_positions
+
+    def cut_behind_mean(cuts, traced):
+        for index, eqn in enumerate(traced.closed.jaxpr.eqns):
+            if str(eqn.params.get("name", "")).startswith(MARK):
+                return [index + 1]
+        return find_positions(cuts, traced)
+
+    monkeypatch.setattr(CutPoints, "find_positions", cut_behind_mean)
+    x = jax.random.normal(jax.random.key(0), (9, 3))
+    model = Normed()
+    variables = model.init(jax.random.key(0), x)
+    _, expected = model.apply(variables, x, train=True, mutable="batch_stats")
+    pipe = jpipe.pipeline(model, 2, num_stages=2)
+    state = pipe.init_train_state(jax.random.key(0), x, SGD, variables=variables)
+    state, _ = pipe.train_step(lambda y, t: (y**2).mean(), SGD)(state, x, None)
+    ref.assert_close(state.model_state, expected, ref.FLOAT32)
 
 
 class KeepsDims(nn.Module):
