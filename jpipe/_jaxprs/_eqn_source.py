@@ -1,4 +1,4 @@
-"""The places of equations in the program of a user, for messages."""
+"""The lines of a user's program that equations come from, for messages."""
 
 import os
 import posixpath

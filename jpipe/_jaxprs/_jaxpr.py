@@ -88,7 +88,7 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same values by operations in the open, without rules for derivatives."""
+    """The same values, with all calls inlined and without rules for derivatives."""
     return _inline_and_open(closed, (*_CALLS, *CHECKPOINTS, *RULES))
 
 
@@ -274,18 +274,18 @@ def _bind(
 
 def descendants(
     jaxpr: core.Jaxpr,
-    sources: Iterable[core.Var],
+    roots: Iterable[core.Var],
     passes_on: Callable[[core.JaxprEqn, core.Var], bool] = lambda eqn, var: True,
 ) -> set[core.Var]:
-    """Some variables, and all that follow from any of them.
+    """The variables that follow from any of some roots, and these.
 
     Args:
       jaxpr: the jaxpr.
-      sources: variables of it.
+      roots: the variables to begin with.
       passes_on: tells if a result of an equation follows from its operands; default:
         always.
     """
-    reached = set(sources)
+    reached = set(roots)
     for eqn in jaxpr.eqns:
         if not reached.isdisjoint(variables(eqn.invars)):
             reached.update(var for var in eqn.outvars if passes_on(eqn, var))
@@ -294,17 +294,17 @@ def descendants(
 
 def computable_from(
     jaxpr: core.Jaxpr,
-    sources: Iterable[core.Var],
+    roots: Iterable[core.Var],
     may_run: Callable[[core.JaxprEqn], bool],
 ) -> set[core.Var]:
-    """Some variables, and all that follow from no others.
+    """The variables that follow from some roots and from nothing else, and these.
 
     Args:
       jaxpr: the jaxpr.
-      sources: variables of it.
+      roots: the variables to begin with.
       may_run: tells if an equation may be used for this.
     """
-    computed = set(sources)
+    computed = set(roots)
     for eqn in jaxpr.eqns:
         if may_run(eqn) and variables(eqn.invars) <= computed:
             computed.update(eqn.outvars)
@@ -315,9 +315,9 @@ def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.V
     """All variables that follow from some of the inputs, or from an effect."""
     jaxpr = closed.jaxpr
     invars = zip(jaxpr.invars, inputs, strict=True)
-    sources = [var for var, is_chosen in invars if is_chosen]
-    sources += outvars_of(eqn for eqn in jaxpr.eqns if eqn.effects)
-    return descendants(jaxpr, sources)
+    roots = [var for var, is_chosen in invars if is_chosen]
+    roots += outvars_of(eqn for eqn in jaxpr.eqns if eqn.effects)
+    return descendants(jaxpr, roots)
 
 
 def ancestors(jaxpr: core.Jaxpr, atoms: Iterable[Any]) -> set[core.Var]:

@@ -1,5 +1,8 @@
 """Marks the ends of stages in a jaxpr, by an identity primitive with a name.
 
+    b = name[name=jpipe boundary ] a         a mark of a user: a stage ends here
+    d = name[name=jpipe boundary 0 2] c      c leaves stage 0 of a list as its tree 2
+
 A user's mark, `boundary`, ends a stage where it stands. The marks of a list of layers
 have the number of the stage that they end, and the number of the tree that leaves it: 0
 is its output, all others are stashed by skip connections.

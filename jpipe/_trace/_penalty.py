@@ -7,7 +7,14 @@ that follows from none, such as a norm of the weights:
 
 Each micro-batch contributes ``scale * data``. The penalty counts once per step under
 every reduction, and not once for each micro-batch. It is separated here by following
-the sums that end in the loss, through operations that are linear.
+the sums that end in the loss, through operations that are linear:
+
+    a = square_error x          of examples
+    b = norm w                  of no example
+    c = add a b                 a sum: its terms are a and b
+    loss = mul c 2.0            a sum that is scaled: its term is c
+
+Its data are ``mul (add a 0) 2.0``, its penalty is ``mul (add 0 b) 2.0``.
 """
 
 from collections.abc import Sequence
