@@ -165,7 +165,7 @@ def _splittable_batch(
       ValueError: if it cannot be split.
     """
     try:
-        batch = spec.batch(args, num_microbatches=2, num_shards=1, few=True)
+        batch = spec.batch(args, num_microbatches=2, num_shards=1, allows_unsplit=True)
     except ValueError as error:
         if partition.num_microbatches == 1:
             error.add_note(

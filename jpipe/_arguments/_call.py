@@ -173,7 +173,7 @@ def batch(
     *,
     num_microbatches: int,
     num_shards: int,
-    few: bool = False,
+    allows_unsplit: bool = False,
 ) -> Batch:
     """Checks a mini-batch.
 
@@ -183,22 +183,22 @@ def batch(
       names: the names of the arguments, for errors.
       num_microbatches: M.
       num_shards: the number of shards over which examples are spread.
-      few: True to take a mini-batch that cannot be split, such as a single example, as
-        one micro-batch.
+      allows_unsplit: True to take a mini-batch that cannot be split, such as a single
+        example, as one micro-batch.
     """
     specs = tuple(map(_microbatch.array_specs, args, names))
     axes = axes_of(in_axes, specs, names)
     flat_axes = list(itertools.chain.from_iterable(axes))
     unsplit = Batch(specs, [None] * len(flat_axes), (1,))
-    if few and all(axis is None for axis in flat_axes):
+    if allows_unsplit and all(axis is None for axis in flat_axes):
         return unsplit
     try:
-        size = batch_size(specs, axes, 1 if few else num_microbatches, names)
+        size = batch_size(specs, axes, 1 if allows_unsplit else num_microbatches, names)
     except ValueError:
         if num_microbatches * num_shards == 1:  # which splits nothing
             return unsplit
         raise
-    if few and (size < num_microbatches * num_shards or size % num_shards):
+    if allows_unsplit and (size < num_microbatches * num_shards or size % num_shards):
         return Batch(specs, flat_axes, (size,))
     shard = _microbatch.examples_per_shard(size, num_microbatches, num_shards)
     sizes = _microbatch.microbatch_sizes(shard, num_microbatches)

@@ -29,11 +29,12 @@ class Objective:
 
     Attributes:
       loss_fn: ``(outputs, targets) -> loss``, or ``(loss, aux)`` with ``has_aux``;
-        for ``"weighted"`` the loss is a pair ``(total, weight)``.
+        for ``"weighted"`` the loss is a pair ``(total, loss weight)``.
       has_aux: True if ``loss_fn`` returns aux beside the loss.
       reduction: ``"mean"``: each micro-batch weighs its share of the examples;
-        ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
-        add up, and the loss is their quotient.
+        ``"sum"``: the losses add up; ``"weighted"``: the loss is the sum of totals
+        over the sum of loss weights; ``"microbatch_mean"``: each micro-batch weighs
+        the same.
       aux_axes: the axes on which aux of micro-batches are joined, as a prefix of aux;
         ``None``: a new one.
       identity: the key of ``loss_fn``, as for `jax.jit`: itself with its hash and
@@ -118,7 +119,7 @@ class Objective:
 
 
 def as_loss_weight(weight: Any, total: jax.Array) -> jax.Array:
-    """The weight of a weighted loss, in a dtype that sums of it fit.
+    """The loss weight, in a dtype that sums of it fit.
 
     Raises:
       TypeError: if it is no scalar.

@@ -158,7 +158,7 @@ class Model:
             ["x"],
             num_microbatches=partition.num_microbatches,
             num_shards=partition.num_shards,
-            few=True,
+            allows_unsplit=True,
         )
 
     def initial(

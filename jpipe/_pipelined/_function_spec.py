@@ -95,7 +95,7 @@ class FunctionSpec:
         *,
         num_microbatches: int,
         num_shards: int,
-        few: bool = False,
+        allows_unsplit: bool = False,
     ) -> Batch:
         """Checks the arguments after the parameters; returns them as a mini-batch.
 
@@ -103,7 +103,7 @@ class FunctionSpec:
           args: the arguments.
           num_microbatches: the number of micro-batches.
           num_shards: the number of devices over which the examples of each are spread.
-          few: see `_arguments.batch`.
+          allows_unsplit: see `_call.batch`.
 
         Raises:
           ValueError: if they cannot be split.
@@ -123,7 +123,7 @@ class FunctionSpec:
             names,
             num_microbatches=num_microbatches,
             num_shards=num_shards,
-            few=few,
+            allows_unsplit=allows_unsplit,
         )
 
     def shardings(

@@ -168,17 +168,17 @@ class PipelinedFunction:
         )
         return specialization
 
-    def _batch(self, args: Sequence[PyTree], *, few: bool = False) -> Batch:
+    def _batch(self, args: Sequence[PyTree], *, allows_unsplit: bool = False) -> Batch:
         return self._spec.batch(
             args,
             num_microbatches=self._partition.num_microbatches,
             num_shards=self._partition.num_shards,
-            few=few,
+            allows_unsplit=allows_unsplit,
         )
 
     def divide(self, params: PyTree, args: Sequence[PyTree]) -> Specialization:
         """Builds a specialization that cannot run: there may be too few examples."""
-        return self.build(params, self._batch(args, few=True), runs=False)
+        return self.build(params, self._batch(args, allows_unsplit=True), runs=False)
 
     def build(
         self, params: PyTree, batch: Batch, *, runs: bool = True
