@@ -93,7 +93,7 @@ def check_loss_function(
                 "what several processes have cannot be checked in one of them; check "
                 "the function in one process"
             )
-        at_once, in_parts = [
+        at_once, in_microbatches = [
             _run(specialization, params, args) for specialization in specializations
         ]
 
@@ -104,16 +104,16 @@ def check_loss_function(
         tolerance = _comparison.tolerance(dtypes)
     outputs = _comparison.compare(
         "outputs",
-        whole=at_once.loss,
-        parts=in_parts.loss,
+        at_once=at_once.loss,
+        in_microbatches=in_microbatches.loss,
         axes=[None],
         sizes=sizes,
         limit=tolerance,
     )
     gradients = _comparison.compare(
         "gradients",
-        whole=at_once.grads,
-        parts=in_parts.grads,
+        at_once=at_once.grads,
+        in_microbatches=in_microbatches.grads,
         axes=[None] * len(jax.tree.leaves(at_once.grads)),
         sizes=sizes,
         limit=tolerance,

@@ -141,8 +141,8 @@ def compare(
     quantity: str,
     *,
     inputs_name: str = "",
-    whole: PyTree,
-    parts: PyTree,
+    at_once: PyTree,
+    in_microbatches: PyTree,
     axes: Sequence[int | None],
     sizes: Sequence[int],
     limit: float,
@@ -154,8 +154,8 @@ def compare(
     Args:
       quantity: see `Difference`.
       inputs_name: the inputs by which gradients are taken, in words.
-      whole: the arrays of all examples at once.
-      parts: the arrays of micro-batches: see `join`.
+      at_once: the arrays of all examples at once.
+      in_microbatches: the arrays of micro-batches: see `join`.
       axes: the axis of the examples in each leaf.
       sizes: the number of examples of each micro-batch.
       limit: the tolerance, relative to the largest number of the same example.
@@ -165,24 +165,24 @@ def compare(
         last, their ``"sum"``, or ``"each"`` of them; default: the mean.
     """
     title = f"{quantity} by {inputs_name}" if inputs_name else quantity
-    paths = jax.tree_util.tree_leaves_with_path(whole)
+    paths = jax.tree_util.tree_leaves_with_path(at_once)
     if reductions is None:
         reductions = [("mean",)] * len(paths)
     differences: list[Difference] = []
-    for (path, leaf), part_leaf, axis, names in zip(
-        paths, jax.tree.leaves(parts), axes, reductions, strict=True
+    for (path, leaf), microbatch_leaf, axis, names in zip(
+        paths, jax.tree.leaves(in_microbatches), axes, reductions, strict=True
     ):
-        at_once = numbers(leaf)
-        stacked = numbers(part_leaf)
+        array = numbers(leaf)
+        stacked = numbers(microbatch_leaf)
         candidates = [stacked]
         scale = smallest_scale
-        if stacked.ndim > at_once.ndim:
+        if stacked.ndim > array.ndim:
             # A mean or a sum is rounded as the numbers that it is made of.
             scale = max(scale, max_magnitude(stacked))
-            candidates = [_reduce(at_once, stacked, name, sizes) for name in names]
+            candidates = [_reduce(array, stacked, name, sizes) for name in names]
 
         distances = [
-            _distances(at_once, candidate, axis, limit=limit, smallest_scale=scale)
+            _distances(array, candidate, axis, limit=limit, smallest_scale=scale)
             for candidate in candidates
         ]
         largest = [np.max(distance, initial=0) for distance in distances]
@@ -194,14 +194,14 @@ def compare(
         index = np.unravel_index(np.argmax(distance), distance.shape)
         example = None
         if axis is not None:  # tokens may be merged with examples
-            example = int(index[axis] * sum(sizes) // at_once.shape[axis])
+            example = int(index[axis] * sum(sizes) // array.shape[axis])
         label = jax.tree_util.keystr(path) if len(paths) > 1 else ""
         differences.append(
             Difference(
                 quantity=quantity,
                 array_name=f"{title}{label}",
                 example=example,
-                at_once=at_once[index].item(),
+                at_once=array[index].item(),
                 in_microbatches=candidates[best][index].item(),
                 size=float(distance[index]),
             )
@@ -209,14 +209,21 @@ def compare(
     return max(differences, key=lambda difference: difference.size, default=None)
 
 
-def _reduce(whole: Any, parts: Any, name: str, sizes: Sequence[int]) -> Any:
-    """Reduces the arrays of micro-batches, stacked on a first axis: see `compare`."""
+def _reduce(array: Any, stacked: Any, name: str, sizes: Sequence[int]) -> Any:
+    """Reduces the arrays of micro-batches: see `compare`.
+
+    Args:
+      array: the array of all examples at once.
+      stacked: the arrays of micro-batches, stacked on a first axis.
+      name: the name of the reduction.
+      sizes: the number of examples of each micro-batch.
+    """
     if name == "sum":
-        return parts.sum(0)
+        return stacked.sum(0)
     if name == "each":  # the micro-batch that differs most
-        axes = tuple(range(1, parts.ndim))
-        return parts[np.argmax(np.sum(parts != whole, axes))]
-    return np.average(parts, 0, sizes) if parts.dtype.kind in "fc" else parts[-1]
+        axes = tuple(range(1, stacked.ndim))
+        return stacked[np.argmax(np.sum(stacked != array, axes))]
+    return np.average(stacked, 0, sizes) if stacked.dtype.kind in "fc" else stacked[-1]
 
 
 def max_magnitude(tree: PyTree) -> float:

@@ -92,7 +92,7 @@ class _LayerInputs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Fixed:
+class _NondiffArgs:
     """The other arguments of a layer.
 
     Attributes:
@@ -122,15 +122,15 @@ class _Outputs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _WholeOutputs:
+class _OutputsAtOnce:
     """The results of a layer for all examples at once.
 
     Attributes:
-      compared: its results, with batch norms that return their input.
+      comparable: its results, with batch norms that return their input.
       activations: its output activations, which the next layer reads.
     """
 
-    compared: _Outputs
+    comparable: _Outputs
     activations: tuple[PyTree, list[PyTree]]
 
 
@@ -211,7 +211,7 @@ class LayerChecker:
             params=_params_of(entries),
             activations=(previous.x, [*previous.skips.values()]),
         )
-        fixed = _Fixed(
+        nondiff_args = _NondiffArgs(
             microbatch_values=[*previous.microbatch_values],
             state=_state_of(entries),
             keys=self._keys,
@@ -222,14 +222,14 @@ class LayerChecker:
             self._apply, layer.layers, [*previous.skips], out_keys
         )
         with _inactive_parts.collect_notes() as switch_notes:
-            specs = jax.eval_shape(apply, inputs, fixed)
+            specs = jax.eval_shape(apply, inputs, nondiff_args)
         # Batch norms of Flax normalize each micro-batch by itself, as is intended: for
         # comparisons they return their input.
         bypass = self._train and any("batch_stats" in entry for entry in entries)
         advice = _advice(layer.index, is_last=reductions is not None)
         try:
             function, out_axes = self._function(
-                apply, inputs, fixed, specs=specs, bypass=bypass
+                apply, inputs, nondiff_args, specs=specs, bypass=bypass
             )
         except Exception as error:
             self._stopped = f"not compared, since {layer.name} was not"
@@ -249,7 +249,7 @@ class LayerChecker:
             random.normal(size=leaf.shape).astype(leaf.dtype)
             for leaf in function.outputs
         ]
-        whole, parts = function.run(inputs, fixed, cotangents)
+        at_once, in_microbatches = function.run(inputs, nondiff_args, cotangents)
 
         leaf_reductions: list[Sequence[str]] = [("mean", "sum")] * len(out_axes)
         if reductions is not None:
@@ -257,19 +257,19 @@ class LayerChecker:
             output_reductions = reductions(specs.activations[0])
             leaf_reductions[: len(output_reductions)] = output_reductions
         compared, differences = self._compare(
-            function, whole, parts, out_axes, leaf_reductions
+            function, at_once, in_microbatches, out_axes, leaf_reductions
         )
-        notes = [*self._notes(function, whole, out_axes), *switch_notes]
+        notes = [*self._notes(function, at_once, out_axes), *switch_notes]
 
-        y, skips = whole.results.activations
-        part_leaves = jax.tree.leaves(parts.results.activations)
+        y, skips = at_once.results.activations
+        microbatch_leaves = jax.tree.leaves(in_microbatches.results.activations)
         self._activations = Activations(
             x=y,
             skips=dict(zip(out_keys, skips, strict=True)),
             axes=out_axes,
             microbatch_values=[
                 leaf if axis is None else None
-                for leaf, axis in zip(part_leaves, out_axes, strict=True)
+                for leaf, axis in zip(microbatch_leaves, out_axes, strict=True)
             ],
         )
         return CheckResult(layer.name, differences, compared, tuple(notes), advice)
@@ -298,7 +298,7 @@ class LayerChecker:
         in_keys: Sequence[_skip.Key],
         out_keys: list[_skip.Key],
         inputs: _LayerInputs,
-        fixed: _Fixed,
+        nondiff_args: _NondiffArgs,
         *,
         bypass: bool = False,
     ) -> _Outputs:
@@ -310,7 +310,7 @@ class LayerChecker:
           out_keys: a list that becomes the keys of the values that may be popped after
             it.
           inputs: its parameters and activations.
-          fixed: its other arguments.
+          nondiff_args: its other arguments.
           bypass: True if batch norms of Flax return their input.
         """
         x, skips = inputs.activations
@@ -321,10 +321,10 @@ class LayerChecker:
             _batch_norm.record_batch_norms(),
             _batch_norm.bypass_batch_norms() if bypass else nullcontext(),
         ):
-            pairs = zip(inputs.params, fixed.state, strict=True)
+            pairs = zip(inputs.params, nondiff_args.state, strict=True)
             entries = [{**params, **state} for params, state in pairs]
             y, changed = layers.call_last(
-                entries, x, rngs=fixed.keys, train=self._train, skips=values
+                entries, x, rngs=nondiff_args.keys, train=self._train, skips=values
             )
         out_keys[:] = values
         state = [comparable_state(collections) for collections in changed]
@@ -334,7 +334,7 @@ class LayerChecker:
         self,
         apply: Callable[..., _Outputs],
         inputs: _LayerInputs,
-        fixed: _Fixed,
+        nondiff_args: _NondiffArgs,
         *,
         specs: _Outputs,
         bypass: bool,
@@ -342,9 +342,9 @@ class LayerChecker:
         """A layer as a function, and the axis of the examples in its activations.
 
         Args:
-          apply: ``(inputs, fixed, *, bypass) -> outputs``.
+          apply: ``(inputs, nondiff_args, *, bypass) -> outputs``.
           inputs: its parameters and activations.
-          fixed: its other arguments.
+          nondiff_args: its other arguments.
           specs: specs of its outputs for all examples.
           bypass: True if batch norms of Flax return their input.
 
@@ -353,20 +353,22 @@ class LayerChecker:
         """
         in_axes = self._activations.axes
 
-        def apply_to_parts(inputs: _LayerInputs, fixed: _Fixed) -> list[_Outputs]:
+        def apply_to_parts(
+            inputs: _LayerInputs, nondiff_args: _NondiffArgs
+        ) -> list[_Outputs]:
             parts = split_examples(inputs.activations, in_axes, self._sizes)
             outputs: list[_Outputs] = []
             for i, activations in enumerate(parts):
-                values = with_values_of(activations, fixed.microbatch_values, i)
+                values = with_values_of(activations, nondiff_args.microbatch_values, i)
                 part_inputs = _LayerInputs(inputs.params, values)
-                outputs.append(apply(part_inputs, fixed, bypass=bypass))
+                outputs.append(apply(part_inputs, nondiff_args, bypass=bypass))
             return outputs
 
         def join_activations(parts: Sequence[_Outputs]) -> PyTree:
             activations = [outputs.activations for outputs in parts]
             return join("outputs", specs.activations, activations)
 
-        part_specs = jax.eval_shape(apply_to_parts, inputs, fixed)
+        part_specs = jax.eval_shape(apply_to_parts, inputs, nondiff_args)
         jax.eval_shape(join_activations, part_specs)
         whole_leaves = jax.tree.leaves(specs.activations)
         part_leaves = jax.tree.leaves(part_specs[0].activations)
@@ -382,28 +384,28 @@ class LayerChecker:
                 if axis is not None and is_inexact(leaf)
             ]
 
-        def at_once(inputs: _LayerInputs, fixed: _Fixed) -> Any:
-            compared = apply(inputs, fixed, bypass=bypass)
-            activations = compared.activations
+        def at_once(inputs: _LayerInputs, nondiff_args: _NondiffArgs) -> Any:
+            comparable = apply(inputs, nondiff_args, bypass=bypass)
+            activations = comparable.activations
             if bypass:
-                activations = apply(inputs, fixed).activations
-            outputs = differentiated_leaves(compared.activations)
-            return outputs, _WholeOutputs(compared, activations)
+                activations = apply(inputs, nondiff_args).activations
+            outputs = differentiated_leaves(comparable.activations)
+            return outputs, _OutputsAtOnce(comparable, activations)
 
-        def in_parts(inputs: _LayerInputs, fixed: _Fixed) -> Any:
-            parts = apply_to_parts(inputs, fixed)
+        def in_microbatches(inputs: _LayerInputs, nondiff_args: _NondiffArgs) -> Any:
+            parts = apply_to_parts(inputs, nondiff_args)
             activations = join_activations(parts)
             state = join("state", specs.state, [outputs.state for outputs in parts])
             return differentiated_leaves(activations), _Outputs(activations, state)
 
-        function = SplitFunction(at_once, in_parts, inputs, fixed)
+        function = SplitFunction(at_once, in_microbatches, inputs, nondiff_args)
         return self._functions.setdefault(function.fingerprint, function), out_axes
 
     def _compare(
         self,
         function: SplitFunction,
-        whole: SplitOutputs,
-        parts: SplitOutputs,
+        at_once: SplitOutputs,
+        in_microbatches: SplitOutputs,
         out_axes: Sequence[int | None],
         reductions: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
@@ -411,8 +413,8 @@ class LayerChecker:
 
         Args:
           function: the layer.
-          whole: its results for all examples at once.
-          parts: its results in micro-batches.
+          at_once: its results for all examples at once.
+          in_microbatches: its results in micro-batches.
           out_axes: the axis of the examples in each leaf of its activations.
           reductions: the reductions of each leaf without examples.
         """
@@ -423,18 +425,18 @@ class LayerChecker:
         def add(
             quantity: str,
             *,
-            whole: PyTree,
-            parts: PyTree,
+            at_once: PyTree,
+            in_microbatches: PyTree,
             axes: Sequence[int | None] | None = None,
             **options: Any,
         ) -> None:
-            num_leaves = len(jax.tree.leaves(whole))
+            num_leaves = len(jax.tree.leaves(at_once))
             if num_leaves and quantity not in compared:
                 compared.append(quantity)
             difference = compare(
                 quantity,
-                whole=whole,
-                parts=parts,
+                at_once=at_once,
+                in_microbatches=in_microbatches,
                 axes=[None] * num_leaves if axes is None else axes,
                 sizes=self._sizes,
                 limit=limit,
@@ -443,22 +445,22 @@ class LayerChecker:
             if difference is not None:
                 differences.append(difference)
 
-        whole_outputs = whole.results.compared
-        part_outputs = parts.results
+        outputs = at_once.results.comparable
+        microbatch_outputs = in_microbatches.results
         add(
             "outputs",
-            whole=whole_outputs.activations,
-            parts=part_outputs.activations,
+            at_once=outputs.activations,
+            in_microbatches=microbatch_outputs.activations,
             axes=out_axes,
             reductions=reductions,
         )
-        add("state", whole=whole_outputs.state, parts=part_outputs.state)
-        if whole.gradient is not None:
-            param_grads = whole.gradient.params
+        add("state", at_once=outputs.state, in_microbatches=microbatch_outputs.state)
+        if at_once.gradient is not None:
+            param_grads = at_once.gradient.params
             add(
                 "gradients",
-                whole=param_grads,
-                parts=parts.gradient.params,
+                at_once=param_grads,
+                in_microbatches=in_microbatches.gradient.params,
                 inputs_name="parameters",
                 smallest_scale=_SMALLEST_SCALE * max_magnitude(param_grads),
             )
@@ -466,8 +468,8 @@ class LayerChecker:
             input_leaves = (inputs.x, [*inputs.skips.values()])
             add(
                 "gradients",
-                whole=whole.gradient.activations,
-                parts=parts.gradient.activations,
+                at_once=at_once.gradient.activations,
+                in_microbatches=in_microbatches.gradient.activations,
                 axes=floating_axes(input_leaves, inputs.axes),
                 inputs_name="input",
             )
@@ -476,15 +478,15 @@ class LayerChecker:
     def _notes(
         self,
         function: SplitFunction,
-        whole: SplitOutputs,
+        at_once: SplitOutputs,
         out_axes: Sequence[int | None],
     ) -> list[str]:
         """Remarks on how a layer was compared."""
         notes: list[str] = []
         is_normed = compare(
             "outputs",
-            whole=whole.results.activations,
-            parts=whole.results.compared.activations,
+            at_once=at_once.results.activations,
+            in_microbatches=at_once.results.comparable.activations,
             axes=out_axes,
             sizes=self._sizes,
             limit=0.0,

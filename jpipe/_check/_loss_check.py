@@ -69,7 +69,7 @@ def _terms(
             value, _ = objective.of_part(outputs, targets)
         return value
 
-    def run(
+    def compute_terms(
         outputs: PyTree, targets: PyTree, microbatch_values: Sequence[Any] = ()
     ) -> list[jax.Array]:
         values = [
@@ -87,7 +87,7 @@ def _terms(
         divisor = jax.lax.stop_gradient(divisor)
         return [total / divisor for total, _ in values]
 
-    return run
+    return compute_terms
 
 
 def check_loss(
@@ -119,35 +119,35 @@ def check_loss(
         return CheckResult(name, notes=("not compared: each micro-batch by itself",))
     axes = [*output_axes, *target_axes]
     count = sum(sizes)
-    fixed = jax.tree.map(to_host, targets), microbatch_values
+    nondiff_args = jax.tree.map(to_host, targets), microbatch_values
 
-    def at_once(outputs: PyTree, fixed: PyTree) -> jax.Array:
-        targets, _ = fixed
+    def at_once(outputs: PyTree, nondiff_args: PyTree) -> jax.Array:
+        targets, _ = nondiff_args
         (term,) = _terms(objective, axes, [count])(outputs, targets)
         return term
 
-    def in_parts(order: slice) -> Callable[[PyTree, PyTree], jax.Array]:
-        def run(outputs: PyTree, fixed: PyTree) -> jax.Array:
-            targets, microbatch_values = fixed
+    def in_microbatches(order: slice) -> Callable[[PyTree, PyTree], jax.Array]:
+        def loss(outputs: PyTree, nondiff_args: PyTree) -> jax.Array:
+            targets, microbatch_values = nondiff_args
             values = jax.tree.map(lambda x: x[order], microbatch_values)
             terms = _terms(objective, axes, sizes[order])(outputs, targets, values)
             return functools.reduce(operator.add, terms)
 
-        return run
+        return loss
 
     try:
         # The examples of one micro-batch may count by chance as all do.
         for order in (slice(None), slice(None, None, -1)):
             function = SplitFunction(
                 differentiated(at_once),
-                differentiated(in_parts(order)),
+                differentiated(in_microbatches(order)),
                 outputs,
-                fixed,
+                nondiff_args,
             )
-            whole, differences = _compare_loss(
+            value, differences = _compare_loss(
                 function,
                 outputs,
-                fixed,
+                nondiff_args,
                 output_axes=output_axes,
                 sizes=sizes[order],
                 tolerance=tolerance,
@@ -159,14 +159,12 @@ def check_loss(
             (outputs, targets), axes, start=0, stop=sizes[0], count=count
         )
         first_outputs = with_values_of(some_outputs, microbatch_values, 0)
-        runs_on_all = _can_trace(at_once, outputs, fixed)
-        if not runs_on_all and not _can_trace(
-            at_once, first_outputs, (some_targets, ())
-        ):
-            raise  # the loss cannot run on any examples
+        takes_all = _can_trace(at_once, outputs, nondiff_args)
+        if not takes_all and not _can_trace(at_once, first_outputs, (some_targets, ())):
+            raise  # the loss takes no outputs at all
         return CheckResult(name, notes=(f"not compared: {first_line(error)}",))
 
-    notes = [f"{whole:.6g}"]
+    notes = [f"{value:.6g}"]
     compared = ["outputs"]
     if function.error:
         notes.append(f"without its gradient: {function.error}")
@@ -178,7 +176,7 @@ def check_loss(
 def _compare_loss(
     function: SplitFunction,
     outputs: PyTree,
-    fixed: PyTree,
+    nondiff_args: PyTree,
     *,
     output_axes: Sequence[int | None],
     sizes: Sequence[int],
@@ -189,36 +187,36 @@ def _compare_loss(
     Args:
       function: the loss.
       outputs: the outputs for all examples.
-      fixed: the other arguments of the function.
+      nondiff_args: the other arguments of the function.
       output_axes: the axis of the examples in each leaf of the outputs.
       sizes: the number of examples of each micro-batch.
       tolerance: the largest difference that passes; ``None``: that of rounding.
     """
     cotangents = [np.ones((), leaf.dtype) for leaf in function.outputs]
-    whole, parts = function.run(outputs, fixed, cotangents)
+    at_once, in_microbatches = function.run(outputs, nondiff_args, cotangents)
     limit = function.limit if tolerance is None else tolerance
     differences = [
         compare(
             "outputs",
-            whole=whole.results,
-            parts=parts.results,
+            at_once=at_once.results,
+            in_microbatches=in_microbatches.results,
             axes=[None],
             sizes=sizes,
             limit=limit,
         )
     ]
-    if whole.gradient is not None:
+    if at_once.gradient is not None:
         differences.append(
             compare(
                 "gradients",
-                whole=whole.gradient,
-                parts=parts.gradient,
+                at_once=at_once.gradient,
+                in_microbatches=in_microbatches.gradient,
                 axes=floating_axes(outputs, output_axes),
                 sizes=sizes,
                 limit=limit,
             )
         )
-    return whole.results, tuple(filter(None, differences))
+    return at_once.results, tuple(filter(None, differences))
 
 
 def _can_trace(function: Callable[..., Any], *args: Any) -> bool:
@@ -263,16 +261,18 @@ def probe(
     if not sizes:
         return f"its outputs have more than {_MAX_ELEMENTS:,} elements"
     count = sum(sizes)
-    specs, axes = _whole(outputs, size=batch.sizes[0], count=count, preferred_axis=axis)
+    specs, axes = _resize_specs(
+        outputs, size=batch.sizes[0], count=count, preferred_axis=axis
+    )
     at_once = _terms(objective, [*axes, *target_axes], [count])
-    in_parts = _terms(objective, [*axes, *target_axes], sizes)
+    in_microbatches = _terms(objective, [*axes, *target_axes], sizes)
     total = sum(batch.sizes) * batch.num_shards
 
     def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
         some_targets = slice_examples(
             targets, target_axes, start=0, stop=count, count=total
         )
-        return [terms(outputs, some_targets) for terms in (at_once, in_parts)]
+        return [terms(outputs, some_targets) for terms in (at_once, in_microbatches)]
 
     try:
         traced = jax.jit(_sharding_constraints.without_constraints(losses)).trace(
@@ -284,26 +284,27 @@ def probe(
         digest = hashlib.sha256(lowered.as_text().encode()).digest()
         if digest in _passed:
             return ""
-        run = lowered.compile(compiler_options=_compat.quick_to_compile())
-        results = [jax.tree.map(float, run(y, targets)) for y in _random(specs, axes)]
+        compiled = lowered.compile(compiler_options=_compat.quick_to_compile())
+        results = [
+            jax.tree.map(float, compiled(y, targets))
+            for y in _random_outputs(specs, axes)
+        ]
         rounding = rounding_tolerance(_dataflow.all_dtypes(traced.jaxpr))
     except Exception as error:
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"
         )
     finite = [
-        (whole, terms)
-        for (whole,), terms in results
-        if np.isfinite([whole, *terms]).all()
+        (loss, terms) for (loss,), terms in results if np.isfinite([loss, *terms]).all()
     ]
     if not finite:
         return "it gives no finite number for random outputs"
     limit = max(_TOLERANCE[objective.reduction], rounding)
-    for whole, terms in finite:
+    for loss, terms in finite:
         combined = sum(terms)
-        if abs(whole - combined) > limit * max(map(abs, [whole, *terms])):
+        if abs(loss - combined) > limit * max(map(abs, [loss, *terms])):
             raise ValueError(
-                f"reduction={objective.reduction!r}: loss_fn is {whole:.6g} for "
+                f"reduction={objective.reduction!r}: loss_fn is {loss:.6g} for "
                 f"{count} examples but {combined:.6g} as combined of two parts of "
                 f"{sizes[0]} and {sizes[1]} (random outputs, the first of these "
                 f"targets), so micro-batches would train another loss; {ADVICE}"
@@ -334,7 +335,7 @@ def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
     return first, second
 
 
-def _whole(
+def _resize_specs(
     outputs: PyTree, *, size: int, count: int, preferred_axis: int
 ) -> tuple[PyTree, list[int | None]]:
     """Specs of the outputs of more examples, and the axis of the examples in each.
@@ -359,7 +360,7 @@ def _whole(
     return structure.unflatten(specs), axes
 
 
-def _random(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:
+def _random_outputs(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:
     """Random outputs as logits, then as probabilities.
 
     They are smaller for the first example than for the last. So losses of examples

@@ -1,11 +1,12 @@
 """Runs a function with all examples at once and in micro-batches.
 
-    function:          (inputs, fixed)              -> (outputs, results)
-    at once:           (inputs, fixed, cotangents)  -> (results, gradient by inputs)
-    in micro-batches:  (inputs, fixed, cotangents)  -> (results, gradient by inputs)
+    function:          (inputs, nondiff_args)              -> (outputs, results)
+    at once:           (inputs, nondiff_args, cotangents)  -> (results, gradient)
+    in micro-batches:  (inputs, nondiff_args, cotangents)  -> (results, gradient)
 
 ``outputs`` are the arrays that are differentiated, ``results`` are the arrays that are
-compared. The gradient is that of one projection of the outputs, by their cotangents.
+compared. The gradient is that of one projection of the outputs, by their cotangents,
+with respect to the inputs.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from .._jaxprs._jaxpr import is_inexact
 from . import _comparison
 
 PyTree = Any
-# ``(inputs, fixed) -> (outputs, results)``
+# ``(inputs, nondiff_args) -> (outputs, results)``
 Differentiated = Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
 
 
@@ -46,9 +47,9 @@ class SplitFunction:
 
     Args:
       at_once: the function of all examples.
-      in_parts: the function of micro-batches.
+      in_microbatches: the function of micro-batches.
       inputs: the arguments by which both are differentiated.
-      fixed: the other arguments.
+      nondiff_args: the other arguments.
 
     Attributes:
       outputs: specs of the arrays that are differentiated.
@@ -60,71 +61,79 @@ class SplitFunction:
     def __init__(
         self,
         at_once: Differentiated,
-        in_parts: Differentiated,
+        in_microbatches: Differentiated,
         inputs: PyTree,
-        fixed: PyTree,
+        nondiff_args: PyTree,
     ) -> None:
-        whole, whole_results = _jaxpr.trace(at_once, inputs, fixed)
-        parts, part_results = _jaxpr.trace(in_parts, inputs, fixed)
-        self.outputs, _ = whole_results
-        self._whole = whole
-        trees = jax.tree.structure((inputs, fixed, whole_results, part_results))
+        closed, results = _jaxpr.trace(at_once, inputs, nondiff_args)
+        microbatch_closed, microbatch_results = _jaxpr.trace(
+            in_microbatches, inputs, nondiff_args
+        )
+        self.outputs, _ = results
+        self._closed = closed
+        trees = jax.tree.structure((inputs, nondiff_args, results, microbatch_results))
         self.fingerprint = (
             trees,
-            _structural_key.structural_key(whole),
-            _structural_key.structural_key(parts),
+            _structural_key.structural_key(closed),
+            _structural_key.structural_key(microbatch_closed),
         )
-        dtypes = [*_dataflow.all_dtypes(whole), *_dataflow.all_dtypes(parts)]
+        dtypes = [
+            *_dataflow.all_dtypes(closed),
+            *_dataflow.all_dtypes(microbatch_closed),
+        ]
         self.limit = _comparison.tolerance(dtypes)
         self.error = ""
         self._at_once = _compiled(at_once)
-        self._in_parts = _compiled(in_parts)
+        self._in_microbatches = _compiled(in_microbatches)
 
     def reads_any_of_last(self, count: int) -> bool:
         """True if it reads any of its last inputs, of which there are ``count``."""
-        used_inputs = _jaxpr.used_inputs(self._whole)
+        used_inputs = _jaxpr.used_inputs(self._closed)
         return any(used_inputs[len(used_inputs) - count :])
 
     def run(
-        self, inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]
+        self, inputs: PyTree, nondiff_args: PyTree, cotangents: Sequence[Any]
     ) -> tuple[SplitOutputs, SplitOutputs]:
         """Runs it at once, then in micro-batches.
 
         Args:
           inputs: the arguments by which it is differentiated.
-          fixed: the other arguments.
+          nondiff_args: the other arguments.
           cotangents: the cotangents of its outputs; with none there is no gradient.
         """
 
-        def run(cotangents: Sequence[Any]) -> tuple[SplitOutputs, SplitOutputs]:
-            whole = self._at_once(inputs, fixed, cotangents)
-            parts = self._in_parts(inputs, fixed, cotangents)
-            return _on_host(whole), _on_host(parts)
+        def run_both(cotangents: Sequence[Any]) -> tuple[SplitOutputs, SplitOutputs]:
+            at_once = self._at_once(inputs, nondiff_args, cotangents)
+            in_microbatches = self._in_microbatches(inputs, nondiff_args, cotangents)
+            return _on_host(at_once), _on_host(in_microbatches)
 
         if cotangents and not self.error:
             try:
-                return run(cotangents)
+                return run_both(cotangents)
             except Exception as error:  # as of a jax.lax.while_loop
                 self.error = first_line(error)
-        return run([])
+        return run_both([])
 
 
 def _compiled(function: Differentiated) -> Callable[..., Any]:
-    """``(inputs, fixed, cotangents) -> (results, gradient)``."""
+    """``(inputs, nondiff_args, cotangents) -> (results, gradient)``."""
 
-    def run(inputs: PyTree, fixed: PyTree, cotangents: Sequence[Any]) -> Any:
+    def differentiate(
+        inputs: PyTree, nondiff_args: PyTree, cotangents: Sequence[Any]
+    ) -> Any:
         if not cotangents:
-            _, results = function(inputs, fixed)
+            _, results = function(inputs, nondiff_args)
             return results, None
         _, pullback, results = jax.vjp(
-            lambda inputs: function(inputs, fixed), inputs, has_aux=True
+            lambda inputs: function(inputs, nondiff_args), inputs, has_aux=True
         )
         (gradient,) = pullback([*cotangents])
         return results, jax.tree.map(_or_none, gradient)
 
     options = _compat.quick_to_compile()
     return jax.jit(
-        _sharding_constraints.without_constraints(run), compiler_options=options
+        _sharding_constraints.without_constraints(differentiate),
+        compiler_options=options,
     )
 
 
@@ -141,11 +150,13 @@ def _or_none(leaf: Any) -> Any:
 def differentiated(loss: Callable[[PyTree, PyTree], Any]) -> Differentiated:
     """A loss as a function whose output is its result."""
 
-    def run(inputs: PyTree, fixed: PyTree) -> tuple[list[jax.Array], jax.Array]:
-        value = loss(inputs, fixed)
+    def outputs_and_results(
+        inputs: PyTree, nondiff_args: PyTree
+    ) -> tuple[list[jax.Array], jax.Array]:
+        value = loss(inputs, nondiff_args)
         return [value], value
 
-    return run
+    return outputs_and_results
 
 
 def split_examples(
