@@ -19,7 +19,7 @@ from .._instructions._sharding import StageMesh
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._train._gradient_call import ValueAndGrad
-from .._train._gradients import Gradients
+from .._train._pipelined_loss import PipelinedLoss
 from .._train._train_state import TrainState, check_state
 from .._train._train_step import TrainStep
 from .._train._transformation import check_optimizer
@@ -50,9 +50,9 @@ class Pipeline(CustomLoop):
         self._pipelined = pipelined
         self._forecast = forecast
         self._feed = pipelined.feed()
-        # The gradients that were built last, and those that had a mini-batch last.
-        self._last_built: Gradients | None = None
-        self._last_used: Gradients | None = None
+        # The loss that was built last, and the one that had a mini-batch last.
+        self._last_built: PipelinedLoss | None = None
+        self._last_used: PipelinedLoss | None = None
 
     # ------------------------------------------------------------------- properties
 
@@ -103,8 +103,8 @@ class Pipeline(CustomLoop):
         return describe(info, self._forecast)
 
     @property
-    def _last(self) -> Gradients | None:
-        """The gradients that had the last mini-batch; ``None`` before the first."""
+    def _last(self) -> PipelinedLoss | None:
+        """The loss that had the last mini-batch; ``None`` before the first."""
         has_minibatch = self._last_built is not None and self._last_built.last
         return self._last_built if has_minibatch else self._last_used
 
@@ -283,14 +283,14 @@ class Pipeline(CustomLoop):
         """
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return ValueAndGrad(
-            self._gradients(objective, trainable),
+            self._build_loss(objective, trainable),
             has_aux=has_aux,
             has_state=has_state,
             feed=self._pipelined.feed(),
         )
 
-    def _gradients(self, objective: Objective, trainable: Any) -> Gradients:
-        """The gradients of an objective, which are remembered.
+    def _build_loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
+        """The loss of an objective and its gradients, which are remembered.
 
         Raises:
           ValueError: if the schedule cannot train.
@@ -300,7 +300,7 @@ class Pipeline(CustomLoop):
         if self._last_built and self._last_built.last:
             self._last_used = self._last_built
         selection = Trainable(trainable, by_layer=self._pipelined.model.is_list)
-        self._last_built = self._pipelined.gradients(objective, selection)
+        self._last_built = self._pipelined.loss(objective, selection)
         return self._last_built
 
     @outside_of_meshes
@@ -375,7 +375,7 @@ class Pipeline(CustomLoop):
         check_optimizer(tx)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
-            self._gradients(objective, trainable),
+            self._build_loss(objective, trainable),
             tx,
             has_aux=has_aux,
             feed=self._pipelined.feed(),
@@ -565,18 +565,18 @@ class Pipeline(CustomLoop):
         """
         check_state(state, by_layer=self._pipelined.model.is_list)
         x, targets = split_batch(batch)
-        gradients = self._last_built
+        pipelined_loss = self._last_built
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)
-            is_last = gradients and gradients.is_of(objective, trainable)
+            is_last = pipelined_loss and pipelined_loss.is_of(objective, trainable)
             if not is_last:
-                gradients = self._gradients(objective, trainable)
-        if gradients is None:
+                pipelined_loss = self._build_loss(objective, trainable)
+        if pipelined_loss is None:
             raise ValueError(
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
         key = _rng.step_key(state.rng, state.step)
-        specialization = gradients(state.variables, x, targets, key, train=True)
+        specialization = pipelined_loss(state.variables, x, targets, key, train=True)
         leaves = specialization.check_arguments(
             state.variables, (x, targets, key), "state"
         )

@@ -27,7 +27,7 @@ from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._processes._arrays import is_here
 from .._processes._group import agree_on_key
-from .._train._gradients import Gradients
+from .._train._pipelined_loss import PipelinedLoss
 from ..planning._describe import PipelineInfo, describe_function
 from ._variable_checks import VariableChecks
 
@@ -145,8 +145,8 @@ class PipelinedModel:
         """Returns the forward pass for variables and an input."""
         return self._forwards[train](variables, x, rngs)
 
-    def gradients(self, objective: Objective, trainable: Trainable) -> Gradients:
-        """Returns the gradients of one objective.
+    def loss(self, objective: Objective, trainable: Trainable) -> PipelinedLoss:
+        """Returns the loss of one objective and its gradients.
 
         Raises:
           TypeError: if the loss closes over variables that are trained.
@@ -157,16 +157,16 @@ class PipelinedModel:
         def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(self.model.marks(variables, trainable))
 
-        programs = {}
+        functions = {}
         for train in (False, True):
             spec = _model_functions.loss_spec(
                 self.model, objective, outputs, train=train
             )
-            programs[train] = self._pipelined(spec, trained)
-        return Gradients(
+            functions[train] = self._pipelined(spec, trained)
+        return PipelinedLoss(
             objective=objective,
             trainable=trainable,
-            programs=programs,
+            functions=functions,
             outputs=outputs,
             axis=self.model.axes.out_axes,
         )

@@ -13,7 +13,7 @@ from .._layers._rng import Rngs
 from .._messages import warn
 from .._pipelined._specialization import Specialization
 from .._placed._mesh_context import outside_of_meshes
-from ._gradients import Gradients
+from ._pipelined_loss import PipelinedLoss
 
 PyTree = Any
 
@@ -23,7 +23,7 @@ class ValueAndGrad:
     """``f(variables, x, targets)``: see `Pipeline.value_and_grad`, which makes it.
 
     Attributes:
-      gradients: the gradients of its loss.
+      pipelined_loss: its loss and gradients, in stages.
       has_aux: True if the loss function returns aux beside the loss.
       has_state: True if the collections that training changes are returned too.
       feed: ``(x, targets, rngs) -> (x, targets)``, with specs for what this process
@@ -31,7 +31,7 @@ class ValueAndGrad:
       has_warned: True after the warning of collections that it does not return.
     """
 
-    gradients: Gradients
+    pipelined_loss: PipelinedLoss
     has_aux: bool
     has_state: bool
     feed: Callable[..., tuple[PyTree, PyTree]]
@@ -66,7 +66,7 @@ class ValueAndGrad:
           TypeError: if the loss function does not return a loss, or loss and aux.
         """
         x, targets = self.feed(x, targets, rngs)
-        specialization = self.gradients(variables, x, targets, rngs, train=train)
+        specialization = self.pipelined_loss(variables, x, targets, rngs, train=train)
         program = self._program(specialization)
         outputs = program(specialization.check_arguments(variables, (x, targets, rngs)))
         # An iterator over the gradients, then the new state.
@@ -102,7 +102,8 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """The program that a call with these arguments runs."""
-        return self._program(self.gradients(variables, x, targets, rngs, train=train))
+        specialization = self.pipelined_loss(variables, x, targets, rngs, train=train)
+        return self._program(specialization)
 
     def _program(self, specialization: Specialization) -> Program:
         if self.has_state:
@@ -115,7 +116,7 @@ class ValueAndGrad:
         It is ``None``, or, if ``trainable`` was left out, that of `jax.grad` for
         integers.
         """
-        if not self.gradients.trainable.selects_all:
+        if not self.pipelined_loss.trainable.selects_all:
             return None
         return np.zeros(leaf.shape, jax.dtypes.float0)
 

@@ -29,6 +29,7 @@ from .._pipelined._specialization import Specialization
 from .._placed._mesh_context import outside_of_meshes
 from .._placed._mirrored_places import ArgumentLeaf
 from ._optimizer import Optimizer
+from ._pipelined_loss import PipelinedLoss
 from ._train_state import (
     StateOrigin,
     TrainState,
@@ -48,8 +49,7 @@ class TrainStep:
     """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
 
     Attributes:
-      gradients: ``(variables, x, targets, rng, *, train) -> specialization`` of the
-        loss.
+      pipelined_loss: ``(variables, x, targets, rng, *, train) -> specialization``.
       tx: the optimizer.
       has_aux: True if the loss function returns aux beside the loss.
       feed: ``(x, targets) -> (x, targets)``, with specs for what this process lacks.
@@ -57,7 +57,7 @@ class TrainStep:
       by_layer: True if states have an entry for each layer.
     """
 
-    gradients: Callable[..., Specialization]
+    pipelined_loss: PipelinedLoss
     tx: optax.GradientTransformation
     has_aux: bool
     feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -127,7 +127,7 @@ class TrainStep:
         if origin is None:
             _variables.check_concrete(leaves)
             variables = [leaves[i] for i in compiled.variable_indices]
-            compiled.gradient.layout.check(variables, "state")
+            compiled.specialization.layout.check(variables, "state")
             compiled.optimizer.check_places(state.opt_state)
             check_apart(state, compiled.program)
         batch = jax.tree.leaves((x, targets))
@@ -175,16 +175,18 @@ class TrainStep:
         state_key = _signature.settings(), signature_index
         key = state_key, _signature.tree_signature(x, targets)
         if key not in self._compiled:
-            gradient = self.gradients(
+            specialization = self.pipelined_loss(
                 state.variables, x, targets, state.rng, train=True
             )
-            # A batch of another size needs another gradient, not another optimizer.
+            # Another batch size needs another specialization, not another optimizer.
             if state_key not in self._optimizers:
-                self._optimizers[state_key] = _optimizer(self.tx, state, gradient)
+                self._optimizers[state_key] = _make_optimizer(
+                    self.tx, state, specialization
+                )
             optimizer = self._optimizers[state_key]
             optimizer.check(state.opt_state)
             self._compiled[key] = _LoweredStep(
-                gradient,
+                specialization,
                 optimizer,
                 state,
                 has_aux=self.has_aux,
@@ -197,7 +199,7 @@ class _LoweredStep:
     """A step for one signature of state and batch, as one program.
 
     Attributes:
-      gradient: the specialization of the loss and its gradients.
+      specialization: the loss and its gradients for one signature.
       optimizer: the update.
       variable_indices: the index of each leaf of the variables among those of a state.
       program: ``(*state, *x, *targets) -> (*state, loss, *aux)``.
@@ -205,14 +207,14 @@ class _LoweredStep:
 
     def __init__(
         self,
-        gradient: Specialization,
+        specialization: Specialization,
         optimizer: Optimizer,
         state: TrainState,
         *,
         has_aux: bool,
         donate: bool,
     ) -> None:
-        self.gradient = gradient
+        self.specialization = specialization
         self.optimizer = optimizer
         self._has_aux = has_aux
         self._structure = jax.tree.structure(state)
@@ -231,11 +233,11 @@ class _LoweredStep:
           indices: a state whose leaves are their indices.
           donate: True if the step overwrites its state.
         """
-        layout = self.gradient.layout
-        graph = self.gradient.placement.graph()
+        layout = self.specialization.layout
+        graph = self.specialization.placement.graph()
         inputs = self._add_state(graph, state, indices, donate=donate)
         variables = [inputs[i] for i in self.variable_indices]
-        x, targets, _ = self.gradient.batch.args
+        x, targets, _ = self.specialization.batch.args
         batch_specs = jax.tree.leaves((x, targets))
         batch = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
 
@@ -243,10 +245,12 @@ class _LoweredStep:
         advance = Computation(
             "advance", _advance, [graph.specs[value] for value in rng_and_step]
         )
-        first_place = self.gradient.placement.place(0)
+        first_place = self.specialization.placement.place(0)
         rngs, next_step = graph.call_everywhere(advance, first_place, rng_and_step)
 
-        loss, aux, grads, changed = self.gradient.into(graph, variables, [*batch, rngs])
+        loss, aux, grads, changed = self.specialization.into(
+            graph, variables, [*batch, rngs]
+        )
 
         param_indices = jax.tree.leaves(indices.params)
         pairs = zip(param_indices, layout.trained, strict=True)
@@ -275,7 +279,7 @@ class _LoweredStep:
         """Adds the leaves of a state, in order, to the arguments of a graph."""
         # index of a leaf of the state -> its spec, and its place
         leaves: dict[int, ArgumentLeaf] = {}
-        layout = self.gradient.layout
+        layout = self.specialization.layout
         for index, (spec, place), sharding in zip(
             self.variable_indices, layout.specs, layout.shardings, strict=True
         ):
@@ -308,24 +312,24 @@ class _LoweredStep:
         origin = StateOrigin(weakref.ref(train_step), self._signature_index, leaves)
         set_origin(state, origin)
 
-        loss, aux, _ = self.gradient.returned(outputs[num_leaves:])
+        loss, aux, _ = self.specialization.returned(outputs[num_leaves:])
         metrics = {"loss": loss}
         if self._has_aux:
             metrics["aux"] = aux
         return state, metrics
 
 
-def _optimizer(
-    tx: optax.GradientTransformation, state: TrainState, gradient: Specialization
+def _make_optimizer(
+    tx: optax.GradientTransformation, state: TrainState, specialization: Specialization
 ) -> Optimizer:
     """The optimizer of the parameters of a state."""
-    layout = gradient.layout
+    layout = specialization.layout
     locations = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
     return Optimizer(
         tx,
         params=_microbatch.array_specs(state.params, "params"),
         trained=layout.trained,
-        placement=gradient.placement,
+        placement=specialization.placement,
         locations=locations,
     )
 

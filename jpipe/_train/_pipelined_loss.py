@@ -1,4 +1,4 @@
-"""The loss of a mini-batch and its gradients, built for any arguments."""
+"""The loss of a mini-batch and its gradients, as functions in stages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ PyTree = Any
 
 
 @dataclass(eq=False, repr=False)
-class Gradients:
-    """The gradients of `value_and_grad` or `train_step`, to be called many times.
+class PipelinedLoss:
+    """The loss of `value_and_grad` or `train_step`, and its gradients, in stages.
 
     Attributes:
       objective: the loss.
       trainable: the parameters that have gradients.
-      programs: ``train`` -> the gradients in stages, of training or of evaluation.
+      functions: ``train`` -> the function in stages, of training or of evaluation.
       outputs: specs of the outputs that the loss was traced on, one entry per trace.
       axis: the axis of the examples in an output of one array.
       unchecked: the reason why the loss was not checked, for print; empty if it was.
@@ -32,20 +32,22 @@ class Gradients:
 
     objective: Objective
     trainable: Trainable
-    programs: Mapping[bool, PipelinedFunction]
+    functions: Mapping[bool, PipelinedFunction]
     outputs: list[PyTree]
     axis: Any
     unchecked: str = ""
-    # specialization -> specs of the outputs that its loss reads, until the loss was run
-    _unrun: dict[Specialization, PyTree] = field(default_factory=dict, init=False)
+    # specialization -> specs of the outputs that its loss reads, until it was checked
+    _outputs_to_check: dict[Specialization, PyTree] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def last(self) -> Specialization | None:
         """The specialization that was built last."""
-        return self.programs[True].last or self.programs[False].last
+        return self.functions[True].last or self.functions[False].last
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:
-        """True if these are the gradients of an objective by all parameters."""
+        """True if this is the loss of an objective, and all parameters are trained."""
         selects_all = trainable is None and self.trainable.selects_all
         return selects_all and objective == self.objective
 
@@ -54,16 +56,16 @@ class Gradients:
     ) -> Specialization:
         """The specialization for these arguments; checks the loss of a new one."""
         self.outputs.clear()  # after a trace that could not be built
-        specialization = self.programs[train](variables, x, targets, rngs)
+        specialization = self.functions[train](variables, x, targets, rngs)
         if self.outputs:
-            self._unrun[specialization] = self.outputs[0]
-        if specialization in self._unrun:
+            self._outputs_to_check[specialization] = self.outputs[0]
+        if specialization in self._outputs_to_check:
             batch = specialization.batch
             if batch.num_parts > 1:
-                self._check_loss(self._unrun[specialization], batch, targets)
+                self._check_loss(self._outputs_to_check[specialization], batch, targets)
             # `compile` may pass specs, with which no loss can be run.
             if not any(map(_is_spec, jax.tree.leaves(targets))):
-                del self._unrun[specialization]
+                del self._outputs_to_check[specialization]
         return specialization
 
     def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
