@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ _MAX_CELLS = 1_000_000
 def add_draw(commands: Any) -> None:
     """Adds the command ``draw``."""
     purpose = "draw a schedule, as text or into files"
-    command = commands.add_parser(
-        "draw", help=purpose, description=purpose.capitalize()
-    )
+    command = _add_command(commands, "draw", purpose=purpose, run=_draw)
     names = ", ".join(schedules.BY_NAME)
     command.add_argument("name", type=parse_schedule_name, help=f"one of {names}")
     _add_numbers(command)
@@ -33,15 +32,12 @@ def add_draw(commands: Any) -> None:
         metavar="FILE",
         help="write a trace for ui.perfetto.dev; a unit of time is shown as a second",
     )
-    command.set_defaults(run=_draw)
 
 
 def add_compare(commands: Any) -> None:
     """Adds the command ``compare``."""
     purpose = "a table of schedules: time, bubble and memory for the same work"
-    command = commands.add_parser(
-        "compare", help=purpose, description=purpose.capitalize()
-    )
+    command = _add_command(commands, "compare", purpose=purpose, run=_compare)
     command.add_argument(
         "names",
         type=parse_schedule_name,
@@ -50,21 +46,37 @@ def add_compare(commands: Any) -> None:
         help="some of those that draw takes; default: all but forward_only",
     )
     _add_numbers(command)
-    command.set_defaults(run=_compare)
 
 
 def add_check(commands: Any) -> None:
     """Adds the command ``check``."""
     purpose = "show whether a schedule of your own can run, and if not, why"
-    command = commands.add_parser(
-        "check", help=purpose, description=purpose.capitalize()
-    )
+    command = _add_command(commands, "check", purpose=purpose, run=_check)
     command.add_argument(
         "file",
         help="one line of cells such as 2F0 for each rank, or what Schedule.to_json "
         "wrote; - reads standard input",
     )
-    command.set_defaults(run=_check)
+
+
+def _add_command(
+    commands: Any,
+    name: str,
+    *,
+    purpose: str,
+    run: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    """Adds a command without arguments.
+
+    Args:
+      commands: the commands of the parser.
+      name: its name.
+      purpose: its help.
+      run: the function that runs it, and returns the exit status.
+    """
+    command = commands.add_parser(name, help=purpose, description=purpose.capitalize())
+    command.set_defaults(run=run)
+    return command
 
 
 def _draw(arguments: argparse.Namespace) -> int:
