@@ -31,7 +31,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Argument, ArgumentOrResult, Computation, Result
 from .._partition._remat_mode import RematMode
 from .._partition._stage_placement import StagePlacement
-from .._stage._stage_functions import ResultSums, StageFunctions
+from .._stage._stage_functions import Accumulation, StageFunctions
 from .._stage._stages import Stages
 from .._trace._accumulation import accumulate, sum_spec
 from ..schedules import Action
@@ -103,7 +103,7 @@ class Lowering:
         # (number of cotangents, shape, dtype) -> the function that adds them
         self._cotangent_sums: dict[Any, Computation] = {}
         # (stage, size of the micro-batch) -> the function that adds results to sums
-        self._result_sums_cache: dict[tuple[int, int], ResultSums] = {}
+        self._result_sums_cache: dict[tuple[int, int], Accumulation] = {}
         self._stage_names = [str(stage) for stage in placement.stages]
 
     @property
@@ -517,7 +517,7 @@ class Lowering:
         state = [traced.aux_vars[i] for i in self._stages.states[stage].aux_indices]
         return [*losses, *state]
 
-    def _result_sums(self, stage: int, m: int) -> ResultSums | None:
+    def _result_sums(self, stage: int, m: int) -> Accumulation | None:
         """The function that adds summed results to sums; ``None`` if there are none."""
         if not self._sum_specs[stage].results:
             return None
@@ -526,7 +526,7 @@ class Lowering:
             self._result_sums_cache[key] = self._trace_result_sums(stage, m)
         return self._result_sums_cache[key]
 
-    def _trace_result_sums(self, stage: int, m: int) -> ResultSums:
+    def _trace_result_sums(self, stage: int, m: int) -> Accumulation:
         """Traces ``(sums, results, share of the examples) -> sums``."""
         state = self._stages.states[stage]
         sum_specs = self._sum_specs[stage].results
@@ -549,7 +549,7 @@ class Lowering:
             forward_values[var] = Argument(i)
         for i, var in enumerate(stage_slice.outputs):
             forward_values[var] = Result(i)
-        return ResultSums(
+        return Accumulation(
             closed,
             [
                 *[None] * len(sum_specs),

@@ -26,16 +26,16 @@ _BACKWARDS = {BACKWARD: "backward", INPUT: "input_grad", WEIGHT: "weight_grad"}
 
 
 @dataclass(frozen=True, eq=False)
-class ResultSums:
-    """The sums to which a stage adds results of its forward: losses, statistics.
+class Accumulation:
+    """The addition of terms, the loss and new state, to their sums, behind a forward.
 
     Attributes:
-      add: ``(sums, results, ...) -> sums``.
-      args: one per input of ``add``: the argument or the result of the forward that
-        it is; ``None`` for an input that comes from elsewhere.
+      closed: ``(sums, terms, ...) -> sums``.
+      args: one per input of ``closed``: the argument or the result of the forward
+        that it is; ``None`` for an input that comes from elsewhere.
     """
 
-    add: core.ClosedJaxpr
+    closed: core.ClosedJaxpr
     args: Sequence[ArgumentOrResult | None]
 
 
@@ -58,7 +58,7 @@ class StageFunctions:
     slice: StageSlice
     mode: RematMode
     divisors: Sequence[Any] | None
-    # the sums of a forward, the op of a backward, or both -> what these actions run
+    # the accumulation of a forward, the op of a backward, or both -> what these run
     _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -133,19 +133,19 @@ class StageFunctions:
 
     # ----------------------------------- the computations of actions, which add to sums
 
-    def forward_adding(self, results: ResultSums | None) -> Computation:
-        """A forward that adds its results to sums, if there are any.
+    def forward_adding(self, accumulation: Accumulation | None) -> Computation:
+        """A forward, and the addition of its terms to their sums, if there are any.
 
-        ``(inputs, *other operands of the sums) -> (outputs, residuals, sums)``
+        ``(inputs, *other inputs of the addition) -> (outputs, residuals, sums)``
         """
-        if results is None:
+        if accumulation is None:
             return self.forward
-        if results not in self._actions:
-            closed = self._forward_adding_jaxpr(results)
-            self._actions[results] = Computation.from_jaxpr(
+        if accumulation not in self._actions:
+            closed = self._forward_adding_jaxpr(accumulation)
+            self._actions[accumulation] = Computation.from_jaxpr(
                 "forward_add_results", closed
             )
-        return self._actions[results]
+        return self._actions[accumulation]
 
     def backward_adding(self, op: str) -> Computation:
         """A backward, or a half of one, that adds weight gradients to their sums.
@@ -159,18 +159,21 @@ class StageFunctions:
             self._actions[op] = Computation.from_jaxpr(self._backward_name(op), closed)
         return self._actions[op]
 
-    def forward_backward(self, op: str, results: ResultSums | None) -> Computation:
+    def forward_backward(
+        self, op: str, accumulation: Accumulation | None
+    ) -> Computation:
         """A forward, and the backward, or its first half, right after it.
 
-        ``(inputs, *operands of the sums of results, cotangents, sums) ->
+        ``(inputs, *other inputs of the addition, cotangents, sums) ->
         (*results of forward_adding, *results of backward_adding)``
         """
-        if (op, results) not in self._actions:
-            closed = self._forward_backward_jaxpr(op, results)
-            forward = "forward_add_results" if results else "forward"
+        key = op, accumulation
+        if key not in self._actions:
+            closed = self._forward_backward_jaxpr(op, accumulation)
+            forward = "forward_add_results" if accumulation else "forward"
             name = f"{forward}_{self._backward_name(op)}"
-            self._actions[op, results] = Computation.from_jaxpr(name, closed)
-        return self._actions[op, results]
+            self._actions[key] = Computation.from_jaxpr(name, closed)
+        return self._actions[key]
 
     def _backward_name(self, op: str) -> str:
         name = _BACKWARDS[op]
@@ -180,9 +183,13 @@ class StageFunctions:
         """True if a backward, or a half of it, returns gradients of weights."""
         return op != INPUT and self.slice.num_trained > 0
 
-    def _forward_adding_jaxpr(self, results: ResultSums | None) -> core.ClosedJaxpr:
+    def _forward_adding_jaxpr(
+        self, accumulation: Accumulation | None
+    ) -> core.ClosedJaxpr:
         forward = self._vjp_parts.forward
-        return compose(forward, results.add, results.args) if results else forward
+        if accumulation is None:
+            return forward
+        return compose(forward, accumulation.closed, accumulation.args)
 
     def _backward_adding_jaxpr(self, op: str) -> core.ClosedJaxpr:
         if op == INPUT:
@@ -203,9 +210,9 @@ class StageFunctions:
         )
 
     def _forward_backward_jaxpr(
-        self, op: str, results: ResultSums | None
+        self, op: str, accumulation: Accumulation | None
     ) -> core.ClosedJaxpr:
-        forward = self._forward_adding_jaxpr(results)
+        forward = self._forward_adding_jaxpr(accumulation)
         backward = self._backward_adding_jaxpr(op)
         num_args = len(self.slice.closed.jaxpr.invars)
         num_outputs = len(self.slice.closed.jaxpr.outvars)
