@@ -36,33 +36,13 @@ from .._placed._placed_function import LeafPlacement, PlacedFunction
 from .._trace._accumulation import accumulate
 from .._trace._state_updates import StateUpdate
 from ._join import Join
+from ._microbatch_sums import StageSums
 from ._prologue import Prologue
 from ._shards import spec_of, unstack
 
 Values = list[Value]
 # The place where a value belongs, and its sharding there.
 Location = tuple[Place, Sharding]
-
-
-class StageSums(NamedTuple):
-    """Sums over the micro-batches of a stage, or over those that one place runs.
-
-    Leaves are values of a graph, arrays, or specs.
-
-    Attributes:
-      grads: the gradient of each weight that the stage trains.
-      loss: the loss, in the last stage; else empty.
-      state: the running sums of state leaves: see `StateUpdate.sum_specs`.
-    """
-
-    grads: list[Any]
-    loss: list[Any]
-    state: list[Any]
-
-    @property
-    def results(self) -> list[Any]:
-        """The sums to which forwards add: the loss, then the state."""
-        return [*self.loss, *self.state]
 
 
 class EpilogueInputs(NamedTuple):

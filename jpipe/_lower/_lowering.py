@@ -16,29 +16,25 @@ a copy, sent as soon as the value is there.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, StageMesh
-from .._jaxprs import _jaxpr
-from .._jaxprs._computation import Argument, ArgumentOrResult, Computation, Result
-from .._partition._remat_mode import RematMode
+from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
-from .._stage._stage_functions import Accumulation, StageFunctions
+from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
-from .._trace._accumulation import accumulate, sum_spec
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._epilogue import Epilogue, StageSums, StepOutputs
+from ._epilogue import Epilogue, StepOutputs
 from ._join import Join
 from ._microbatch_inputs import MicrobatchInputs
+from ._microbatch_sums import MicrobatchSums
 from ._prologue import Prologue
 
 Values = list[Value]
@@ -98,13 +94,21 @@ class Lowering:
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
         # (stage, microbatch) -> operands and residuals of the forward, and of I
         self._residuals: dict[Cell, Values] = {}
-        # (stage, place) -> the sums over the micro-batches of the stage that run there
-        self._sums: dict[tuple[int, Place], StageSums] = {}
         # (number of cotangents, shape, dtype) -> the function that adds them
         self._cotangent_sums: dict[Any, Computation] = {}
-        # (stage, size of the micro-batch) -> the function that adds results to sums
-        self._result_sums_cache: dict[tuple[int, int], Accumulation] = {}
         self._stage_names = [str(stage) for stage in placement.stages]
+        # A forward pass alone has neither sums nor a loss divisor.
+        self._sums = MicrobatchSums(
+            graph,
+            placement=placement,
+            stages=stages,
+            batch=batch,
+            weights=self._weights,
+        )
+        self._loss_divisor = self._prologue.write_loss_divisor(
+            batch, self._batch_inputs[self._last_stage]
+        )
+        self._fused_cells = self._find_fused_cells()
 
     @property
     def _last_stage(self) -> int:
@@ -167,29 +171,24 @@ class Lowering:
 
     def run(self) -> StepOutputs:
         """Writes the whole schedule of a training step."""
-        self._start_sums()
-        self._loss_divisor = self._prologue.write_loss_divisor(
-            self._batch, self._batch_inputs[self._last_stage]
-        )
-        fused_cells = self._find_fused_cells()
         for action in self._placement.schedule.order():
-            is_fused = _cell(action) in fused_cells
+            is_fused = _cell(action) in self._fused_cells
             if action.op == FORWARD:
                 if not is_fused:
-                    self._forward(action, self._mode(action, is_fused=False))
+                    self._forward(action)
             elif is_fused and action.op != WEIGHT:
                 self._forward_backward(action)
             else:
-                self._backward(action, self._mode(action, is_fused=is_fused))
+                self._backward(action)
 
         loss_weights = Values()
         for m in range(self._num_microbatches):
             for atom in self._stages.traced(m).loss_weight:
-                loss_weights.append(self._returned(atom, m))
+                loss_weights.append(self._result_value(atom, m))
         return self._epilogue.write(
-            sums=[self._sums_of_places(s) for s in range(self._stages.num_stages)],
+            sums=[self._sums.of_places(s) for s in range(self._stages.num_stages)],
             loss_weights=loss_weights,
-            loss_divisor=self._loss_divisor[0] if self._loss_divisor else None,
+            loss_divisor=self._loss_divisor,
             aux=self._aux(),
         )
 
@@ -203,21 +202,16 @@ class Lowering:
                 self._keep_outputs(stage, m, results)
         return self._epilogue.write_outputs(self._aux())
 
-    def _sums_of_places(self, stage: int) -> list[StageSums]:
-        """The sums of each place that runs a stage."""
-        places = self._placement.places_of(stage)
-        return [self._sums[stage, place] for place in places]
-
     def _aux(self) -> list[Values]:
         """The aux of each micro-batch, without the state that it writes."""
         rows = list[Values]()
         for m in range(self._num_microbatches):
             atoms = self._stages.traced(m).aux_vars[: self._epilogue.num_aux]
-            rows.append([self._returned(atom, m) for atom in atoms])
+            rows.append([self._result_value(atom, m) for atom in atoms])
         return rows
 
-    def _returned(self, atom: Any, m: int) -> Value:
-        """The value of a result of the program for a micro-batch."""
+    def _result_value(self, atom: Any, m: int) -> Value:
+        """The value of a result of the function for a micro-batch."""
         if isinstance(atom, core.Literal):
             return self._graph.constant(np.asarray(atom.val), self._last_place)
         params = self._stages.traced(m).params
@@ -259,72 +253,13 @@ class Lowering:
             return stage_slice.has_weight_grads
         return stage_slice.has_backward
 
-    def _mode(self, action: Action, *, is_fused: bool) -> RematMode:
-        """The remat mode of an action: what its forward stores."""
-        mode = self._stages.mode(*_cell(action))
-        if is_fused:
-            return mode.when_fused(is_whole_backward=action.op == BACKWARD)
-        return mode
-
-    # ---------------------------------------------------------------------- the sums
-
-    def _start_sums(self) -> None:
-        """Starts all sums at zero, those of a place with one call."""
-        num_stages = self._stages.num_stages
-        # For each stage the specs of its sums, and the shardings of those of gradients.
-        self._sum_specs = [self._specs_of_sums(s) for s in range(num_stages)]
-        self._grad_shardings = [self._shardings_of_grads(s) for s in range(num_stages)]
-        stages_of_place = dict[Place, list[int]]()
-        for s in range(num_stages):
-            for place in self._placement.places_of(s):
-                stages_of_place.setdefault(place, []).append(s)
-
-        for place, stages in stages_of_place.items():
-            shardings = list[Sharding]()
-            for s in stages:
-                num_results = len(self._sum_specs[s].results)
-                shardings += self._grad_shardings[s]
-                shardings += [Sharding(stacked=self._is_mapped)] * num_results
-            specs, tree = jax.tree.flatten([self._sum_specs[s] for s in stages])
-            zeros = jax.tree.unflatten(tree, self._zeros(place, specs, shardings))
-            for s, sums in zip(stages, zeros, strict=True):
-                self._sums[s, place] = sums
-
-    def _zeros(
-        self, place: Place, specs: Sequence[Any], shardings: Sequence[Sharding]
-    ) -> Values:
-        """Arrays of zeros in a place, of each of its shards if these run apart."""
-        if not specs:
-            return []
-
-        def zeros() -> list[Any]:
-            return [jnp.zeros(spec.shape, spec.dtype) for spec in specs]
-
-        return self._graph.call(
-            Computation("zeros", zeros, specs),
-            place,
-            [],
-            mapped=self._is_mapped,
-            shardings=shardings,
-        )
-
-    def _specs_of_sums(self, stage: int) -> StageSums:
-        """Specs of the sums of a stage."""
-        trained = self._stages.trained_weights(stage)
-        losses = self._stages.traced().loss if stage == self._last_stage else []
-        return StageSums(
-            grads=[sum_spec(self._graph.specs[self._weights[i]]) for i in trained],
-            loss=[sum_spec(loss.aval) for loss in losses],
-            state=self._stages.states[stage].sum_specs,
-        )
-
-    def _shardings_of_grads(self, stage: int) -> list[Sharding]:
-        """The shardings of the sums of gradients of a stage: those of their weights."""
-        shardings = list[Sharding]()
-        for i in self._stages.trained_weights(stage):
-            weight_sharding = self._graph.shardings[self._weights[i]].gathered()
-            shardings.append(weight_sharding._replace(stacked=self._is_mapped))
-        return shardings
+    def _functions(self, action: Action) -> StageFunctions:
+        """The functions of the stage of an action, in the action's remat mode."""
+        stage, m = _cell(action)
+        mode = self._stages.mode(stage, m)
+        if (stage, m) in self._fused_cells:
+            mode = mode.when_fused(is_whole_backward=action.op == BACKWARD)
+        return self._stages.functions(stage, m, mode)
 
     # -------------------------------------------------------- operands and results
 
@@ -357,6 +292,16 @@ class Lowering:
         values |= zip(stage_slice.batch_inputs, batch_inputs, strict=True)
         return [values[var] for var in stage_slice.closed.jaxpr.invars]
 
+    def _forward_operands(self, stage: int, m: int) -> Values:
+        """The operands of `StageFunctions.forward_adding`."""
+        outer_terms = Values()
+        for atom in self._sums.outer_terms(stage, m):
+            outer_terms.append(self._result_value(atom, m))
+        return [
+            *self._operands(stage, m),
+            *self._sums.forward_operands(stage, m, outer_terms),
+        ]
+
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Keeps the results of a forward that other stages read, or the user."""
         outputs = self._stages.slice_of(stage, m).outputs
@@ -365,22 +310,18 @@ class Lowering:
 
     def _keep_forward(
         self, action: Action, functions: StageFunctions, results: Values
-    ) -> None:
-        """Keeps the results of `StageFunctions.forward_adding`."""
+    ) -> Values:
+        """Keeps the results of `StageFunctions.forward_adding`; returns the others."""
         stage, m = _cell(action)
         num_outputs = len(self._stages.slice_of(stage, m).outputs)
-        num_saved = num_outputs + functions.num_residuals
+        end_residuals = num_outputs + functions.num_residuals
+        end = end_residuals + self._sums.num_forward_sums(stage)
 
         self._keep_outputs(stage, m, results)
-        residuals = results[num_outputs:num_saved]
+        residuals = results[num_outputs:end_residuals]
         self._residuals[stage, m] = [*self._operands(stage, m), *residuals]
-        new_sums = results[num_saved:]
-        if new_sums:
-            place = self._placement.place(stage, m)
-            num_losses = len(self._sum_specs[stage].loss)
-            self._sums[stage, place] = self._sums[stage, place]._replace(
-                loss=new_sums[:num_losses], state=new_sums[num_losses:]
-            )
+        self._sums.keep_forward_sums(stage, m, results[end_residuals:end])
+        return results[end:]
 
     def _keep_backward(
         self, action: Action, functions: StageFunctions, results: Values
@@ -393,11 +334,8 @@ class Lowering:
 
         if action.op == INPUT:
             self._residuals[stage, m] += grad_sums_or_residuals
-        elif grad_sums_or_residuals:
-            place = self._placement.place(stage, m)
-            self._sums[stage, place] = self._sums[stage, place]._replace(
-                grads=grad_sums_or_residuals
-            )
+        else:
+            self._sums.keep_grad_sums(stage, m, grad_sums_or_residuals)
 
         activations = self._stages.slice_of(stage, m).input_activations
         for var, value in zip(activations, input_grads, strict=False):
@@ -405,51 +343,44 @@ class Lowering:
 
     # ------------------------------------------------------------------- the actions
 
-    def _forward(self, action: Action, mode: RematMode) -> None:
+    def _forward(self, action: Action) -> None:
         """Writes a forward by itself."""
         stage, m = _cell(action)
-        functions = self._stages.functions(stage, m, mode)
-        function = functions.forward_adding(self._result_sums(stage, m))
-        operands = [*self._operands(stage, m), *self._result_operands(stage, m)]
-        results = self._call(function, action, operands)
+        functions = self._functions(action)
+        function = functions.forward_adding(self._sums.accumulation(stage, m))
+        results = self._call(function, action, self._forward_operands(stage, m))
         self._keep_forward(action, functions, results)
 
     def _forward_backward(self, action: Action) -> None:
         """Writes a forward fused with its backward, or with the first half of it."""
-        stage, m = _cell(action)
-        mode = self._mode(action, is_fused=True)
         if not self._has_work(action):
-            self._forward(action, mode)
+            self._forward(action)
             return
-        functions = self._stages.functions(stage, m, mode)
+        stage, m = _cell(action)
+        functions = self._functions(action)
         output_grads = self._output_grads(action)
 
-        function = functions.forward_backward(action.op, self._result_sums(stage, m))
-        results = self._call(
-            function,
-            action,
-            [
-                *self._operands(stage, m),
-                *self._result_operands(stage, m),
-                *output_grads,
-                *self._grad_sums(action),
-            ],
-            self._backward_shardings(action, function),
+        function = functions.forward_backward(
+            action.op, self._sums.accumulation(stage, m)
         )
+        operands = [
+            *self._forward_operands(stage, m),
+            *output_grads,
+            *self._grad_sums(action),
+        ]
+        shardings = self._backward_shardings(action, function)
+        results = self._call(function, action, operands, shardings)
 
-        num_outputs = len(self._stages.slice_of(stage, m).closed.jaxpr.outvars)
-        num_sums = len(self._sum_specs[stage].results)
-        num_forward = num_outputs + functions.num_residuals + num_sums
-        self._keep_forward(action, functions, results[:num_forward])
+        backward_results = self._keep_forward(action, functions, results)
         self._residuals[stage, m] += output_grads
-        self._keep_backward(action, functions, results[num_forward:])
+        self._keep_backward(action, functions, backward_results)
 
-    def _backward(self, action: Action, mode: RematMode) -> None:
+    def _backward(self, action: Action) -> None:
         """Writes a backward, or a half of one, by itself."""
         if not self._has_work(action):
             return
         stage, m = _cell(action)
-        functions = self._stages.functions(stage, m, mode)
+        functions = self._functions(action)
         if action.op != WEIGHT:
             self._residuals[stage, m] += self._output_grads(action)
 
@@ -460,11 +391,8 @@ class Lowering:
         self._keep_backward(action, functions, results)
 
     def _grad_sums(self, action: Action) -> Values:
-        """The sums to which a backward adds the gradients of weights."""
-        if action.op == INPUT:
-            return []
-        stage, m = _cell(action)
-        return self._sums[stage, self._placement.place(stage, m)].grads
+        """The sums to which an action adds the gradients of weights."""
+        return [] if action.op == INPUT else self._sums.grad_sums(*_cell(action))
 
     def _backward_shardings(
         self, action: Action, function: Computation
@@ -472,7 +400,7 @@ class Lowering:
         """The shardings of results, of which the last are sums of gradients."""
         if not self._has_meshes or action.op == INPUT:
             return None
-        grad_shardings = self._grad_shardings[action.stage]
+        grad_shardings = self._sums.grad_shardings[action.stage]
         num_other_results = len(function.results) - len(grad_shardings)
         sharding = Sharding(stacked=self._is_mapped)
         return [*[sharding] * num_other_results, *grad_shardings]
@@ -483,7 +411,7 @@ class Lowering:
         For the last stage it is the loss divisor, if there is one.
         """
         if action.stage == self._last_stage:
-            return self._loss_divisor
+            return [] if self._loss_divisor is None else [self._loss_divisor]
         stage, m = _cell(action)
         output_grads = Values()
         for var in self._stages.slice_of(stage, m).differentiated_outputs:
@@ -508,93 +436,6 @@ class Lowering:
             )
         return self._cotangent_sums[key]
 
-    # ---------------------------------------------- sums of losses and of new state
-
-    def _summed_results(self, stage: int, m: int) -> list[Any]:
-        """The results that a forward adds to sums: the loss, then the state."""
-        traced = self._stages.traced(m)
-        losses = traced.loss if stage == self._last_stage else []
-        state = [traced.aux_vars[i] for i in self._stages.states[stage].aux_indices]
-        return [*losses, *state]
-
-    def _result_sums(self, stage: int, m: int) -> Accumulation | None:
-        """The function that adds summed results to sums; ``None`` if there are none."""
-        if not self._sum_specs[stage].results:
-            return None
-        key = stage, self._batch.sizes[m]
-        if key not in self._result_sums_cache:
-            self._result_sums_cache[key] = self._trace_result_sums(stage, m)
-        return self._result_sums_cache[key]
-
-    def _trace_result_sums(self, stage: int, m: int) -> Accumulation:
-        """Traces ``(sums, results, share of the examples) -> sums``."""
-        state = self._stages.states[stage]
-        sum_specs = self._sum_specs[stage].results
-        num_losses = len(self._sum_specs[stage].loss)
-        results = self._summed_results(stage, m)
-
-        def add(sums: list[Any], new: list[Any], share: list[Any]) -> list[Any]:
-            total = accumulate(sums[:num_losses], new[:num_losses])
-            return [*total, *state.add(sums[num_losses:], new[num_losses:], *share)]
-
-        result_specs = [_spec(atom) for atom in results]
-        share_spec = jax.ShapeDtypeStruct((), jnp.result_type(float))
-        share_specs = [share_spec] if state.has_means else []
-        closed, _ = _jaxpr.trace(add, sum_specs, result_specs, share_specs)
-
-        # variable of the stage -> the operand or the result of the forward that it is
-        stage_slice = self._stages.slice_of(stage, m)
-        forward_values = dict[core.Var, ArgumentOrResult]()
-        for i, var in enumerate(stage_slice.closed.jaxpr.invars):
-            forward_values[var] = Argument(i)
-        for i, var in enumerate(stage_slice.outputs):
-            forward_values[var] = Result(i)
-        return Accumulation(
-            closed,
-            [
-                *[None] * len(sum_specs),
-                *[_forward_value(atom, forward_values) for atom in results],
-                *[None] * len(share_specs),
-            ],
-        )
-
-    def _result_operands(self, stage: int, m: int) -> Values:
-        """The operands of `_result_sums` that the forward neither reads nor makes."""
-        result_sums = self._result_sums(stage, m)
-        if result_sums is None:
-            return []
-        place = self._placement.place(stage, m)
-        sums = self._sums[stage, place].results
-        results = self._summed_results(stage, m)
-        result_args = result_sums.args[len(sums) : len(sums) + len(results)]
-
-        operands = [*sums]
-        for atom, arg in zip(results, result_args, strict=True):
-            if arg is None:
-                operands.append(self._returned(atom, m))
-        if self._stages.states[stage].has_means:
-            operands.append(self._share(m, place))
-        return operands
-
-    def _share(self, m: int, place: Place) -> Value:
-        """The share of the examples that one shard of a micro-batch has."""
-        sizes = self._batch.sizes
-        share = sizes[m] / sum(sizes) / self._batch.num_shards
-        return self._graph.constant(np.asarray(share, jnp.result_type(float)), place)
-
 
 def _cell(action: Action) -> Cell:
     return action.stage, action.microbatch
-
-
-def _spec(atom: Any) -> Any:
-    """The spec of a result of a program, as a value of the graph."""
-    is_literal = isinstance(atom, core.Literal)
-    return _jaxpr.spec(np.asarray(atom.val) if is_literal else atom.aval)
-
-
-def _forward_value(
-    atom: Any, forward_values: Mapping[core.Var, ArgumentOrResult]
-) -> ArgumentOrResult | None:
-    """The argument or the result of the forward that an atom is, if it is one."""
-    return None if isinstance(atom, core.Literal) else forward_values.get(atom)

@@ -127,7 +127,7 @@ class Prologue:
 
     def write_loss_divisor(
         self, batch: Batch, batch_inputs: Sequence[Values]
-    ) -> Values:
+    ) -> Value | None:
         """Writes the sum of all weights of a weighted loss.
 
         Args:
@@ -135,10 +135,10 @@ class Prologue:
           batch_inputs: the batch inputs of the last stage, for each micro-batch.
 
         Returns:
-          The sum; nothing if it follows from more than batch inputs.
+          The sum; ``None`` if it follows from more than batch inputs.
         """
         if not self.stages.has_loss_divisor:
-            return []
+            return None
         place = self.placement.place(self.stages.num_stages - 1)
         num_shards = batch.num_shards
         # sizes of the micro-batches of a call -> the function that adds their weights
@@ -149,11 +149,11 @@ class Prologue:
             assert loss_weight is not None
             loss_weights.append(loss_weight)
         specs = loss_weights[0].results
-        total = [self.graph.constant(np.zeros((), specs[0].dtype), place)]
+        total = self.graph.constant(np.zeros((), specs[0].dtype), place)
 
         for begin in range(0, len(batch.sizes), _MICROBATCHES_PER_CALL):
             chunk = slice(begin, begin + _MICROBATCHES_PER_CALL)
-            operands = [*total]
+            operands = [total]
             rows = list[Values]()  # for each micro-batch, the operands of its weight
             for inputs, loss_weight in zip(
                 batch_inputs[chunk], loss_weights[chunk], strict=True
@@ -165,7 +165,7 @@ class Prologue:
             if sizes not in functions:
                 add = self._make_adder(loss_weights[chunk], rows, num_shards)
                 functions[sizes] = Computation("weights", add, specs)
-            total = self.graph.call(functions[sizes], place, operands)
+            (total,) = self.graph.call(functions[sizes], place, operands)
         return total
 
     def _make_adder(

@@ -46,6 +46,7 @@ REACHED_BY = {
     "_lower/_epilogue": "loss_functions/test_value_and_grad.py train mesh layers",
     "_lower/_lowering": "loss_functions/test_value_and_grad.py mesh/test_data_axis.py layers train",
     "_lower/_microbatch_inputs": "test_batches.py train/test_replicas.py matrix",
+    "_lower/_microbatch_sums": "loss_functions/test_value_and_grad.py mesh/test_data_axis.py layers train",
     "_lower/_prologue": "train/test_reductions.py matrix instructions stage mesh",
     "_lower/_shards": "models/test_meshes_and_replicas.py mesh",
     "_model": "loss_functions/test_value_and_grad.py loss_functions models",
@@ -154,12 +155,14 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("sorted(of_readers, reverse=True)]", "sorted(of_readers)[:1]]"),
         ("first = m * num_shards", "first = 0 * num_shards"),
         ("var: self._outputs[var, m] for", "var: self._outputs[var, 0] for"),
-        ("sum(sizes) / self._batch.num_shards", "sum(sizes)"),
-        ("share = sizes[m] /", "share = sizes[0] /"),
         ("states[last].has_integers:", "states[last].has_means:"),
     ],
     "_lower/_microbatch_inputs": [
         ("first + begin * step", "first + begin"),
+    ],
+    "_lower/_microbatch_sums": [
+        ("sum(sizes) / self._batch.num_shards", "sum(sizes)"),
+        ("share = sizes[m] /", "share = sizes[0] /"),
     ],
     "_lower/_prologue": [
         ("total = total + loss_weight", "total = loss_weight"),
