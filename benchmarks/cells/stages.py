@@ -17,7 +17,7 @@ import jpipe
 from jpipe._api._pipelined_model import PipelinedModel
 from jpipe._arguments._objective import Objective
 from jpipe._arguments._trainable import Trainable
-from jpipe._instructions._compiler import PlacedProgram
+from jpipe._instructions._compiler import PlacedExecutable
 from jpipe._instructions._stage_bytes import stage_costs
 from jpipe._jaxprs import _jaxpr
 from jpipe._partition._partition import Partition
@@ -125,15 +125,16 @@ class Calls:
         self._by_function: dict[Any, int] = {}
         self._by_shapes: dict[Any, list[int]] = {}
         for instruction in program.instructions:
-            compiled, label = instruction.compiled, instruction.label
-            if compiled and not isinstance(label, str):
-                self.of[label] = self._number(instruction.reads, compiled)
+            executable, label = instruction.executable, instruction.label
+            if executable and not isinstance(label, str):
+                self.of[label] = self._number(instruction.reads, executable)
 
-    def _number(self, reads: Sequence[int], compiled: PlacedProgram) -> int:
-        key = compiled.function, tuple(compiled.live_results), tuple(compiled.donated)
+    def _number(self, reads: Sequence[int], executable: PlacedExecutable) -> int:
+        live_results = tuple(executable.live_results)
+        key = executable.function, live_results, tuple(executable.donated)
         if key not in self._by_function:
             args = tuple(self._specs[slot] for slot in reads)
-            self._by_function[key] = self._find(Call(compiled.run, args))
+            self._by_function[key] = self._find(Call(executable.run, args))
         return self._by_function[key]
 
     def _find(self, call: Call) -> int:

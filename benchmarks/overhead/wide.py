@@ -74,7 +74,7 @@ def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
     return {
         "seconds": time.perf_counter() - start,
         "instructions": len(program.instructions),
-        "programs": len(program.programs),
+        "programs": len(program.executables),
         "MiB": (_resident() - before) / 1024,
     }
 

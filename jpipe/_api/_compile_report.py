@@ -84,17 +84,17 @@ def compile_report(lower: Callable[[], Program]) -> Report:
     program = lower()
     program.compile()
 
-    calls = Counter(id(instruction.compiled) for instruction in program.instructions)
+    calls = Counter(id(instruction.executable) for instruction in program.instructions)
     programs = tuple(
         CompiledProgram(
-            name=compiled.name,
-            device=str(compiled.device),
-            calls=calls[id(compiled)],
-            flops=compiled.flops,
-            workspace_bytes=compiled.workspace_bytes,
-            seconds=compiled.seconds,
+            name=executable.name,
+            device=str(executable.device),
+            calls=calls[id(executable)],
+            flops=executable.flops,
+            workspace_bytes=executable.workspace_bytes,
+            seconds=executable.seconds,
         )
-        for compiled in program.programs
+        for executable in program.executables
     )
     device_names = map(str, program.devices)
     return Report(

@@ -26,18 +26,18 @@ from ._transfer import Device, array_spec, jax_sharding
 _config: Any = jax.config
 
 _NAME = re.compile(r"module @\S+")
-# A call of Python in the text of a program.
+# A call of Python in the text of a module.
 _CALLBACK = re.compile(r"custom_call @\w*callback")
-# A program that several stages share lists so many of them in its name.
+# An executable that several stages share lists so many of them in its name.
 _MOST_STAGES_IN_NAME = 4
 
 
 @dataclass(eq=False)
-class PlacedProgram:
-    """A function compiled for one place.
+class PlacedExecutable:
+    """A computation with all that XLA needs to compile it for one place.
 
     Attributes:
-      function: the function.
+      function: the computation.
       arguments: the specs of its arguments.
       live_results: the positions of the results that somebody reads.
       donated: the positions of the arguments whose memory the results take over.
@@ -113,7 +113,7 @@ class PlacedProgram:
         return lambda *leaves: _sharding_constraints.evaluate(closed, leaves, constrain)
 
     @property
-    def is_ahead(self) -> bool:
+    def is_compiled_ahead(self) -> bool:
         """True if it is compiled before it is called.
 
         An argument that is in no place, or in the memory of the host, may have another
@@ -125,11 +125,11 @@ class PlacedProgram:
         specs = [*self.arguments, *self.function.results]
         is_placed = all(place >= 0 for place in self.places)
         is_plain = not any(on_host(spec) or is_below_byte(spec) for spec in specs)
-        return is_placed and is_plain and is_ahead()
+        return is_placed and is_plain and may_compile_ahead()
 
     @property
     def signature(self) -> Hashable:
-        """A key that is equal for programs that differ by their devices alone."""
+        """A key that is equal for executables that differ by their devices alone."""
         mesh = self.device if isinstance(self.device, StageMesh) else None
         return (
             self.function,
@@ -163,17 +163,17 @@ class PlacedProgram:
         return getattr(analysis, "temp_size_in_bytes", None)
 
 
-def is_ahead() -> bool:
+def may_compile_ahead() -> bool:
     """True if anything is compiled before it is called, under the settings of JAX."""
     debug = _config.jax_debug_nans or _config.jax_debug_infs
     return not (_config.jax_disable_jit or debug)
 
 
-def _program_key(traced: Any, lowered: Any, options: Any) -> Any:
-    """A key that is equal for programs that are equal but for their device.
+def _module_key(traced: Any, lowered: Any, options: Any) -> Any:
+    """A key that is equal for modules of XLA that are equal but for their device.
 
-    The text of a program has its operations, memory layouts and donation. It has no
-    Python function that is called and no `jax.Ref` that is read: a program with these,
+    The text of a module has its operations, memory layouts and donation. It has no
+    Python function that is called and no `jax.Ref` that is read: a module with these,
     as one with any effect, is equal to no other. The text does not tell keys and weakly
     typed arrays from the numbers that they hold, so avals are compared too.
     """
@@ -196,7 +196,7 @@ def _program_key(traced: Any, lowered: Any, options: Any) -> Any:
     )
 
 
-# (program key, device) -> executable, so that a cell of a notebook that makes the same
+# (module key, device) -> executable, so that a cell of a notebook that makes the same
 # pipeline or the same step again compiles nothing. None belongs to a pipeline.
 _executables: "OrderedDict[Any, Any]" = OrderedDict()
 # XLA for CPU maps memory about a hundred times for each executable, and Linux lets a
@@ -210,7 +210,7 @@ Compilation = tuple[Any, float]
 
 @dataclass
 class Executable:
-    """A compiled program, or a function that computes the same.
+    """An executable of XLA, or a function that computes the same.
 
     Attributes:
       run: the function; ``None`` until `compile_side_by_side` is over.
@@ -223,7 +223,7 @@ class Executable:
 
 @contextmanager
 def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
-    """A scope in which programs are compiled side by side.
+    """A scope in which functions are compiled side by side.
 
     XLA compiles without the interpreter's lock: while some are compiled the next ones
     are traced, in the thread of the caller, as a `with` block around it, such as
@@ -231,17 +231,17 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
 
     Yields:
       A function ``(trace, device, options, signature) -> executable`` that starts to
-      compile what ``trace`` returns, unless that was compiled before. Of programs of
+      compile what ``trace`` returns, unless that was compiled before. Of functions of
       one signature, which differ by their devices alone, one is traced and lowered
       where that suffices.
     """
-    # signature -> program key
-    program_keys: dict[Hashable, Any] = {}
-    # (program key, device) -> executable
+    # signature -> module key
+    module_keys: dict[Hashable, Any] = {}
+    # (module key, device) -> executable
     executables: dict[Any, Executable] = {}
     # compilation that was started -> the executable that receives its result
     running: dict[Future[Compilation], Executable] = {}
-    # program key -> the device for which it is compiled first, and that compilation
+    # module key -> the device for which it is compiled first, and that compilation
     first: dict[Any, tuple[Device, Future[Compilation]]] = {}
 
     # Loaders wait for compilers, so they are other threads.
@@ -255,22 +255,22 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
         signature: Hashable = None,
     ) -> Executable:
         lowered = None
-        program_key = program_keys.get(signature)
-        if program_key is None:
+        module_key = module_keys.get(signature)
+        if module_key is None:
             traced = trace()
             lowered = traced.lower()
-            program_key = _program_key(traced, lowered, options)
-            if signature is not None and isinstance(program_key, tuple):
-                program_keys[signature] = program_key
+            module_key = _module_key(traced, lowered, options)
+            if signature is not None and isinstance(module_key, tuple):
+                module_keys[signature] = module_key
 
-        key = program_key, device
+        key = module_key, device
         if key in executables:
             return executables[key]
         executable = executables[key] = Executable(_executables.get(key))
         if key in _executables:
             return executable
 
-        source, compilation = first.get(program_key, (device, None))
+        source, compilation = first.get(module_key, (device, None))
         if compilation and _can_load(source, device):
             future = loaders.submit(_load, compilation, device)
         elif compilation and _can_read(source, device):
@@ -279,7 +279,7 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
         else:
             lowered = lowered or trace().lower()
             future = compilers.submit(_compile, lowered, options)
-            first.setdefault(program_key, (device, future))
+            first.setdefault(module_key, (device, future))
         running[future] = executable
         return executable
 
@@ -330,7 +330,7 @@ def _load(compilation: Future[Compilation], device: Device) -> Compilation:
 def _compile(
     lowered: Any, options: Any, after: Future[Compilation] | None = None
 ) -> Compilation:
-    """Compiles a program, after another compilation if there is one to wait for."""
+    """Compiles a module, after another compilation if there is one to wait for."""
     if after:
         after.result()
     start = time.monotonic()
@@ -338,25 +338,25 @@ def _compile(
     return compiled, time.monotonic() - start
 
 
-def compile_all(programs: Iterable[PlacedProgram]) -> None:
-    """Compiles programs side by side."""
-    executables: list[tuple[PlacedProgram, Executable]] = []
+def compile_all(executables: Iterable[PlacedExecutable]) -> None:
+    """Compiles executables side by side."""
+    pairs: list[tuple[PlacedExecutable, Executable]] = []
     with compile_side_by_side() as add:
-        for program in programs:
-            if program.is_ahead:
+        for placed in executables:
+            if placed.is_compiled_ahead:
                 executable = add(
-                    program.trace, program.device, signature=program.signature
+                    placed.trace, placed.device, signature=placed.signature
                 )
-                executables.append((program, executable))
-    for program, executable in executables:
-        program.run = executable.run or program.run
-        # The first program of those that share an executable took the time.
-        program.seconds = executable.seconds
+                pairs.append((placed, executable))
+    for placed, executable in pairs:
+        placed.run = executable.run or placed.run
+        # The first of those that share an executable took the time.
+        placed.seconds = executable.seconds
         executable.seconds = 0.0
 
 
 def drawing_options(device: Device) -> dict[str, Any] | None:
-    """The options of XLA for programs that draw once; ``None``: the default.
+    """The options of XLA for functions that draw once; ``None``: the default.
 
     XLA for CPU optimizes that for seconds. With fewer optimizations the draws of
     `jax.nn.initializers` have the same bits, and most take no longer; a sum of some may
@@ -387,8 +387,8 @@ def is_below_byte(spec: Any) -> bool:
     return not is_key(spec) and jax.dtypes.itemsize_bits(spec.dtype) < 8
 
 
-def program_name(name: str, labels: Sequence[Any]) -> str:
-    """The name of a program in profiles: its stages and the name of its function.
+def executable_name(name: str, labels: Sequence[Any]) -> str:
+    """The name of an executable in profiles: its stages and the name of its function.
 
     It becomes the name of files, so it does not list a hundred stages.
     """

@@ -1,8 +1,8 @@
-"""Programs for the calls in a graph: what they return, and what they overwrite.
+"""Executables for the calls in a graph: what they return, and what they overwrite.
 
-One program is compiled for all calls of a function in a place. It returns each result
-that somebody reads in any of the calls, and takes over the memory of the arguments that
-all of the calls are the last to read.
+One is compiled for all calls of a function in a place. It returns each result that
+somebody reads in any of the calls, and takes over the memory of the arguments that all
+of the calls are the last to read.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .._jaxprs._computation import Computation
 from .._processes._arrays import is_key
-from ._compiler import PlacedProgram, on_host, program_name
+from ._compiler import PlacedExecutable, executable_name, on_host
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction
 from ._sharding import StageMesh
@@ -39,10 +39,10 @@ def last_uses(
     return last | dict.fromkeys(outputs, len(instructions))
 
 
-def assign_programs(
+def assign_executables(
     graph: Graph, instructions: Sequence[Instruction], last: dict[Value, int]
-) -> list[PlacedProgram]:
-    """Sets `compiled` of each call: one program for each function and place.
+) -> list[PlacedExecutable]:
+    """Sets the `executable` of each call: one for each function and place.
 
     Args:
       graph: the graph of the instructions.
@@ -50,13 +50,13 @@ def assign_programs(
       last: the index of the last instruction that reads each value.
 
     Returns:
-      The programs.
+      The executables.
     """
     takeable = _takeable(graph, instructions)
-    # (function, place, shardings there) -> calls that share a program
+    # (function, place, shardings there) -> calls that share an executable
     calls: dict[Any, list[Call]] = {}
     # function -> labels of its calls in all places: with one name for all of them,
-    # JAX's persistent cache finds a program for any place, on a GPU
+    # JAX's persistent cache finds an executable for any place, on a GPU
     labels: dict[Any, list[Any]] = {}
     for index, instruction in enumerate(instructions):
         if instruction.is_move:
@@ -70,14 +70,14 @@ def assign_programs(
         labels.setdefault(instruction.function, []).append(instruction.label)
 
     names = {
-        function: program_name(function.name, function_labels)
+        function: executable_name(function.name, function_labels)
         for function, function_labels in labels.items()
     }
-    programs: list[PlacedProgram] = []
+    executables: list[PlacedExecutable] = []
     for (function, *_), sharing in calls.items():
         first = sharing[0].instruction
         live_results = _live_results(function, sharing, last)
-        program = PlacedProgram(
+        executable = PlacedExecutable(
             function=function,
             arguments=[graph.specs[v] for v in first.reads],
             live_results=live_results,
@@ -90,13 +90,13 @@ def assign_programs(
             result_shardings=[graph.shardings[v] for v in first.writes],
         )
         for call in sharing:
-            call.instruction.compiled = program
-        programs.append(program)
-    return programs
+            call.instruction.executable = executable
+        executables.append(executable)
+    return executables
 
 
 def _call_key(graph: Graph, call: Instruction) -> tuple[Any, ...]:
-    """A key that is equal for calls that share a program."""
+    """A key that is equal for calls that share an executable."""
     if not isinstance(graph.devices[call.place], StageMesh):
         return call.function, call.place
     values = [*call.reads, *call.writes]
@@ -104,7 +104,7 @@ def _call_key(graph: Graph, call: Instruction) -> tuple[Any, ...]:
 
 
 def _takeable(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
-    """The values whose memory a program may take."""
+    """The values whose memory an executable may take."""
     takeable = set(graph.donated)
     for instruction in instructions:
         if instruction.source == OUTSIDE:  # it may be an array of the user's
@@ -140,8 +140,8 @@ def _donated(
     Args:
       graph: the graph of the calls.
       calls: the calls of a function in a place.
-      live_results: the results that the program returns. Memory goes to the first that
-        fit, never to those on the host.
+      live_results: the results that it returns. Memory goes to the first that fit,
+        never to those on the host.
     """
 
     def layout(value: Value) -> Hashable:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._jaxprs._computation import Computation
-from ._compiler import PlacedProgram
+from ._compiler import PlacedExecutable
 
 # The index of a device among those of a graph.
 Place = int
@@ -33,7 +33,7 @@ class Instruction:
       mapped: True if each shard of the place calls it by itself.
       donates: the slots that it reads and whose memory its results take over.
       frees: the slots that nobody reads after it.
-      compiled: the program of a call; ``None``: a move.
+      executable: the executable of a call; ``None``: a move.
       run: ``(*leaves) -> leaves``.
       take: ``(slots) -> leaves``, the arguments.
       into: the slice of the slots that the results fill.
@@ -49,7 +49,7 @@ class Instruction:
     mapped: bool = False
     donates: Sequence[int] = ()
     frees: Sequence[int] = ()
-    compiled: PlacedProgram | None = None
+    executable: PlacedExecutable | None = None
     run: Any = None
     take: Any = None
     into: Any = None

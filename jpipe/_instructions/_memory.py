@@ -21,13 +21,16 @@ def live_bytes(program: Program) -> Iterator[list[int]]:
             if place >= 0:
                 place_bytes[place] += sign * program.nbytes[slot]
 
-    num_inputs = program.constants.stop  # arguments and constants
-    count(range(num_inputs), sign=1)
+    count(program.inputs, sign=1)
     yield [*place_bytes]
 
     for instruction in program.instructions:
         donated = set(instruction.donates)
-        freed = [x for x in instruction.frees if x >= num_inputs or x in donated]
+        freed = [
+            slot
+            for slot in instruction.frees
+            if slot not in program.inputs or slot in donated
+        ]
         count(instruction.writes, sign=1)
         count(freed, sign=-1)
         yield [*place_bytes]
@@ -68,8 +71,8 @@ def residual_bytes(program: Program) -> Cells:
             continue
         cell = action.stage, action.microbatch
         for slot in {*instruction.reads, *instruction.writes}:
-            is_constant = slot < program.constants.stop
-            if not is_constant and _is_residual(action, readers.get(slot, [])):
+            is_input = slot in program.inputs
+            if not is_input and _is_residual(action, readers.get(slot, [])):
                 cell_bytes[cell] = cell_bytes.get(cell, 0) + program.nbytes[slot]
     return cell_bytes
 

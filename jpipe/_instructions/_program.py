@@ -2,7 +2,7 @@
 
 A *slot* holds one leaf from the instruction that writes it to the last that reads it.
 From the list alone follow the frees, what is donated, the bytes of each place, and the
-programs to compile:
+executables to compile:
 
     slots:  arguments | constants | results of instruction 0 | of 1 | ...
 
@@ -30,7 +30,7 @@ from .._processes._transport import Crossing
 from . import _transfer
 from ._agreement import agree
 from ._compiler import compile_all
-from ._donation import assign_programs, last_uses
+from ._donation import assign_executables, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, label_text
 from ._sharding import Sharding, StageMesh
@@ -53,9 +53,9 @@ class Program:
       local_instructions: the instructions of this process.
       specs: the array in each slot; where a place is several devices, one shard of it.
       places: the place of each slot.
-      constants: the slots of values that stay from run to run.
+      inputs: the slots of arguments and constants, which come first.
       outputs: the slots of the values that a run returns.
-      programs: all programs to compile.
+      executables: all that is to compile.
       is_shared: True if there are other processes.
     """
 
@@ -68,11 +68,11 @@ class Program:
         output_values: list[Value] = jax.tree.leaves(outputs)
         over_values = graph.instructions(output_values)
         last = last_uses(over_values, output_values)
-        self.programs = assign_programs(graph, over_values, last)
+        self.executables = assign_executables(graph, over_values, last)
 
         slot_of = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments = len(graph.arguments)
-        self.constants = range(self._num_arguments, len(slot_of))
+        self.inputs = range(len(slot_of))
         self.instructions = _over_slots(graph, over_values, last, slot_of)
         self.specs = [graph.specs[v] for v in slot_of]
         self.places = [graph.places[v] for v in slot_of]
@@ -127,9 +127,8 @@ class Program:
 
         They hold constants, and placeholders for outputs of other processes.
         """
-        num_inputs = self.constants.stop
         self._initial_slots: list[Any] = [None] * (len(slot_of) - self._num_arguments)
-        computed = [value for value in outputs if slot_of[value] >= num_inputs]
+        computed = [value for value in outputs if slot_of[value] not in self.inputs]
         for value in [*graph.constants, *computed]:
             device = graph.devices[graph.places[value]]
             sharding = graph.shardings[value]
@@ -159,7 +158,7 @@ class Program:
         return is_here(self.devices[instruction.place])
 
     def compile(self) -> None:
-        """Compiles all programs of this process ahead, unless they are.
+        """Compiles all executables of this process ahead, unless they are.
 
         Several processes compare what they are about to run, and none goes on before
         all have compiled: one that waits for a transfer meanwhile would hold up the
@@ -171,15 +170,15 @@ class Program:
         """
         if self._is_compiled:
             return
-        local = [program for program in self.programs if is_here(program.device)]
+        local = [x for x in self.executables if is_here(x.device)]
         if self.is_shared:
             agree(self.instructions, self._facts, lambda: compile_all(local))
         else:
             compile_all(local)
         for instruction in self.local_instructions:
-            if instruction.compiled:
-                # The loop calls the executable, with nothing in between.
-                instruction.run = instruction.compiled.run
+            if instruction.executable:
+                # The loop calls what XLA returned, with nothing in between.
+                instruction.run = instruction.executable.run
         self._is_compiled = True
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
@@ -268,13 +267,13 @@ def _over_slots(
     sender = functools.cache(_transfer.make_sender)
     over_slots: list[Instruction] = []
     for index, instruction in enumerate(instructions):
-        program = instruction.compiled
+        executable = instruction.executable
         writes = instruction.writes
         donated: Sequence[int] = ()
-        if program:
-            writes = [instruction.writes[i] for i in program.live_results]
-            donated = program.donated
-            run = program.run
+        if executable:
+            writes = [instruction.writes[i] for i in executable.live_results]
+            donated = executable.donated
+            run = executable.run
         else:
             run = _move(graph, instruction, sender)
 
@@ -298,7 +297,7 @@ def _over_slots(
                 mapped=instruction.mapped,
                 donates=tuple([reads[i] for i in donated]),
                 frees=tuple(sorted(ended)),
-                compiled=program,
+                executable=executable,
                 run=run,
                 take=_taking(reads),
                 into=slice(0) if is_sent else slots,

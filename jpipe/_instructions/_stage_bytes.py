@@ -113,7 +113,7 @@ class _StageBytes:
     def _find_writers(self) -> None:
         program = self._program
         writer = self._writer
-        for slot in range(program.constants.stop):
+        for slot in program.inputs:
             is_in_place = program.places[slot] >= 0
             writer[slot] = Origin.PARAMETER if is_in_place else Origin.BATCH
 

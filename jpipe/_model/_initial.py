@@ -15,7 +15,7 @@ from .._instructions._compiler import (
     Executable,
     compile_side_by_side,
     drawing_options,
-    is_ahead,
+    may_compile_ahead,
 )
 from .._instructions._sharding import WHOLE
 from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
@@ -143,7 +143,7 @@ class Initial:
                 structural_key = _structural_key.structural_key(closed)
                 if structural_key not in executables:
                     draw = jax.jit(_named_draw(core.jaxpr_as_fun(closed)))
-                    if is_ahead():
+                    if may_compile_ahead():
                         executables[structural_key] = compile_ahead(
                             functools.partial(draw.trace, key, *numbers),
                             device,

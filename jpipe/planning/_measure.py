@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._instructions import _transfer
-from .._instructions._compiler import PlacedProgram, compile_all
+from .._instructions._compiler import PlacedExecutable, compile_all
 from .._instructions._progress import count_items
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
@@ -85,7 +85,7 @@ def measure_layers(
     all_programs = [nothing]
     for layer_programs in programs.values():
         all_programs += layer_programs.values()
-    compile_all(program.compiled for program in all_programs)
+    compile_all(program.executable for program in all_programs)
 
     seconds_in_a_row: list[float] = []
     visits = all_programs * request.rounds
@@ -167,7 +167,7 @@ def _times(programs: Mapping[str, "_MeasuredProgram"], call_seconds: float) -> T
         seconds[name] = max(program.seconds - call_seconds, 0.0)
     workspace_bytes: int | None = 0
     for program in programs.values():
-        program_bytes = program.compiled.workspace_bytes
+        program_bytes = program.executable.workspace_bytes
         if program_bytes is None or workspace_bytes is None:
             workspace_bytes = None
         else:
@@ -199,7 +199,7 @@ class _MeasuredProgram:
         assert computation.closed is not None
         specs = list(map(_jaxpr.spec, computation.closed.in_avals))
         results = range(len(computation.results))
-        self.compiled = PlacedProgram(
+        self.executable = PlacedExecutable(
             function=computation,
             arguments=specs,
             live_results=[i for i in results if i not in computation.aliases],
@@ -239,7 +239,7 @@ class _MeasuredProgram:
 
     def _call_seconds(self, leaves: Sequence[Any], *, num_calls: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready([self.compiled.run(*leaves) for _ in range(num_calls)])
+        jax.block_until_ready([self.executable.run(*leaves) for _ in range(num_calls)])
         return time.perf_counter() - start
 
     def _put_arguments(self) -> list[jax.Array]:
