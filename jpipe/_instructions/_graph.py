@@ -58,10 +58,10 @@ class Graph:
         default_factory=dict
     )
     # copy -> the value that it is a copy of
-    _source: dict[Value, Value] = field(default_factory=dict)
+    _originals: dict[Value, Value] = field(default_factory=dict)
     # argument -> its copy in the same place, which is sent to other processes
     _sent_copies: dict[Value, Value] = field(default_factory=dict)
-    # result of `call_everywhere` -> process -> the result there
+    # result of `call_in_processes` -> process -> the result there
     _process_results: dict[Value, dict[int, Value]] = field(default_factory=dict)
     # (dtype, shape, contents, place, whether it is stacked) -> constant
     _constants: dict[Any, Value] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Graph:
             return {}
         return {process: self.processes.index(process) for process in processes}
 
-    def call_everywhere(
+    def call_in_processes(
         self, function: Computation, place: Place, reads: Sequence[Value]
     ) -> list[Value]:
         """Calls a function in a place, or once in each process if there are several.
@@ -194,8 +194,8 @@ class Graph:
             self._process_results |= dict.fromkeys(equal_results, result_of)
         return results[0]
 
-    def everywhere(self, value: Value) -> Value | Copies:
-        """Returns the value in each process; itself if there is one process."""
+    def bring_to_processes(self, value: Value) -> Value | Copies:
+        """Returns the copies of a value in all processes; itself if there is but one."""
         if not self.first_places:
             return value
         return tuple(self.bring(value, place) for place in self.first_places.values())
@@ -206,7 +206,7 @@ class Graph:
             value = self._process_results[value].get(self.processes[place], value)
         if self.places[value] == place:
             return value
-        value = self._source.get(value, value)
+        value = self._originals.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
         if value in self.arguments and self._is_far(value, place):
@@ -240,7 +240,7 @@ class Graph:
         if key not in self._copies:
             copy = self._add_value(spec, place, sharding)
             self._copies[key] = copy
-            self._source[copy] = value
+            self._originals[copy] = value
         return self._copies[key]
 
     def as_own_arrays(self, outputs: Sequence[Value]) -> list[Value]:
@@ -251,7 +251,7 @@ class Graph:
         by deleting another.
         """
         taken = set(self.arguments) - self.donated
-        for copy, source in self._source.items():
+        for copy, source in self._originals.items():
             if self.places[source] == OUTSIDE:
                 taken.add(copy)
 
@@ -313,7 +313,7 @@ class Graph:
 
         def need(values: Sequence[Value]) -> None:
             needed.update(values)
-            needed.update(self._source.get(value, value) for value in values)
+            needed.update(self._originals.get(value, value) for value in values)
 
         need(outputs)
         live_calls = []
@@ -326,7 +326,7 @@ class Graph:
 
         # value -> its copies that no move has made yet
         copies: dict[Value, list[Value]] = {}
-        for copy, value in self._source.items():
+        for copy, value in self._originals.items():
             if copy in needed:
                 copies.setdefault(value, []).append(copy)
 
@@ -355,7 +355,7 @@ class Graph:
 
         moves: list[Instruction] = []
         for (source, target), moved in copies_of_move.items():
-            reads = [self._source[copy] for copy in moved]
+            reads = [self._originals[copy] for copy in moved]
             moves.append(
                 Instruction(target, source, None, reads, writes=moved, label=label)
             )

@@ -97,7 +97,7 @@ class StagePlacement:
         return tuple(device.process_index for device in self.places)
 
     @cached_property
-    def own_places(self) -> tuple[Device, ...]:
+    def local_places(self) -> tuple[Device, ...]:
         """The places of this process.
 
         Raises:
@@ -129,7 +129,7 @@ class StagePlacement:
     def _place_of(self) -> dict[Device, int]:
         return {device: place for place, device in enumerate(self.places)}
 
-    def called(self, device: Device) -> str:
+    def device_text(self, device: Device) -> str:
         """The words for a device, with its process if there are several."""
         if self.copies is None:
             return str(device)
@@ -144,7 +144,7 @@ class StagePlacement:
             graph.facts |= {
                 "layers": abbreviate(layers),
                 "balance": str([len(stage.layers) for stage in self.stages]),
-                "devices": ", ".join(map(self.called, self.devices)),
+                "devices": ", ".join(map(self.device_text, self.devices)),
                 "micro-batches": str(self.schedule.num_microbatches),
                 "schedule": f"{self.schedule.name} ({digest([text])})",
             }

@@ -178,5 +178,5 @@ class Specialization:
 
         # Each process gets the metrics of a loss; gradients and state stay in place.
         num_metrics = len(metrics) if step.loss else 0
-        copies = [graph.everywhere(value) for value in outputs[:num_metrics]]
+        copies = [graph.bring_to_processes(value) for value in outputs[:num_metrics]]
         return Program(graph, [*copies, *outputs[num_metrics:]])

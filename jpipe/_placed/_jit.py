@@ -101,7 +101,7 @@ class Jitted:
             # Each process may log a scalar, so each gets a copy.
             is_computed = graph.places[outputs[i]] >= 0
             if place < 0 and is_computed and not spec.shape:
-                outputs[i] = graph.everywhere(outputs[i])
+                outputs[i] = graph.bring_to_processes(outputs[i])
         return result_structure, Program(graph, outputs)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -246,7 +246,7 @@ class _LoweredStep:
             "advance", _advance, [graph.specs[value] for value in rng_and_step]
         )
         first_place = self.specialization.placement.place(0)
-        rngs, next_step = graph.call_everywhere(advance, first_place, rng_and_step)
+        rngs, next_step = graph.call_in_processes(advance, first_place, rng_and_step)
 
         loss, aux, grads, changed = self.specialization.into(
             graph, variables, [*batch, rngs]
@@ -269,8 +269,8 @@ class _LoweredStep:
         new_state |= zip(updated_indices, updated, strict=True)
         for leaf, value in changed.items():
             new_state[self.variable_indices[leaf]] = value
-        new_state[indices.step] = graph.everywhere(next_step)
-        metrics = map(graph.everywhere, graph.as_own_arrays([*loss, *aux]))
+        new_state[indices.step] = graph.bring_to_processes(next_step)
+        metrics = map(graph.bring_to_processes, graph.as_own_arrays([*loss, *aux]))
         return Program(graph, [*new_state.values(), *metrics])
 
     def _add_state(

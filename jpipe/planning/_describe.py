@@ -86,7 +86,7 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
     if step is not None:
         compiled_actions = step.compiled_actions
         residual_bytes = peak_residual_bytes(step.program, len(placement.stages))
-        devices = map(placement.called, step.program.devices)
+        devices = map(placement.device_text, step.program.devices)
         peaks = tuple(zip(devices, _memory.peak_bytes(step.program), strict=True))
     work: Sequence[float | None] = [None] * len(placement.stages)
     if specialization is not None:
@@ -155,7 +155,7 @@ def _describe_stage(
     return StagePlan(
         index=index,
         rank=placement.schedule.placement[index],
-        device=", ".join(map(placement.called, replicas)),
+        device=", ".join(map(placement.device_text, replicas)),
         layers=tuple(info.names[index]),
         remat=placement.remat[index].name,
         num_params=params.num_params,
