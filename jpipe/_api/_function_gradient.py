@@ -109,7 +109,7 @@ class FunctionGradient(CustomLoop):
         self._feed(trees)
         outputs = specialization.program(leaves)
 
-        loss, aux, trained_grads = specialization.returned(outputs)
+        loss, aux, trained_grads = specialization.split_outputs(outputs)
         grads = [
             next(trained_grads) if is_trained else None
             for is_trained in specialization.layout.trained

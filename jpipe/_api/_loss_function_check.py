@@ -190,7 +190,7 @@ def _run(
     outputs = specialization.program(
         specialization.check_arguments(params, args, "params")
     )
-    loss, _, trained_grads = specialization.returned(outputs)
+    loss, _, trained_grads = specialization.split_outputs(outputs)
     grads = [
         next(trained_grads) if is_trained else None for is_trained in layout.trained
     ]

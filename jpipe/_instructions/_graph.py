@@ -195,7 +195,7 @@ class Graph:
         return results[0]
 
     def bring_to_processes(self, value: Value) -> Value | Copies:
-        """Returns the copies of a value in all processes; itself if there is but one."""
+        """Returns the copies of a value in all processes; itself if there is one."""
         if not self.first_places:
             return value
         return tuple(self.bring(value, place) for place in self.first_places.values())

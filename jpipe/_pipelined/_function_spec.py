@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax.tree_util import tree_leaves_with_path
+
 from .._arguments import _call, _variables
 from .._arguments._batch import Batch
 from .._instructions._sharding import Sharding
@@ -35,10 +38,9 @@ class FunctionSpec:
         is the input, and its aux a pair, of aux and the state that the model writes.
       names: the names of the arguments in errors, for a model.
       argnums: the indices of the arguments of a loss function that are its parameters.
-      writes: ``(trace, specs of the parameters) -> (index in aux of the first leaf that
-        is written to a parameter, these leaves)``; ``None`` if none is.
-      discards: warns of state that is written and not returned; its arguments are those
-        of `writes`. ``None`` if state is returned.
+      returns_state: True if the state that a model writes is a result; else a warning
+        tells that it is lost.
+      train: True if the model runs as in training.
       check: checks parameters and arguments of a new signature, before it is built.
       explain: raises a better error than one that was raised on such arguments.
     """
@@ -52,10 +54,8 @@ class FunctionSpec:
     model: Model | None = None
     names: Sequence[str] = ()
     argnums: Sequence[int] = (0,)
-    writes: Callable[[TracedFunction, PyTree], tuple[int, list[StateLeaf]]] | None = (
-        None
-    )
-    discards: Callable[[TracedFunction, PyTree], None] | None = None
+    returns_state: bool = True
+    train: bool = True
     check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
     explain: Callable[[PyTree, Sequence[PyTree]], None] | None = None
 
@@ -136,6 +136,28 @@ class FunctionSpec:
         return _param_sharding.tree_shardings(
             placement, params, devices, inside=("params",)
         )
+
+    def state_leaves(
+        self, traced: TracedFunction, variables: PyTree
+    ) -> tuple[int, list[StateLeaf]]:
+        """The state that the model may write.
+
+        Args:
+          traced: a trace of the function.
+          variables: specs of the variables.
+
+        Returns:
+          The index in aux of the first leaf that may be written, and these leaves.
+        """
+        if self.model is None:
+            return 0, []
+        aux, changed = traced.aux
+        paths = [path for path, _ in tree_leaves_with_path(variables)]
+        leaves = list[StateLeaf]()
+        for i in sorted(changed):
+            text = self.model.name_written(paths[i])
+            leaves.append(StateLeaf(i, path=paths[i], text=text))
+        return len(jax.tree.leaves(aux)), leaves
 
     def aux_of(self, traced: TracedFunction) -> PyTree:
         """Returns specs of aux, without the state that a model writes."""

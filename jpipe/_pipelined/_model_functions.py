@@ -1,10 +1,8 @@
 """The forward pass and the loss of a model, as functions for a pipeline."""
 
-import functools
 from typing import Any
 
 import jax
-from jax.tree_util import tree_leaves_with_path
 
 from .._arguments._batch import Axes
 from .._arguments._objective import Objective
@@ -12,10 +10,7 @@ from .._jaxprs import _jaxpr
 from .._layers import _rng
 from .._lower import _join
 from .._model._model import Model
-from .._trace import _discarded_state
 from .._trace._microbatch_outputs import MicrobatchOutputs
-from .._trace._state_updates import StateLeaf
-from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
 PyTree = Any
@@ -41,8 +36,8 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
         has_loss=False,
         model=model,
         names=("x", "rngs"),
-        writes=functools.partial(_writes, model),
-        discards=functools.partial(_warn_of_discarded, model, train=train),
+        returns_state=False,
+        train=train,
     )
 
 
@@ -67,9 +62,6 @@ def loss_spec(
     def joins(results: MicrobatchOutputs) -> list[_join.Join]:
         return _join.join_aux(objective.aux_axes, results)
 
-    discards = None
-    if not train:
-        discards = functools.partial(_warn_of_discarded, model, train=train)
     return FunctionSpec(
         call,
         joins,
@@ -78,31 +70,8 @@ def loss_spec(
         reduction=objective.reduction,
         model=model,
         names=("x", "targets", "rngs"),
-        writes=functools.partial(_writes, model),
-        discards=discards,
-    )
-
-
-def _writes(
-    model: Model, traced: TracedFunction, variables: PyTree
-) -> tuple[int, list[StateLeaf]]:
-    """The index in aux of the first leaf that is written, and the written leaves."""
-    aux, changed = traced.aux
-    paths = [path for path, _ in tree_leaves_with_path(variables)]
-    written = list[StateLeaf]()
-    for i in sorted(changed):
-        text = model.name_written(paths[i])
-        written.append(StateLeaf(i, path=paths[i], text=text))
-    return len(jax.tree.leaves(aux)), written
-
-
-def _warn_of_discarded(
-    model: Model, traced: TracedFunction, variables: PyTree, *, train: bool
-) -> None:
-    """Warns of state that is written and not returned."""
-    first_index, written = _writes(model, traced, variables)
-    _discarded_state.check_discarded_state(
-        traced, first_index, written, variables=variables, train=train
+        returns_state=train,
+        train=train,
     )
 
 

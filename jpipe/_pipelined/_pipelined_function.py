@@ -23,6 +23,7 @@ from .._partition._planned_shapes import check_planned_shapes
 from .._partition._stage_placement import StagePlacement
 from .._stage import _stacked_params
 from .._stage._stages import Stages
+from .._trace._discarded_state import check_discarded_state
 from .._trace._microbatch_outputs import MicrobatchOutputs
 from .._trace._state_updates import StateUpdate, drop_unwritten_aux, find_updates
 from .._trace._traced_function import TracedFunction
@@ -251,19 +252,21 @@ class PipelinedFunction:
         spec = self._spec
         traced_functions = trace_sizes(spec, self._partition, specs, batch)
         state = StateUpdate()
-        if spec.writes is None:
+        if spec.model is None:
             return traced_functions, state
 
         first = traced_functions[batch.sizes[0]]
-        if spec.discards is None:
-            first_index, written = spec.writes(first, specs)
-            state = find_updates(first, first_index, written)
+        first_index, leaves = spec.state_leaves(first, specs)
+        if spec.returns_state:
+            state = find_updates(first, first_index, leaves)
         elif runs:
-            spec.discards(first, specs)
+            check_discarded_state(
+                first, first_index, leaves, variables=specs, train=spec.train
+            )
         for size, traced in traced_functions.items():
-            first_index, written = spec.writes(traced, specs)
+            first_index, leaves = spec.state_leaves(traced, specs)
             traced_functions[size] = drop_unwritten_aux(
-                traced, first_index, written, state=state
+                traced, first_index, leaves, state=state
             )
         return traced_functions, state
 

@@ -124,7 +124,9 @@ class Specialization:
         self.layout.check(param_leaves, tree_name)
         return [*param_leaves, *batch_leaves]
 
-    def returned(self, outputs: Sequence[Any]) -> tuple[Any, PyTree, Iterator[Any]]:
+    def split_outputs(
+        self, outputs: Sequence[Any]
+    ) -> tuple[Any, PyTree, Iterator[Any]]:
         """Splits the outputs of a program: the loss, aux, and all that follows."""
         num_metrics = 1 + self.aux_tree.num_leaves
         aux = self.aux_tree.unflatten(outputs[1:num_metrics])

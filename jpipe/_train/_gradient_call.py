@@ -70,7 +70,7 @@ class ValueAndGrad:
         program = self._program(specialization)
         outputs = program(specialization.check_arguments(variables, (x, targets, rngs)))
         # An iterator over the gradients, then the new state.
-        loss, aux, results = specialization.returned(outputs)
+        loss, aux, results = specialization.split_outputs(outputs)
 
         leaves, structure = jax.tree.flatten(variables)
         layout = specialization.layout

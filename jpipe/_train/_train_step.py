@@ -312,7 +312,7 @@ class _LoweredStep:
         origin = StateOrigin(weakref.ref(train_step), self._signature_index, leaves)
         set_origin(state, origin)
 
-        loss, aux, _ = self.specialization.returned(outputs[num_leaves:])
+        loss, aux, _ = self.specialization.split_outputs(outputs[num_leaves:])
         metrics = {"loss": loss}
         if self._has_aux:
             metrics["aux"] = aux
