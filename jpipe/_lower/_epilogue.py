@@ -238,8 +238,8 @@ class Epilogue:
         """
         reduced = [self._reduce(s, replicas) for s, replicas in enumerate(sums)]
         terms = self._terms(reduced)
-        num_params = len(self.prologue.params)
-        grads = {i: of_param for i, of_param in terms.items() if i < num_params}
+        num_inputs = self.prologue.num_inputs
+        grads = {i: of_param for i, of_param in terms.items() if i < num_inputs}
         for i, grad in self._terms_of_prologue(terms, loss_divisor).items():
             grads[i].append(grad)
 
@@ -353,9 +353,9 @@ class Epilogue:
         """
         prologue = self.prologue
         graph = prologue.graph
-        num_params = len(prologue.params)
+        num_inputs = prologue.num_inputs
         # weight index of a prologue value -> the terms of its cotangent
-        value_terms = {i: x for i, x in terms.items() if i >= num_params and x}
+        value_terms = {i: x for i, x in terms.items() if i >= num_inputs and x}
         has_penalty = bool(prologue.stages.traced().penalty)
         penalty = len(self.weights) - 1 if has_penalty else None
         # A penalty is added to the loss as it is: its cotangent is that of the loss,

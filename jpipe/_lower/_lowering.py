@@ -50,7 +50,8 @@ class Lowering:
       placement: the schedule and the devices.
       stages: the stages that run.
       batch: the mini-batch.
-      params: the parameters, as values.
+      params_and_constants: the parameters, and behind them the arrays that the
+        function closes over, as values.
       batch_leaves: the leaves of the mini-batch, as values.
       joins: the join of each leaf of aux.
     """
@@ -62,7 +63,7 @@ class Lowering:
         placement: StagePlacement,
         stages: Stages,
         batch: Batch,
-        params: Values,
+        params_and_constants: Values,
         batch_leaves: Values,
         joins: Sequence[Join],
     ) -> None:
@@ -77,9 +78,9 @@ class Lowering:
         self._has_meshes = any(isinstance(x, StageMesh) for x in placement.places)
 
         microbatch_inputs = MicrobatchInputs(graph, placement, batch)
-        self._prologue = Prologue(graph, placement, stages, params)
+        self._prologue = Prologue(graph, placement, stages, params_and_constants)
         self._weights = [
-            *microbatch_inputs.gather_weights(params),
+            *microbatch_inputs.gather_weights(params_and_constants),
             *self._prologue.write_values(),
         ]
         self._epilogue = Epilogue(self._prologue, batch, self._weights, joins)
@@ -125,7 +126,7 @@ class Lowering:
     ) -> list[Values]:
         """The batch inputs of a stage, for each micro-batch.
 
-        Batch inputs of the whole program are the leaves of the mini-batch, the index of
+        Batch inputs of the function are the leaves of the mini-batch, the index of
         the micro-batch, and numbers that are folded into keys.
         """
         all_inputs = self._stages.traced().batch_inputs
@@ -141,25 +142,25 @@ class Lowering:
 
         inputs_of_microbatches = list[Values]()
         for m, parts in enumerate(rows):
-            # index of a batch input of the program -> its value
+            # index of a batch input of the function -> its value
             values = dict(zip(leaf_indices, parts, strict=True))
             for i in indices:
-                if i >= num_leaves:
-                    values[i] = self._number(stage, m, i - num_leaves)
+                if i == num_leaves:
+                    values[i] = self._microbatch_index(stage, m)
+                elif i > num_leaves:
+                    values[i] = self._folded_number(stage, m, i - num_leaves - 1)
             inputs_of_microbatches.append([values[i] for i in indices])
         return inputs_of_microbatches
 
-    def _number(self, stage: int, m: int, number_index: int) -> Value:
-        """The index of a micro-batch, or after it a number that is folded into a key.
-
-        Shards count as micro-batches: each has an index.
-        """
+    def _folded_number(self, stage: int, m: int, number_index: int) -> Value:
+        """A number that is folded into a key."""
+        folded_number = self._stages.traced(m).folded_numbers[number_index]
         place = self._placement.place(stage)
-        if number_index > 0:
-            folded_numbers = self._stages.traced(m).folded_numbers
-            array = np.asarray(folded_numbers[number_index - 1])
-            return self._graph.constant(array, place)
+        return self._graph.constant(np.asarray(folded_number), place)
 
+    def _microbatch_index(self, stage: int, m: int) -> Value:
+        """The index of a micro-batch; shards count as micro-batches."""
+        place = self._placement.place(stage)
         num_shards = self._batch.num_shards
         first = m * num_shards
         shard_indices = np.arange(first, first + num_shards, dtype=np.int32)

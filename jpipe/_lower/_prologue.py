@@ -1,12 +1,12 @@
 """The start of a step: values that are computed once, before any micro-batch.
 
-    prologue:      params -> values                    such as a product of two weights
-    prologue_vjp:  params, value_grads -> param_grads
+    prologue:      params, constants -> values         such as a product of two weights
+    prologue_vjp:  params, constants, value_grads -> param_grads
     loss_divisor:  batch_inputs -> sum of loss weights       where these alone tell it
 
 The first two are functions of leaves on all places, which `PlacedFunction` cuts by
-place. *Weights* are the parameters, and after them the values of the prologue: a weight
-index counts both.
+place. *Weights* are the parameters, the arrays that the function closes over, and after
+them the values of the prologue: a weight index counts them in this order.
 
 On one device total / weight is differentiated, and cotangents are as small as that
 makes them. So each backward of a weighted loss divides by the sum of all weights, where
@@ -44,13 +44,19 @@ class Prologue:
       graph: the graph that is written.
       placement: the schedule and the devices.
       stages: the stages, which know which weights they read.
-      params: the parameters, as values.
+      params_and_constants: the parameters, and behind them the arrays that the function
+        closes over, as values.
     """
 
     graph: Graph
     placement: StagePlacement
     stages: Stages
-    params: Values
+    params_and_constants: Values
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of parameters and constants: values of the prologue follow."""
+        return len(self.params_and_constants)
 
     def place(self, weight: int) -> Place:
         """The place of a weight, by its index."""
@@ -58,30 +64,31 @@ class Prologue:
 
     def sharding(self, weight: int) -> Sharding:
         """The sharding of a weight between steps, and so of its gradient."""
-        is_param = weight < len(self.params)
-        return self.graph.shardings[self.params[weight]] if is_param else WHOLE
+        if weight >= self.num_inputs:
+            return WHOLE
+        return self.graph.shardings[self.params_and_constants[weight]]
 
     def write_values(self) -> Values:
         """Writes the values of the prologue, each where it is read first."""
         closed = self.stages.prologue
-        num_params = len(self.params)
+        num_inputs = self.num_inputs
         num_values = len(closed.jaxpr.outvars)
         if not num_values:
             return []
 
-        param_places = [self.place(i) for i in range(num_params)]
-        value_places = [self.place(num_params + k) for k in range(num_values)]
+        param_places = [self.place(i) for i in range(num_inputs)]
+        value_places = [self.place(num_inputs + k) for k in range(num_values)]
         placement = LeafPlacement(
             arguments=param_places,
             results=lambda _: (value_places, [WHOLE] * num_values),
         )
         prologue = PlacedFunction(
             core.jaxpr_as_fun(closed),
-            [self.graph.specs[value] for value in self.params],
+            [self.graph.specs[value] for value in self.params_and_constants],
             placement,
             "once",
         )
-        return prologue.into(self.graph, self.params)
+        return prologue.into(self.graph, self.params_and_constants)
 
     def write_vjp(self, value_grads: Mapping[int, Value]) -> dict[int, Value]:
         """Writes the gradients of parameters that come from the prologue's values.
@@ -96,23 +103,23 @@ class Prologue:
         if not value_grads:
             return {}
         closed = self.stages.prologue
-        num_params = len(self.params)
+        num_inputs = self.num_inputs
         pairs = zip(
-            self.stages.trained[:num_params], _jaxpr.used_inputs(closed), strict=True
+            self.stages.trained[:num_inputs], _jaxpr.used_inputs(closed), strict=True
         )
         is_differentiated = [is_trained and is_read for is_trained, is_read in pairs]
         has_grad = [
-            num_params + k in value_grads for k in range(len(closed.jaxpr.outvars))
+            num_inputs + k in value_grads for k in range(len(closed.jaxpr.outvars))
         ]
         indices = [i for i, has_result in enumerate(is_differentiated) if has_result]
 
         # Cotangents in the order of the values, as `make_prologue_vjp` takes them.
         cotangents = [value_grads[weight] for weight in sorted(value_grads)]
-        places = [self.place(i) for i in range(num_params)]
+        places = [self.place(i) for i in range(num_inputs)]
         places += [self.place(weight) for weight in sorted(value_grads)]
         grad_places = [self.place(i) for i in indices]
         grad_shardings = [self.sharding(i) for i in indices]
-        param_specs = [self.graph.specs[value] for value in self.params]
+        param_specs = [self.graph.specs[value] for value in self.params_and_constants]
         cotangent_specs = [self.graph.specs[value] for value in cotangents]
         prologue_vjp = PlacedFunction(
             make_prologue_vjp(closed, is_differentiated, has_grad),
@@ -122,7 +129,7 @@ class Prologue:
             ),
             "once_backward",
         )
-        grads = prologue_vjp.into(self.graph, [*self.params, *cotangents])
+        grads = prologue_vjp.into(self.graph, [*self.params_and_constants, *cotangents])
         return dict(zip(indices, grads, strict=True))
 
     def write_loss_divisor(

@@ -96,7 +96,7 @@ class Specialization:
             placement=self.placement,
             stages=self.stages,
             batch=self.batch,
-            params=[*params, *constant_values],
+            params_and_constants=[*params, *constant_values],
             batch_leaves=list(batch_leaves),
             joins=self._joins,
         )
