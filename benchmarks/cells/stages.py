@@ -70,7 +70,7 @@ def gradient_of(
     sample = layers.model.sample(x, layers.partition)
     variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
-    return layers.gradients(Objective(loss), Trainable())(
+    return layers.loss(Objective(loss), Trainable())(
         variables, x, targets, key, train=True
     )
 

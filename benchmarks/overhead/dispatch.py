@@ -172,8 +172,8 @@ def _loops(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the executor's loop, and of its calls and moves alone."""
     variables = pipe.init(jax.random.key(0), x)
-    find = pipe._gradients(Objective(square), None)
-    gradient = find(variables, x, x, None, train=True)
+    specialize = pipe._build_loss(Objective(square), None)
+    gradient = specialize(variables, x, x, None, train=True)
     program, leaves = gradient.program, gradient.check_arguments(variables, (x, x))
     loop, bare = [], []
     for _ in range(rounds + 1):

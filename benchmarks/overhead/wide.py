@@ -93,8 +93,8 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     )
     x = jnp.ones((microbatches, WIDTH))
     variables = pipe.init(jax.random.key(0), x)
-    gradients = pipe._gradients(Objective(square), None)
-    gradient = gradients(variables, x, x, None, train=True)
+    specialize = pipe._build_loss(Objective(square), None)
+    gradient = specialize(variables, x, x, None, train=True)
     program = gradient.program
     leaves = gradient.check_arguments(variables, (x, x))
     rounds: list[dict[str, float]] = []
