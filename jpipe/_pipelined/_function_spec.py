@@ -1,5 +1,6 @@
 """A function of parameters and a mini-batch, and all that a pipeline knows of it."""
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,14 @@ from .._trace._traced_function import TracedFunction
 PyTree = Any
 
 
+class StateUse(enum.Enum):
+    """The use of the state that a model writes."""
+
+    RETURN = enum.auto()  # it is a result
+    WARN = enum.auto()  # it is lost, and a warning says so
+    DROP = enum.auto()  # it is lost, and no caller expects it
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """A function that is computed in stages.
@@ -38,8 +47,7 @@ class FunctionSpec:
         is the input, and its aux a pair, of aux and the state that the model writes.
       names: the names of the arguments in errors, for a model.
       argnums: the indices of the arguments of a loss function that are its parameters.
-      returns_state: True if the state that a model writes is a result; else a warning
-        tells that it is lost.
+      state_use: the use of the state that the model writes.
       train: True if the model runs as in training.
       check: checks parameters and arguments of a new signature, before it is built.
       explain: raises a better error than one that was raised on such arguments.
@@ -54,7 +62,7 @@ class FunctionSpec:
     model: Model | None = None
     names: Sequence[str] = ()
     argnums: Sequence[int] = (0,)
-    returns_state: bool = True
+    state_use: StateUse = StateUse.RETURN
     train: bool = True
     check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
     explain: Callable[[PyTree, Sequence[PyTree]], None] | None = None

@@ -11,7 +11,7 @@ from .._layers import _rng
 from .._lower import _join
 from .._model._model import Model
 from .._trace._microbatch_outputs import MicrobatchOutputs
-from ._function_spec import FunctionSpec
+from ._function_spec import FunctionSpec, StateUse
 
 PyTree = Any
 
@@ -36,7 +36,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
         has_loss=False,
         model=model,
         names=("x", "rngs"),
-        returns_state=False,
+        state_use=StateUse.WARN,
         train=train,
     )
 
@@ -70,7 +70,7 @@ def loss_spec(
         reduction=objective.reduction,
         model=model,
         names=("x", "targets", "rngs"),
-        returns_state=train,
+        state_use=StateUse.RETURN if train else StateUse.WARN,
         train=train,
     )
 

@@ -28,7 +28,7 @@ from .._trace._microbatch_outputs import MicrobatchOutputs
 from .._trace._state_updates import StateUpdate, drop_unwritten_aux, find_updates
 from .._trace._traced_function import TracedFunction
 from . import _captured_params
-from ._function_spec import FunctionSpec
+from ._function_spec import FunctionSpec, StateUse
 from ._specialization import Specialization
 from ._tracing import trace_sizes, trace_whole
 
@@ -257,9 +257,9 @@ class PipelinedFunction:
 
         first = traced_functions[batch.sizes[0]]
         first_index, leaves = spec.state_leaves(first, specs)
-        if spec.returns_state:
+        if spec.state_use is StateUse.RETURN:
             state = find_updates(first, first_index, leaves)
-        elif runs:
+        elif spec.state_use is StateUse.WARN and runs:
             check_discarded_state(
                 first, first_index, leaves, variables=specs, train=spec.train
             )

@@ -26,6 +26,7 @@ from .._partition._cut_points import CutPoints
 from .._partition._partition import Partition
 from .._partition._remat_mode import NONE
 from .._pipelined import _model_functions
+from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._stage._stage_names import name_stages
@@ -155,7 +156,7 @@ class PlannedModel:
         # No caller receives the state that is written, so no warning is due.
         function_spec = replace(
             _model_functions.forward_spec(model, train=request.train),
-            discards=lambda *_: None,
+            state_use=StateUse.DROP,
         )
         args: list[PyTree] = [request.sample, request.rngs]
         if request.objective is not None:
