@@ -1,7 +1,9 @@
 """The bytes that each place holds, read off a list of instructions.
 
 Counted are arguments that are in a place, which are the caller's and stay unless they
-are donated, and all results; not the workspace of a program while it runs.
+are donated, and all results; not the workspace of a call while it runs, nor operands
+that it frees beside its results. Where these are large, as gradients of shards beside
+their sums, plans count them as workspace: see `planning/_forecast`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -74,7 +74,7 @@ REFUSED = {
         {"has_aux": True, "aux_axes": jpipe.SUM},
     ),
     "must return a scalar loss": lambda: (perceptron, matrices(6, 3), (X,), {}),
-    r"scan, at \S*test_refusals.py:\d+ \(scanned\), is .* cannot be": lambda: (
+    r"scan, at \S*test_refused_programs.py:\d+ \(scanned\), is .* cannot be": lambda: (
         scanned,
         matrices(6, 6, 6, 6, 6),
         (X, TARGETS),

@@ -113,7 +113,7 @@ def test_a_loop_that_is_more_than_its_share_is_warned_of_once():
     pipe = jpipe.pipeline(Layers(True), 2, num_stages=2)
     says = (
         r"stage 1 has 7\d% of the estimated work, .* is 50%: one operation, scan of "
-        r"Layers/ScanBlock_0, at \S*test_balance.py:\d+ \(Layers.__call__\), is "
+        r"Layers/ScanBlock_0, at \S*test_division.py:\d+ \(Layers.__call__\), is "
         r"6\d% .*; write the loop in Python, or take fewer stages: num_stages=1"
     )
     with pytest.warns(UserWarning, match=says):
