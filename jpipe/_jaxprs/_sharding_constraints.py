@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from . import _jaxpr
 
 _PRIMITIVE = "sharding_constraint"
-_NAME = "jpipe constraint "
+NAME_PREFIX = "jpipe constraint "
 # The text of `P.UNCONSTRAINED`: an axis that XLA may cut, while ``null`` is not cut.
 _UNCONSTRAINED = "?"
 # ``(array, spec) -> array``, with ``None`` for the spec of a sharding without one.
@@ -56,7 +56,7 @@ def name_specs(
     def name(array: Any, spec: P | None) -> Any:
         if spec is None or not is_kept(spec):
             return array
-        return checkpoint_name(array, _NAME + json.dumps([*map(_as_text, spec)]))
+        return checkpoint_name(array, NAME_PREFIX + json.dumps([*map(_as_text, spec)]))
 
     has_any = next(constraint_shardings(closed), None) is not None
     return _replace_constraints(closed, name) if has_any else closed
@@ -131,8 +131,9 @@ def _replace_constraints(
 
 
 def _is_constraint_or_name(eqn: core.JaxprEqn) -> bool:
-    is_name = eqn.primitive.name == "name" and eqn.params["name"].startswith(_NAME)
-    return is_constraint(eqn) or is_name
+    if eqn.primitive.name == "name":
+        return eqn.params["name"].startswith(NAME_PREFIX)
+    return is_constraint(eqn)
 
 
 def _has_mesh(closed: core.ClosedJaxpr) -> bool:
@@ -157,7 +158,7 @@ def _is_operand_sharding(value: Any) -> bool:
 def _spec_of(eqn: core.JaxprEqn) -> P | None:
     """The spec of a constraint, as a user would type it, or of a name."""
     if eqn.primitive.name == "name":
-        parts = json.loads(eqn.params["name"].removeprefix(_NAME))
+        parts = json.loads(eqn.params["name"].removeprefix(NAME_PREFIX))
         return P(*map(_from_text, parts))
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:

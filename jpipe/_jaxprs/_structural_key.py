@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from . import _jaxpr
+from . import _jaxpr, _sharding_constraints
 
-# The names that jpipe gives to values tell them apart, not what they are.
+# The names that jpipe gives to values tell them apart, not what they are; but for those
+# of sharding constraints.
 _JPIPE_PREFIX = "jpipe "
 
 
@@ -65,7 +66,7 @@ def _params_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     """The parameters of an equation; the derivative in place of a rule for it."""
     name = eqn.primitive.name
     params = eqn.params
-    if name == "name" and params["name"].startswith(_JPIPE_PREFIX):
+    if name == "name" and _is_label(params["name"]):
         return ()
     if name not in _jaxpr.RULES:
         return _value_key(params)
@@ -73,6 +74,12 @@ def _params_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
         return IdentityKey(eqn)
     inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
     return _value_key(inner), _derivative_key(jaxpr, eqn)
+
+
+def _is_label(name: str) -> bool:
+    """True if a name says nothing of what is computed."""
+    is_constraint = name.startswith(_sharding_constraints.NAME_PREFIX)
+    return name.startswith(_JPIPE_PREFIX) and not is_constraint
 
 
 def _derivative_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:

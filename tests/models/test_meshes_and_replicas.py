@@ -262,3 +262,28 @@ def test_an_annotated_model_trains_as_it_is(name):
     ref.assert_close(metrics["loss"], value, ref.FLOAT64)
     stepped = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
     ref.assert_close(state.params, stepped, ref.FLOAT64)
+
+
+def test_stages_that_differ_in_a_constraint_alone_are_different_programs(monkeypatch):
+    """Of four layers the third is constrained along another axis than the second."""
+    constraint, axes_of_stages = jax.lax.with_sharding_constraint, set()
+
+    def recorded(x, sharding):
+        if sharding.mesh is not THEIRS:
+            axes_of_stages.add(tuple(sharding.spec))
+        return constraint(x, sharding)
+
+    def loss(params, x):
+        for i, w in enumerate(params):
+            axes = ("model",) if i == 2 else (None, "model")
+            x = jpipe.boundary(x) if i else x
+            x = jnp.tanh(constrain(x @ w, *axes))
+        return jnp.mean(x**2)
+
+    monkeypatch.setattr(jax.lax, "with_sharding_constraint", recorded)
+    rng = np.random.default_rng(0)
+    params, x = list(rng.normal(size=(4, 6, 6))), rng.normal(size=(8, 6))
+    options = {"mesh": mesh(4, 2, names=("stage", "model")), "num_stages": 4}
+    grad_fn = jpipe.value_and_grad(loss, 2, **options)
+    grad_fn(grad_fn.place(params, x), x)
+    assert axes_of_stages == {(None, "model"), ("model",)}
