@@ -112,7 +112,7 @@ class FunctionGradient(CustomLoop):
         loss, aux, trained_grads = specialization.split_outputs(outputs)
         grads = [
             next(trained_grads) if is_trained else None
-            for is_trained in specialization.layout.trained
+            for is_trained in specialization.layout.is_param_trained
         ]
         value = (loss, aux) if self._has_aux else loss
         return value, jax.tree.structure(params).unflatten(grads)
@@ -257,8 +257,8 @@ class FunctionGradient(CustomLoop):
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)
-        (marks,) = self._trainable.marks([], ({"params": specs},))
-        return jax.tree.leaves(marks)
+        (is_trained,) = self._trainable.is_trained([], ({"params": specs},))
+        return jax.tree.leaves(is_trained)
 
 
 class _VaryingNumbersWarning:

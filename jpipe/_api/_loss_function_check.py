@@ -192,7 +192,8 @@ def _run(
     )
     loss, _, trained_grads = specialization.split_outputs(outputs)
     grads = [
-        next(trained_grads) if is_trained else None for is_trained in layout.trained
+        next(trained_grads) if is_trained else None
+        for is_trained in layout.is_param_trained
     ]
     return _LossAndGradients(loss, jax.tree.structure(params).unflatten(grads))
 

@@ -155,7 +155,7 @@ class PipelinedModel:
         outputs: list[PyTree] = []
 
         def trained(variables: PyTree) -> list[bool]:
-            return jax.tree.leaves(self.model.marks(variables, trainable))
+            return jax.tree.leaves(self.model.is_trained(variables, trainable))
 
         functions = {}
         for train in (False, True):

@@ -66,7 +66,7 @@ def initial_train_state(
     _rng.check_key(key)
     placement = pipelined.placement
     params = _variables.params(variables)
-    marks = _variables.params(pipelined.model.marks(variables, trainable))
+    is_trained = _variables.params(pipelined.model.is_trained(variables, trainable))
     if not jax.tree.leaves(params):
         warn(
             "nothing here has parameters, so steps with this state train nothing; a "
@@ -83,7 +83,7 @@ def initial_train_state(
     optimizer = Optimizer(
         tx,
         _microbatch.array_specs(params, "params"),
-        trained=jax.tree.leaves(marks),
+        trained=jax.tree.leaves(is_trained),
         placement=placement,
         locations=locations,
     )

@@ -70,10 +70,10 @@ class Trainable:
         if not self.selects_all:
             self._rules = [(selector, _rule(selector)) for selector in selectors]
 
-    def marks(
+    def is_trained(
         self, layers: Sequence[LayerAdapter], variables: Sequence[PyTree]
     ) -> tuple[PyTree, ...]:
-        """Marks the leaves that are trained.
+        """Tells which leaves are trained.
 
         Args:
           layers: all layers.

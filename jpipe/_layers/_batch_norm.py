@@ -33,7 +33,7 @@ from ._linen_parent import path_in_layer
 from ._patches import patched
 
 # The prefix of the names that statistics of batch norms bear in the jaxpr.
-MARK = "jpipe batch norm "
+STATISTIC_NAME_PREFIX = "jpipe batch norm "
 STATISTICS = ("mean", "var")
 _COLLECTION = "batch_stats"
 Path = tuple[Any, ...]
@@ -76,13 +76,14 @@ class NormRecord:
                 f"each call, or take num_microbatches=1"
             )
         self.seen.add(path)
-        mark = f"{MARK}{float(momentum)!r} {'/'.join(map(str, path)) or name}"
-        return lambda x: checkpoint_name(x, mark)
+        words = f"{float(momentum)!r} {'/'.join(map(str, path)) or name}"
+        statistic_name = STATISTIC_NAME_PREFIX + words
+        return lambda x: checkpoint_name(x, statistic_name)
 
 
-def momentum_of(mark: str) -> float:
-    """The momentum of the norm whose statistics bear a mark."""
-    return float(mark.removeprefix(MARK).split()[0])
+def momentum_of(statistic_name: str) -> float:
+    """The momentum of the norm whose statistics have a name."""
+    return float(statistic_name.removeprefix(STATISTIC_NAME_PREFIX).split()[0])
 
 
 _current: ContextVar[NormRecord | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -265,20 +266,21 @@ class NormLeaves(NamedTuple):
     Attributes:
       mean: the index of its mean among the leaves.
       var: the index of its variance.
-      mark: its mark; equal blocks that `flax.linen.jit` traces once share one.
+      statistic_name: the name of both in the jaxpr; equal blocks that `flax.linen.jit`
+        traces once share one.
     """
 
     mean: int
     var: int
-    mark: str
+    statistic_name: str
 
 
-def find_norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
+def find_norms(paths: Sequence[Path], origins: Sequence[Any]) -> list[NormLeaves]:
     """Finds the statistics of batch norms among leaves.
 
     Args:
       paths: the path of each leaf.
-      marks: the origin of each leaf, a string if it bears a mark: see
+      origins: the origin of each leaf, a string if it is a statistic with a name: see
         `_dataflow.result_origins`.
     """
     leaf_index = {path: index for index, path in enumerate(paths)}
@@ -291,9 +293,9 @@ def find_norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[NormLeaves]:
         is_mean = leaf_index.get(mean_path) == mean
         if not is_mean or var is None:
             continue
-        mark = marks[mean]
-        if isinstance(mark, str) and mark == marks[var]:
-            leaves_of_norms.append(NormLeaves(mean, var, mark))
+        name = origins[mean]
+        if isinstance(name, str) and name == origins[var]:
+            leaves_of_norms.append(NormLeaves(mean, var, name))
     return leaves_of_norms
 
 

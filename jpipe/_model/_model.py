@@ -113,10 +113,10 @@ class Model:
         """Returns variables from the variables of each layer: undoes `entries`."""
         return tuple(entries) if self.is_list else entries[0]
 
-    def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
+    def is_trained(self, variables: PyTree, trainable: Trainable) -> PyTree:
         """Returns a bool for each leaf of the variables; True if it is trained."""
         entries = self.entries(variables)
-        return self.from_entries(trainable.marks(self.layers, entries))
+        return self.from_entries(trainable.is_trained(self.layers, entries))
 
     def shardings(
         self, placement: StagePlacement, variables: PyTree, owner_stages: Sequence[int]

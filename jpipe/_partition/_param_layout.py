@@ -25,7 +25,7 @@ class ParamLayout:
       specs: the tree.
       owner_stages: the stage of each leaf.
       shardings: the sharding of each leaf there.
-      marks: one bool per leaf; True if it is trained.
+      is_leaf_trained: one bool per leaf; True if it is trained.
       has_collections: True if the tree, or each entry of a list, has the collection
         ``"params"`` and others.
       advice: the call to type if a leaf is not in place.
@@ -34,7 +34,7 @@ class ParamLayout:
       paths: the path of each leaf.
       specs: the spec and the place of each leaf.
       params: the indices of the leaves that are in ``"params"``.
-      trained: one bool for each of these; True if it is trained.
+      is_param_trained: one bool per index in `params`; True if it is trained.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ParamLayout:
         *,
         owner_stages: Sequence[int],
         shardings: Sequence[Sharding],
-        marks: Sequence[bool],
+        is_leaf_trained: Sequence[bool],
         has_collections: bool,
         advice: str,
     ) -> None:
@@ -57,8 +57,8 @@ class ParamLayout:
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
         self.params = _variables.param_indices(specs, has_collections=has_collections)
-        self.marks = [*marks]
-        self.trained = [marks[i] for i in self.params]
+        self.is_leaf_trained = [*is_leaf_trained]
+        self.is_param_trained = [is_leaf_trained[i] for i in self.params]
         self._placement = placement
         self._advice = advice
 

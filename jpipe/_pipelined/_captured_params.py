@@ -42,7 +42,7 @@ def check_captured_params(
     tree_name = "variables" if model else "params"
     captured = _captured_leaves(
         params,
-        specialization.layout.marks,
+        specialization.layout.is_leaf_trained,
         constant_ids=constant_ids,
         tree_name=tree_name,
     )
@@ -71,13 +71,17 @@ def check_captured_params(
 
 
 def _captured_leaves(
-    params: PyTree, marks: Sequence[bool], *, constant_ids: set[int], tree_name: str
+    params: PyTree,
+    is_leaf_trained: Sequence[bool],
+    *,
+    constant_ids: set[int],
+    tree_name: str,
 ) -> list[str]:
     """The trained parameters of the call that are among the constants."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
         f"{tree_name}{jax.tree_util.keystr(path)}"
-        for (path, leaf), is_trained in zip(leaves, marks, strict=True)
+        for (path, leaf), is_trained in zip(leaves, is_leaf_trained, strict=True)
         if is_trained and id(leaf) in constant_ids
     ]
 

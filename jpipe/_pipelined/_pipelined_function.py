@@ -128,7 +128,7 @@ class PipelinedFunction:
             specs,
             owner_stages=owner_stages,
             shardings=self._spec.shardings(placement, specs, owner_stages),
-            marks=is_trained,
+            is_leaf_trained=is_trained,
             has_collections=self._spec.model is not None,
             advice=self._spec.advice,
         )

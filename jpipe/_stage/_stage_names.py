@@ -28,17 +28,17 @@ def name_stages(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str
     ]
 
 
-def mark_shared_names(names: Sequence[Sequence[str]]) -> list[list[str]]:
+def label_parts(names: Sequence[Sequence[str]]) -> list[list[str]]:
     """Each name once per stage; a name that several stages have is a part in each."""
     unique_names = [list(dict.fromkeys(stage_names)) for stage_names in names]
     num_stages = Counter[str]()  # name -> the number of stages that have it
     for stage_names in unique_names:
         num_stages.update(stage_names)
 
-    def mark(name: str) -> str:
+    def label(name: str) -> str:
         return f"{name} (part)" if num_stages[name] > 1 else name
 
-    return [[*map(mark, stage_names)] for stage_names in unique_names]
+    return [[*map(label, stage_names)] for stage_names in unique_names]
 
 
 def _called_modules(stages: Stages, stage: int) -> list[str]:

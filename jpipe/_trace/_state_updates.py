@@ -215,7 +215,7 @@ def find_updates(
     """
     results = traced.aux_vars[first_index:]
     closed = _with_outvars(traced, results)
-    origins = _dataflow.result_origins(closed, _batch_norm.MARK)
+    origins = _dataflow.result_origins(closed, _batch_norm.STATISTIC_NAME_PREFIX)
     # A transformation such as nn.remat returns its inputs as if it had changed them.
     indices = [i for i, leaf in enumerate(written) if origins[i] != leaf.param_index]
     changed = [written[i] for i in indices]
@@ -223,13 +223,13 @@ def find_updates(
     _check_lasting(changed, specs)
 
     norms = list[NormIndices]()
-    marks = set[str]()
-    for mean, var, mark in _batch_norm.find_norms(
+    statistic_names = set[str]()
+    for mean, var, name in _batch_norm.find_norms(
         [leaf.path for leaf in changed], [origins[i] for i in indices]
     ):
-        norms.append(NormIndices(mean, var, _batch_norm.momentum_of(mark)))
-        marks.add(mark)
-    _check_norms(closed, marks)
+        norms.append(NormIndices(mean, var, _batch_norm.momentum_of(name)))
+        statistic_names.add(name)
+    _check_norms(closed, statistic_names)
 
     state = StateUpdate(
         aux_indices=tuple(first_index + i for i in indices),
@@ -307,10 +307,11 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
         )
 
 
-def _check_norms(closed: core.ClosedJaxpr, written_marks: set[str]) -> None:
+def _check_norms(closed: core.ClosedJaxpr, written_names: set[str]) -> None:
     """Refuses batch norms whose statistics are none of the written leaves."""
-    if lost_marks := _dataflow.names(closed, _batch_norm.MARK) - written_marks:
-        listed = ", ".join(mark.split()[-1] for mark in sorted(lost_marks))
+    all_names = _dataflow.names(closed, _batch_norm.STATISTIC_NAME_PREFIX)
+    if lost_names := all_names - written_names:
+        listed = ", ".join(name.split()[-1] for name in sorted(lost_names))
         raise ValueError(
             f"what batch norm {listed} leaves as its running statistics is copied or "
             f"changed in the same step by code that is not Flax's, or is no variable "

@@ -75,7 +75,9 @@ class ValueAndGrad:
         leaves, structure = jax.tree.flatten(variables)
         layout = specialization.layout
         grads: list[Any] = []
-        for index, is_trained in zip(layout.params, layout.trained, strict=True):
+        for index, is_trained in zip(
+            layout.params, layout.is_param_trained, strict=True
+        ):
             grads.append(next(results) if is_trained else self._no_grad(leaves[index]))
 
         extra = [aux] if self.has_aux else []

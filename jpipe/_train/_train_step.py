@@ -253,7 +253,7 @@ class _LoweredStep:
         )
 
         param_indices = jax.tree.leaves(indices.params)
-        pairs = zip(param_indices, layout.trained, strict=True)
+        pairs = zip(param_indices, layout.is_param_trained, strict=True)
         trained_indices = [i for i, is_trained in pairs if is_trained]
         updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
         updated = self.optimizer.update.into(
@@ -328,7 +328,7 @@ def _make_optimizer(
     return Optimizer(
         tx,
         params=_microbatch.array_specs(state.params, "params"),
-        trained=layout.trained,
+        trained=layout.is_param_trained,
         placement=specialization.placement,
         locations=locations,
     )

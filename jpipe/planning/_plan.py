@@ -13,7 +13,7 @@ from typing import Any
 
 from .._layers._text import abbreviate
 from .._partition._cut_points import CutPoints
-from .._stage._stage_names import mark_shared_names
+from .._stage._stage_names import label_parts
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT
 from ..schedules._costs import TIME_FIELDS
@@ -182,7 +182,7 @@ class Plan:
     def layer_names(self) -> list[list[str]]:
         """The names of the layers of each stage; of a model those of its modules."""
         names = [[*(stage.modules or stage.layers)] for stage in self.stages]
-        return names if self.cuts is None else mark_shared_names(names)
+        return names if self.cuts is None else label_parts(names)
 
     @property
     def remat(self) -> list[str]:

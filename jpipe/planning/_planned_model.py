@@ -167,7 +167,7 @@ class PlannedModel:
         trainable = Trainable(request.trainable, by_layer=model.is_list)
 
         def trained(variables: PyTree) -> list[bool]:
-            return jax.tree.leaves(model.marks(variables, trainable))
+            return jax.tree.leaves(model.is_trained(variables, trainable))
 
         try:
             initial = model.initial(model.sample(request.sample, partition))

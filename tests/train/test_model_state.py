@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx, struct
 
 import jpipe
-from jpipe._layers._batch_norm import MARK
+from jpipe._layers._batch_norm import STATISTIC_NAME_PREFIX
 from jpipe._partition._cut_points import CutPoints
 
 from .. import reference as ref
@@ -191,7 +191,7 @@ def test_statistics_are_merged_where_a_stage_ends_between_mean_and_variance(
 
     def cut_behind_mean(cuts, traced):
         for index, eqn in enumerate(traced.closed.jaxpr.eqns):
-            if str(eqn.params.get("name", "")).startswith(MARK):
+            if str(eqn.params.get("name", "")).startswith(STATISTIC_NAME_PREFIX):
                 return [index + 1]
         return find_positions(cuts, traced)
 
