@@ -13,11 +13,11 @@ class CustomLoop:
     """Functions and optimizers of trees that are spread over some devices.
 
     Args:
-      places: all different devices.
+      devices: all different devices.
     """
 
-    def __init__(self, places: Sequence[Any]) -> None:
-        self._places = places
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._devices = devices
 
     def jit(
         self,
@@ -71,7 +71,7 @@ class CustomLoop:
           >>> float(accuracy(logits, jnp.array([0, 1, 2, 0])))
           0.75
         """
-        return _jit.jit(f, self._places, donate_argnums, static_argnums)
+        return _jit.jit(f, self._devices, donate_argnums, static_argnums)
 
     def optimizer(
         self, tx: optax.GradientTransformation
@@ -105,4 +105,4 @@ class CustomLoop:
           >>> optax.apply_updates(params, updates)[0]["w"]
           Array([0.5, 0.5], dtype=float32)
         """
-        return _transformation.optimizer(tx, self._places)
+        return _transformation.optimizer(tx, self._devices)

@@ -57,7 +57,7 @@ class FunctionGradient(CustomLoop):
         reduction: str,
         trainable: Trainable,
     ) -> None:
-        super().__init__(partition.places)
+        super().__init__(partition.devices)
         self._function = function
         self._partition = partition
         self._reduction = reduction

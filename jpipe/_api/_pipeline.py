@@ -46,7 +46,7 @@ class Pipeline(CustomLoop):
     def __init__(
         self, pipelined: PipelinedModel, forecast: Forecast | None = None
     ) -> None:
-        super().__init__(pipelined.places)
+        super().__init__(pipelined.devices)
         self._pipelined = pipelined
         self._forecast = forecast
         self._feed = pipelined.feed()

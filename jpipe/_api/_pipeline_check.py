@@ -56,7 +56,7 @@ def check_pipeline(
     model = pipelined.model
     partition = pipelined.partition
     entries = model.entries(variables)
-    if len({device.process_index for device in partition.places}) > 1:
+    if len({device.process_index for device in partition.devices}) > 1:
         raise ValueError(
             "what several processes have cannot be checked in one of them; check "
             "jpipe.sequential of the same layers, in one process"

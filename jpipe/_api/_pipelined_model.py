@@ -49,14 +49,14 @@ class PipelinedModel:
       model: likewise.
       partition: likewise.
       checks: the checks of its variables.
-      places: all different devices.
+      devices: all different devices.
     """
 
     def __init__(self, model: Model, partition: Partition) -> None:
         self.model = model
         self.partition = partition
         self.checks = VariableChecks(model, partition)
-        self.places = partition.places
+        self.devices = partition.devices
         # train -> the forward pass in stages
         self._forwards = {
             train: self._pipelined(_model_functions.forward_spec(model, train=train))
@@ -251,7 +251,7 @@ class PipelinedModel:
             missing and is_here(device)
             for missing, device in zip(is_missing, devices, strict=True)
         ]
-        first = next(filter(is_here, self.places), self.places[0])
+        first = next(filter(is_here, self.devices), self.devices[0])
         drawn = initial.leaves(key, _transfer.first_device(first), is_drawn_here)
 
         leaves = []

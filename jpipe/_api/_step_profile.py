@@ -198,7 +198,9 @@ def _memory_events(
     program = specialization.program
     rank_of: dict[int, int] = {}  # place -> rank
     for rank in sorted(itertools.chain.from_iterable(placement.schedule.ranks_of)):
-        rank_of.setdefault(placement.places.index(placement.ranks[rank]), rank)
+        rank_of.setdefault(
+            placement.devices_of_places.index(placement.ranks[rank]), rank
+        )
 
     # The live bytes of each place: at the start, then after each instruction.
     counts = live_bytes(program)

@@ -111,7 +111,7 @@ def _locations(
 
 def _put_on_first(placement: StagePlacement, leaves: list[Any]) -> list[Any]:
     """Puts leaves on the first device of the pipeline that this process has."""
-    return _transfer.put(leaves, placement.local_places[0])
+    return _transfer.put(leaves, placement.local_devices[0])
 
 
 def _replicate(placement: StagePlacement, leaves: list[Any]) -> list[Any]:

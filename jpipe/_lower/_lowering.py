@@ -75,7 +75,9 @@ class Lowering:
         # True if each shard of a stage runs its actions by itself.
         self._is_mapped = batch.num_shards > 1
         # True if a stage has several devices.
-        self._has_meshes = any(isinstance(x, StageMesh) for x in placement.places)
+        self._has_meshes = any(
+            isinstance(x, StageMesh) for x in placement.devices_of_places
+        )
 
         microbatch_inputs = MicrobatchInputs(graph, placement, batch)
         self._prologue = Prologue(graph, placement, stages, params_and_constants)

@@ -1,10 +1,10 @@
 """Chooses the cuts of a program: at marks, or where it balances and few bytes cross.
 
-A cut is the index of the equation with which a stage begins. Without marks, the
-candidates are the places that fewer bytes cross than their neighbours. Among these an
-exact dynamic program finds the cuts whose largest stage is smallest, and of several
-such cuts the ones that fewest bytes cross. With C the cost of the equations before each
-candidate,
+A cut is a *gap* between two equations, the index of the one behind it, with which a
+stage begins. Without marks, the candidates are the gaps that fewer bytes cross than
+gaps nearby. Among these an exact dynamic program finds the cuts whose largest stage is
+smallest, and of several such cuts the ones that fewest bytes cross. With C the cost of
+the equations before each candidate,
 
     best[s + 1, j] = min over i < j of max(best[s, i], C[j] - C[i])
 
@@ -32,7 +32,7 @@ _UNEVEN = 1.25
 # An equation of fewer operations takes less than the start of the program that it is
 # in, some microseconds: there is nothing to balance.
 _LEAST_WORK = 2**15
-# Places that so much more bytes cross than the best place nearby are as good.
+# Gaps that so much more bytes cross than the best gap nearby are as good.
 _AS_FEW_BYTES = 1.01
 
 
@@ -70,9 +70,9 @@ def choose_cuts(
 
 
 def find_pieces(traced: TracedFunction, num_stages: int) -> list[int]:
-    """Finds places that few bytes cross, at marks or else as for so many stages.
+    """Finds the ends of pieces: marks, or else gaps that few bytes cross.
 
-    Between two of them there is something to compute, at least a part of a stage.
+    Between two gaps there is something to compute, at least a part of a stage.
     """
     if marks := _boundaries.boundary_positions(traced.closed):
         return marks
@@ -94,10 +94,10 @@ def find_pieces(traced: TracedFunction, num_stages: int) -> list[int]:
 
 
 def crossing_bytes(traced: TracedFunction) -> list[int]:
-    """The bytes that cross each place: made by stages before it, read behind it.
+    """The bytes that cross each gap: made by stages before it, read behind it.
 
     Returns:
-      One number per equation, for the place before it, and one for the end.
+      One number per equation, for the gap before it, and one for the end.
     """
     eqns = traced.closed.jaxpr.eqns
     producer: dict[core.Var, int] = {}  # variable -> the stage equation that makes it
@@ -118,7 +118,7 @@ def crossing_bytes(traced: TracedFunction) -> list[int]:
 
 @dataclass(frozen=True)
 class _StageDivision:
-    """Stages of the equations before some place.
+    """Stages of the equations before some gap.
 
     Attributes:
       largest_cost: the cost of the most expensive stage.
@@ -209,16 +209,16 @@ def _candidates(
     cost_before: Sequence[float],
     num_stages: int,
 ) -> list[int]:
-    """The places that no more bytes cross than places up to a quarter of a stage away.
+    """The gaps that no more bytes cross than gaps up to a quarter of a stage away.
 
     Of neighbours that are equal the first is taken, right behind the equation that
     makes the value that crosses: so equal blocks are cut alike. Around a call of many
-    equations, such as a block in `jax.checkpoint`, places are no neighbours.
+    equations, such as a block in `jax.checkpoint`, gaps are no neighbours.
 
     Args:
       traced: the function that is cut.
-      crossing: the bytes that cross each place.
-      cost_before: the cost of the equations before each place.
+      crossing: the bytes that cross each gap.
+      cost_before: the cost of the equations before each gap.
       num_stages: the number of stages.
     """
     eqns = traced.closed.jaxpr.eqns

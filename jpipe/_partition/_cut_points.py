@@ -7,12 +7,12 @@ is found again by the number of times that each parameter was read before it:
     equations of stages:    read a | sin | read b | cos || mul | read c | read b
     reads of (a, b, c) before the cut ||:    (1, 1, 0)
 
-There are as many reads before each place between ``read b`` and ``read c``. Of these
+There are as many reads before each gap between ``read b`` and ``read c``. Of these
 the cut is the one as many equations of stages away from both reads:
 
     distances of the cut ||:    1 since the read of b (cos), 1 until that of c (mul)
 
-Where no place agrees in all of this, the one that differs least is taken: see
+Where no gap agrees in all of this, the one that differs least is taken: see
 `CutPoints.find_positions`.
 """
 
@@ -140,7 +140,7 @@ class CutPoints:
         """Finds the same cuts in another trace.
 
         At marks of the user, the cuts are there. Where the primitives are the same, so
-        are the indices. Elsewhere each cut is, of the places behind the cut before it,
+        are the indices. Elsewhere each cut is, of the gaps behind the cut before it,
         the one
 
         1. whose reads before it differ least from those before the cut,
@@ -228,7 +228,7 @@ def _count_reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
 def _distances_to_reads(
     traced: TracedFunction, reads_before: np.ndarray
 ) -> list[tuple[int, int]]:
-    """The equations of stages between a place and the reads before and behind it.
+    """The equations of stages between a gap and the reads before and behind it.
 
     Behind the last read of all there may be a loss or none: nothing is counted there.
 
@@ -239,16 +239,16 @@ def _distances_to_reads(
     is_of_stage = [eqn_kind == EqnKind.STAGE for eqn_kind in traced.eqn_kinds]
     stage_eqns_before = [0, *accumulate(is_of_stage)]
     num_reads = reads_before.sum(axis=1).tolist()
-    # number of reads -> the equations before the first and last place with so many
-    first_place: dict[int, int] = {}
-    last_place: dict[int, int] = {}
+    # number of reads -> the equations before the first and last gap with so many
+    first_gap: dict[int, int] = {}
+    last_gap: dict[int, int] = {}
     for count, num_eqns in zip(num_reads, stage_eqns_before, strict=True):
-        first_place.setdefault(count, num_eqns)
-        last_place[count] = num_eqns
+        first_gap.setdefault(count, num_eqns)
+        last_gap[count] = num_eqns
 
     distances = []
     for count, num_eqns in zip(num_reads, stage_eqns_before, strict=True):
         is_behind_all = count == num_reads[-1]
-        until_next = 0 if is_behind_all else last_place[count] - num_eqns
-        distances.append((num_eqns - first_place[count], until_next))
+        until_next = 0 if is_behind_all else last_gap[count] - num_eqns
+        distances.append((num_eqns - first_gap[count], until_next))
     return distances

@@ -107,13 +107,13 @@ def _axes_of_variable(variable: Any) -> Any:
 
 
 def _spec(axes: Any, device: Device, *, path: Any, allowed_axes: Any) -> P:
-    """The requested axes as a spec, without those that the place does not have.
+    """The requested axes as a spec, without those that the device does not have.
 
     Args:
       axes: the request of a rule or a box.
-      device: the place.
+      device: the device or mesh of the stage.
       path: the path of the parameter.
-      allowed_axes: the axes that a rule may name, those of all places; ``None``: any.
+      allowed_axes: the axes that a rule may name, those of all meshes; ``None``: any.
     """
     if axes is None or not isinstance(device, StageMesh):
         return P()

@@ -223,12 +223,12 @@ class Partition:
         )
 
     @property
-    def places(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices, each once; every process has at least one.
 
         For a list these are the devices that its schedule uses.
         """
         if self._groups is not None:
-            return self.placement(len(self._groups)).places
+            return self.placement(len(self._groups)).devices_of_places
         devices = dict.fromkeys(self.config.ranks)
         return (*devices, *idle_process_devices(devices))

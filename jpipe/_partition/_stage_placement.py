@@ -3,10 +3,10 @@
 A stage runs on the rank that the schedule gives it, a rank is a device, and a *place*
 is the index of a device among the different devices:
 
-    stages     0  1  2  3
-    placement  0  1  1  0    (schedule.placement: stage -> rank)
-    ranks      a  b          (rank -> device)
-    places     a  b          (place -> device)
+    stage                0  1  2  3
+    schedule.placement   0  1  1  0    (stage -> rank)
+    ranks                a  b          (rank -> device)
+    devices_of_places    a  b          (place -> device)
 """
 
 import itertools
@@ -80,7 +80,7 @@ class StagePlacement:
         return tuple(self.ranks[rank] for rank in self.schedule.placement)
 
     @cached_property
-    def places(self) -> tuple[Device, ...]:
+    def devices_of_places(self) -> tuple[Device, ...]:
         """The device of each place: a device may serve several stages.
 
         In a pipeline over several processes each process has a place, if only for
@@ -94,16 +94,16 @@ class StagePlacement:
     @cached_property
     def processes(self) -> tuple[int, ...]:
         """The process of each place."""
-        return tuple(device.process_index for device in self.places)
+        return tuple(device.process_index for device in self.devices_of_places)
 
     @cached_property
-    def local_places(self) -> tuple[Device, ...]:
-        """The places of this process.
+    def local_devices(self) -> tuple[Device, ...]:
+        """The devices of places in this process.
 
         Raises:
           ValueError: if there are none.
         """
-        local = tuple(filter(is_here, self.places))
+        local = tuple(filter(is_here, self.devices_of_places))
         if not local:
             (process,) = set(self.processes)
             raise ValueError(
@@ -122,12 +122,12 @@ class StagePlacement:
         devices: list[Any] = []
         for process in processes:
             first_place = self.processes.index(process)
-            devices += devices_of(self.places[first_place])
+            devices += devices_of(self.devices_of_places[first_place])
         return replicated_sharding(devices)
 
     @cached_property
     def _place_of(self) -> dict[Device, int]:
-        return {device: place for place, device in enumerate(self.places)}
+        return {device: place for place, device in enumerate(self.devices_of_places)}
 
     def device_text(self, device: Device) -> str:
         """The words for a device, with its process if there are several."""
@@ -137,7 +137,7 @@ class StagePlacement:
 
     def graph(self) -> Graph:
         """An empty graph over its places, with the facts that processes compare."""
-        graph = Graph(self.places)
+        graph = Graph(self.devices_of_places)
         if self.copies is not None:
             layers = [layer.name for layer in self.layers]
             text = self.schedule.to_text()
@@ -177,9 +177,9 @@ class StagePlacement:
     def axes(self) -> tuple[str, ...]:
         """The axes of the meshes of all places."""
         names: dict[str, None] = {}  # an ordered set
-        for place in self.places:
-            if isinstance(place, StageMesh):
-                names |= dict.fromkeys(place.mesh.axis_names)
+        for device in self.devices_of_places:
+            if isinstance(device, StageMesh):
+                names |= dict.fromkeys(device.mesh.axis_names)
         return tuple(names)
 
     @cached_property

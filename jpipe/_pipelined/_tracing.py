@@ -39,8 +39,8 @@ def trace_sizes(
         traced = _trace(
             spec, params, batch, size, num_stages=partition.num_traced_stages
         )
-        closed = _user_meshes.restrict_to_places(
-            traced.closed, partition.places, partition.warnings
+        closed = _user_meshes.restrict_to_devices(
+            traced.closed, partition.devices, partition.warnings
         )
         traced = replace(
             traced,

@@ -120,7 +120,7 @@ class Optimizer:
         Raises:
           ValueError: if it is not.
         """
-        devices = self._placement.places
+        devices = self._placement.devices_of_places
         for array, leaf in zip(jax.tree.leaves(state), self.state, strict=True):
             if not _transfer.is_in_place(array, devices[leaf.place], leaf.sharding):
                 raise ValueError(
@@ -204,7 +204,9 @@ def place_opt_state(
     ]
     mirrored = MirroredPlaces(leaves_at(0, params, param_locations))
     arrays = [
-        _transfer.put_leaf(leaf.value, placement.places[leaf.place], leaf.sharding)
+        _transfer.put_leaf(
+            leaf.value, placement.devices_of_places[leaf.place], leaf.sharding
+        )
         for leaf in mirrored.leaves_of(1, state)
     ]
     return jax.tree.unflatten(jax.tree.structure(state), arrays)

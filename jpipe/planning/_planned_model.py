@@ -1,8 +1,9 @@
 """A model on abstract devices: traced layer by layer, and as a step of a plan.
 
-A plan counts in layers of a list, or in pieces of one model: the parts between the
-places that few bytes cross. A model is cut into pieces once, on the first micro-batch
-that it is traced on; the cut points mean the same on micro-batches of other sizes.
+A plan counts in layers of a list, or in pieces of one model, which end at gaps between
+equations that few bytes cross. A model is cut into pieces once, on the first
+micro-batch that it is traced on; the cut points mean the same on micro-batches of other
+sizes.
 """
 
 import itertools
@@ -107,7 +108,7 @@ class PlannedModel:
         return describe(info._replace(names=names, skips=skips))
 
     def _find_pieces(self, one_microbatch: Request) -> CutPoints:
-        """Finds the places of a model that few bytes cross."""
+        """Finds the gaps of a model that few bytes cross."""
         # The model is one stage, but its calls of `jax.checkpoint` are opened as for as
         # many as there may be pieces, so that pieces may end within them.
         whole = CutPoints.without_cuts(_NUM_PIECES)
