@@ -87,8 +87,8 @@ def _setting_of_policy(policy: Policy) -> RematSetting:
 def checkpoint(function: Function, mode: RematMode) -> Function:
     """The function of which `jax.vjp` stores what the policy of a mode says.
 
-    Forward and backward are different programs: XLA needs no barrier against finding
-    common subexpressions.
+    XLA needs no barrier against finding common subexpressions: forward and backward are
+    different programs, or `RematMode.when_fused` recomputes nothing.
     """
     policy = mode.policy
     if policy is None:

@@ -1,6 +1,6 @@
 """Remat modes: the residuals that a stage stores between forward and backward.
 
-They are data, without JAX: profiles are partitioned by them.
+No JAX is imported here: planning partitions profiles without it.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ class RematMode:
 
     Attributes:
       name: the name that users write and that plans print.
-      policy: the policy of `jax.checkpoint` that tells what is stored: a function, or a
-        name in `jax.checkpoint_policies`; ``None``: the stage is differentiated without
-        `jax.checkpoint`, and the backward reads what JAX would store.
+      policy: the policy of `jax.checkpoint` that says what the backward reads: a
+        function, or a name in `jax.checkpoint_policies`; ``None``: no `jax.checkpoint`,
+        so that it reads what `jax.vjp` stores.
       stores_only_inputs: True if nothing is stored but the stage's inputs, so that a
         forward by itself makes only its outputs, and the backward computes it again.
-      stores_fewest_bytes: True if the residuals are the fewest bytes from which all
-        that the backward reads follows cheaply; else they are all that it reads.
+      stores_fewest_bytes: True if of this a minimum cut is stored, the fewest bytes
+        from which all that the backward reads follows cheaply; False: all is stored.
       is_tried_by_plan: True if `jpipe.plan` tries it where users name no modes.
     """
 
@@ -35,17 +35,11 @@ class RematMode:
 
     @property
     def recomputes(self) -> bool:
-        """True if the backward computes anything again."""
-        return self.policy is not None or self.stores_fewest_bytes
+        """True if the backward computes anything of a micro-batch again.
 
-    @property
-    def storage_order(self) -> tuple[bool, ...]:
-        """A sorting key by which modes that store fewer bytes come first."""
-        return (
-            not self.stores_only_inputs,
-            not self.stores_fewest_bytes,
-            not self.recomputes,
-        )
+        What follows from weights alone is computed again in all modes.
+        """
+        return self.policy is not None or self.stores_fewest_bytes
 
     @property
     def between_halves(self) -> "RematMode":
@@ -55,7 +49,8 @@ class RematMode:
     def when_fused(self, *, is_whole_backward: bool) -> "RematMode":
         """The mode of a forward that is one program with its backward, or with I of it.
 
-        Nothing is stored between the two; W comes later, and reads what I leaves.
+        Nothing is stored between the two, so recomputation would save no bytes and XLA
+        would undo it: hence `NONE`. W comes later, and reads what I stores for it.
         """
         return NONE if is_whole_backward else self.between_halves
 
@@ -69,5 +64,5 @@ FULL = RematMode(
 NONE = RematMode("none")
 DOTS = RematMode("dots", "dots_saveable")
 MIN_CUT = RematMode("min_cut", stores_fewest_bytes=True, is_tried_by_plan=True)
-# All modes that have a name.
-MODES = (FULL, NONE, DOTS, MIN_CUT)
+# All modes that have a name; those that store the fewest bytes first.
+MODES = (FULL, MIN_CUT, DOTS, NONE)

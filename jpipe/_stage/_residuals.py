@@ -32,7 +32,9 @@ def measure_residuals(
     side_inputs: Sequence[core.Var],
     mode: RematMode,
 ) -> Residuals:
-    """The residuals under a remat mode; under one without a policy those of others too.
+    """The bytes that a mode stores; if it has no policy, those of other modes too.
+
+    A trace without a policy also tells what `FULL`, `DOTS` and `NONE` store.
 
     Args:
       pullback_leaves: ``inputs -> all that the backward reads``.
@@ -53,9 +55,10 @@ def measure_residuals(
 
     of_microbatch = {*activations, *side_inputs}
     is_of_microbatch = [var in of_microbatch for var in jaxpr.invars]
-    data = _jaxpr.depending_on(pullback_leaves, is_of_microbatch)
-    products = _min_cut.products(jaxpr, jaxpr.outvars) & data
-    pullback_vars = _jaxpr.variables(jaxpr.outvars) & data
+    microbatch_vars = _jaxpr.depending_on(pullback_leaves, is_of_microbatch)
+    products = _min_cut.products(jaxpr, jaxpr.outvars) & microbatch_vars
+    pullback_vars = _jaxpr.variables(jaxpr.outvars) & microbatch_vars
+    # Under `FULL` the backward runs the forward again, which reads all activations.
     nbytes = {FULL.name: total_bytes(activations)}
     if mode.stores_fewest_bytes:
         nbytes[mode.name] = stored_bytes

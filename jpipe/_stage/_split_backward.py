@@ -1,8 +1,11 @@
-"""A backward cut in two: the gradient of the input first, that of the weights later.
+"""A backward split in two: the gradient of the input first, that of the weights later.
 
-    backward:  (weights, data) -> (input_grads, weight_grads)
-    first:     (weights, data) -> (input_grads, residuals)
-    second:    (weights, data, residuals) -> weight_grads
+    backward:  (weights, microbatch) -> (input_grads, weight_grads)
+    first:     (weights, microbatch) -> (input_grads, residuals)
+    second:    (weights, microbatch, residuals) -> weight_grads
+
+where *microbatch* is all that differs between micro-batches: activations, cotangents,
+the residuals of the forward.
 
 The stage before waits for the first half and nobody for the second, so a schedule can
 put the second where a rank would idle. Both are slices of one jaxpr: each has the
@@ -27,8 +30,8 @@ class BackwardHalves(NamedTuple):
     """The two halves of a program, as jaxprs over flat leaves.
 
     Attributes:
-      first: ``(weights, data) -> (first, residuals)``.
-      second: ``(weights, data, residuals) -> second``.
+      first: ``(weights, microbatch) -> (first, residuals)``.
+      second: ``(weights, microbatch, residuals) -> second``.
     """
 
     first: core.ClosedJaxpr
@@ -42,7 +45,7 @@ def split_backward(
     is_first: Sequence[bool],
     mode: RematMode,
 ) -> BackwardHalves:
-    """Cuts a program in two.
+    """Splits a program in two.
 
     Args:
       closed: the jaxpr of the program.
@@ -61,8 +64,10 @@ def split_backward(
 
     # The first half has the equations that its results need.
     first = _jaxpr.dce_jaxpr(opened, first_outvars)
-    data = _jaxpr.depending_on(opened, [not weight for weight in is_weight])
-    computed = [v for v in _jaxpr.outvars_of(first.jaxpr.eqns) if v in data]
+    is_of_microbatch = [not weight for weight in is_weight]
+    microbatch_vars = _jaxpr.depending_on(opened, is_of_microbatch)
+    first_vars = _jaxpr.outvars_of(first.jaxpr.eqns)
+    computed = [var for var in first_vars if var in microbatch_vars]
 
     # The residuals are all that the second half reads of these, or give it cheaply.
     second_reads = _read_vars(opened, second_outvars, computed)

@@ -45,14 +45,16 @@ class StageFunctions:
 
         forward:      inputs                              -> outputs, residuals
         backward:     inputs, residuals, cotangents       -> weight and input grads
-        input_grad:   inputs, residuals, cotangents       -> input grads, more
-        weight_grad:  inputs, residuals, cotangents, more -> weight grads
+        input_grad:   inputs, residuals, cotangents       -> input grads, I residuals
+        weight_grad:  the same, and I residuals           -> weight grads
+
+    *I residuals* are those of the first half of the backward, which the second reads.
 
     Attributes:
-      slice: the jaxpr of the stage, on micro-batches of one size.
+      slice: the slice of the stage, on micro-batches of one size.
       mode: the remat mode: what is stored between forward and backward.
-      divisors: specs of the divisor of the loss, empty if it has none; ``None`` for a
-        stage without a loss.
+      divisors: for a stage with the loss, specs of the sum of loss weights that
+        divides it, or none; for a stage without it ``None``: see `_vjp.split_vjp`.
     """
 
     slice: StageSlice
@@ -81,7 +83,7 @@ class StageFunctions:
         invars = self.slice.closed.jaxpr.invars
         side_inputs = {*self.slice.side_inputs}
         num_with_grad = self.slice.num_trained + self.slice.num_input_grads
-        return _vjp.cut_vjp(
+        return _vjp.split_vjp(
             function,
             specs(invars[:num_with_grad]),
             specs(invars[num_with_grad:]),
@@ -100,7 +102,7 @@ class StageFunctions:
     def backward(self) -> Computation:
         """``(inputs, residuals, cotangents) -> (weight_grads, input_grads)``.
 
-        That of the loss takes its divisors in place of cotangents: see `_vjp.cut_vjp`.
+        That of the loss takes its divisors in place of cotangents.
         """
         return Computation.from_jaxpr("backward", self._vjp_parts.backward)
 
@@ -118,12 +120,12 @@ class StageFunctions:
 
     @cached_property
     def input_grad(self) -> Computation:
-        """``(inputs, residuals, cotangents) -> (input_grads, residuals)``."""
+        """``(inputs, residuals, cotangents) -> (input_grads, I residuals)``."""
         return Computation.from_jaxpr("input_grad", self._halves.first)
 
     @cached_property
     def weight_grad(self) -> Computation:
-        """``(*inputs of input_grad, *its residuals) -> weight_grads``."""
+        """``(inputs, residuals, cotangents, I residuals) -> weight_grads``."""
         return Computation.from_jaxpr("weight_grad", self._halves.second)
 
     @property
@@ -151,8 +153,8 @@ class StageFunctions:
         """A backward, or a half of one, that adds weight gradients to their sums.
 
         B: ``(inputs, residuals, cotangents, sums) -> (input_grads, sums)``
-        I: ``(inputs, residuals, cotangents) -> (input_grads, residuals of I)``
-        W: ``(*inputs of I, *residuals of I, sums) -> sums``
+        I: ``(inputs, residuals, cotangents) -> (input_grads, I residuals)``
+        W: ``(inputs, residuals, cotangents, I residuals, sums) -> sums``
         """
         if op not in self._actions:
             closed = self._backward_adding_jaxpr(op)

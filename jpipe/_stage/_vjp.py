@@ -1,4 +1,4 @@
-"""A function cut in two programs: a forward and the backward that completes it.
+"""A function split in two programs: a forward and the backward that completes it.
 
     forward:   inputs                        -> outputs, residuals
     backward:  inputs, residuals, cotangents -> gradients
@@ -15,7 +15,7 @@ that is read off the jaxpr of the forward:
   the *residuals*, which the forward returns for the backward.
 
 Forward and backward are different programs, so XLA cannot undo the recomputation by
-finding common subexpressions.
+finding common subexpressions. Where one call runs both, see `RematMode.when_fused`.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,11 +39,11 @@ class ForwardBackward(NamedTuple):
     """The two halves of one function, as jaxprs over flat leaves.
 
     Attributes:
-      forward: ``(differentiated, fixed) -> (outputs, residuals)``. The backward may not
-        read all of these.
-      pullback_leaves: the same computation, ``(differentiated, fixed) -> leaves of the
-        pullback``, all that the backward reads.
-      residual_vars: the variables of both that the forward returns for the backward.
+      forward: ``(differentiated, fixed) -> (outputs, residuals)``.
+      pullback_leaves: the forward with other results, ``(differentiated, fixed) -> all
+        that the backward reads``: the leaves of the pullback of `jax.vjp`.
+      residual_vars: the residuals, variables of `forward` and `pullback_leaves`, which
+        have the same equations.
       backward: ``(differentiated, fixed, residuals, cotangents) -> gradients`` of the
         differentiated leaves. That of a loss takes its divisors in place of cotangents.
     """
@@ -54,7 +54,7 @@ class ForwardBackward(NamedTuple):
     backward: core.ClosedJaxpr
 
 
-def cut_vjp(
+def split_vjp(
     function: Function,
     differentiated: Leaves,
     fixed: Leaves,
@@ -64,7 +64,7 @@ def cut_vjp(
     mode: RematMode,
     divisors: Leaves | None = None,
 ) -> ForwardBackward:
-    """Cuts a function in a forward and a backward.
+    """Splits a function in a forward and a backward.
 
     Args:
       function: the function to differentiate.
@@ -74,8 +74,9 @@ def cut_vjp(
       is_at_hand: one bool per leaf of both; True for a leaf of one micro-batch that
         both halves have anyway: targets, keys.
       mode: tells what the backward reads, and which residuals are stored for that.
-      divisors: specs of the divisor of a loss, the only output; empty if it has none.
-        ``None``: the backward takes the cotangents of the outputs.
+      divisors: ``None``: the backward takes the cotangents of the outputs. Of a loss,
+        the only output, specs of what its backward takes instead: the sum of loss
+        weights, by which it divides, or nothing, since its cotangent is 1.
 
     Returns:
       The two halves.
@@ -112,12 +113,8 @@ def cut_vjp(
         pullback = jax.tree.unflatten(pullback_tree, pullback_leaves)
         if divisors is None:
             return pullback(list(cotangents))
-        # The only output is the loss: its cotangent is 1, or 1 / (sum of weights).
         (loss,) = outputs
-        if not cotangents:
-            return pullback([jnp.ones((), loss.dtype)])
-        (divisor,) = cotangents
-        return pullback([(1 / divisor).astype(loss.dtype)])
+        return pullback([_loss_cotangent(loss.dtype, *cotangents)])
 
     backward, _ = _jaxpr.trace(
         run_backward,
@@ -135,6 +132,12 @@ def cut_vjp(
     )
 
 
+def _loss_cotangent(dtype: Any, divisor: Any = None) -> Any:
+    if divisor is None:
+        return jnp.ones((), dtype)
+    return (1 / divisor).astype(dtype)
+
+
 def _with_outvars(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
 
@@ -142,14 +145,15 @@ def _with_outvars(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.Clos
 def _all_residuals(
     closed: core.ClosedJaxpr, pullback_vars: Sequence[Any], is_weight: Sequence[bool]
 ) -> list[core.Var]:
-    """The variables that the backward reads and that follow from data by equations.
+    """The results of equations on the micro-batch that the backward reads.
 
     Args:
       closed: the jaxpr of the forward.
       pullback_vars: the variables that the backward reads.
       is_weight: one bool per input.
     """
-    data = _jaxpr.depending_on(closed, [not weight for weight in is_weight])
-    computed = data.difference(closed.jaxpr.invars)
+    is_of_microbatch = [not weight for weight in is_weight]
+    microbatch_vars = _jaxpr.depending_on(closed, is_of_microbatch)
+    computed = microbatch_vars.difference(closed.jaxpr.invars)
     read = [var for var in pullback_vars if not isinstance(var, core.Literal)]
     return [var for var in dict.fromkeys(read) if var in computed]

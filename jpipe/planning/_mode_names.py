@@ -6,12 +6,10 @@ residuals, and compute the rest again.
 
 from collections.abc import Collection
 
-from .._partition import _remat_mode
-from .._partition._remat_mode import RematMode
+from .._partition._remat_mode import MIN_CUT, MODES, RematMode
 from ..schedules._choose import format_argument
 
-# The modes that store the fewest bytes first.
-MODES = tuple(sorted(_remat_mode.MODES, key=lambda mode: mode.storage_order))
+# Those that store the fewest bytes first.
 MODE_NAMES = tuple(mode.name for mode in MODES)
 # The modes that a search tries: from fast and large to slow and small.
 TRIED_MODES = tuple(mode.name for mode in reversed(MODES) if mode.is_tried_by_plan)
@@ -26,7 +24,7 @@ def stores_only_inputs(name: str) -> bool:
 
 def mode_between_halves(name: str) -> str:
     """The mode of what the first half of a backward stores for the second."""
-    return _BY_NAME.get(name, _remat_mode.MIN_CUT).between_halves.name
+    return _BY_NAME.get(name, MIN_CUT).between_halves.name
 
 
 def sort_modes(names: Collection[str]) -> tuple[str, ...]:

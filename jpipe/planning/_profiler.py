@@ -10,14 +10,14 @@ from .._jaxprs._flops import count_flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
-from .._partition._remat_mode import NONE
+from .._partition._remat_mode import MODES, NONE
 from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, estimate_seconds, estimate_workspace
 from ._fingerprint import fingerprint
 from ._measure import Times, measure_layers
-from ._mode_names import MODE_NAMES, MODES
+from ._mode_names import MODE_NAMES
 from ._planned_model import PlannedModel
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request

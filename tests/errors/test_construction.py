@@ -21,7 +21,7 @@ LINEAR = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
 BOUND = nn.Dense(3).bind(nn.Dense(3).init(KEY, X))
 REVERSED = tuple(row[::-1] for row in gpipe(3, 2).rows)
 KNOWN = "'gpipe', 'gpipe_last_1f1b'"
-REMATS = "'none', 'dots', 'min_cut', 'except_last' or a policy of jax.checkpoint_p"
+REMATS = "'min_cut', 'dots', 'none', 'except_last' or a policy of jax.checkpoint_p"
 
 
 def picky(num_ranks, num_microbatches):
