@@ -1,12 +1,12 @@
 """Dataflow in a jaxpr, through its calls, branches and loops.
 
-    reached(jaxpr, inputs)   results that follow from some of the inputs
-    origins(jaxpr)           inputs, and named values, that results are unchanged
+    dependent_results   results that follow from some of the inputs
+    result_origins      inputs, or values with a name, that results are, unchanged
 
 Both go through the equations once, with a fact about each variable. The facts about
 the results of a call or a branch are those of the jaxpr inside. A loop feeds its
-results to its next iteration: `dependent_results` repeats its body until no fact
-changes.
+results to its next iteration: `dependent_results` goes through its body until no fact
+changes, and `result_origins` once, since a loop must hand on what is unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,14 +34,14 @@ def dependent_results(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[
         return not isinstance(atom, core.Literal) and atom in dependents
 
     for eqn in closed.jaxpr.eqns:
-        results = _eqn_reached(eqn, [*map(is_dependent, eqn.invars)])
-        for var, is_reached in zip(eqn.outvars, results, strict=True):
-            if is_reached:
+        results = _dependent_eqn_results(eqn, [*map(is_dependent, eqn.invars)])
+        for var, is_dependent_result in zip(eqn.outvars, results, strict=True):
+            if is_dependent_result:
                 dependents.add(var)
     return [*map(is_dependent, closed.jaxpr.outvars)]
 
 
-def _eqn_reached(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
+def _dependent_eqn_results(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
     """One bool per result of an equation; True if it follows from chosen operands."""
     bodies = [] if eqn.primitive.name == "while" else _jaxpr.bodies(eqn)
     if not bodies:
@@ -55,8 +55,8 @@ def _eqn_reached(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
             # All results follow from the index of a branch.
             is_index_chosen = any(operands[:num_leading])
             body_results = dependent_results(body, operands[num_leading:])
-            for index, is_reached in enumerate(body_results):
-                results[index] |= is_reached or is_index_chosen
+            for index, is_dependent_result in enumerate(body_results):
+                results[index] |= is_dependent_result or is_index_chosen
 
         next_operands = [*operands]
         next_operands[carry] = [

@@ -1,8 +1,18 @@
 """Jaxprs: functions that trace, rewrite, evaluate and analyse them.
 
 A *closed* jaxpr is a jaxpr with the values of its constants. Functions that rewrite one
-evaluate it under a new trace, in which rules replace some of its equations. Analyses
-are over variables: see `descendants`, `ancestors` and `dce_jaxpr`.
+evaluate it under a new trace, in which rules replace some of its equations.
+
+    dce_jaxpr          a jaxpr with other results, and no more than they need
+    recomputation      the same, without effects, where some variables are stored
+    rewrite            a jaxpr, some of its equations replaced by rules
+    retrace            a jaxpr of another function, of the same inputs
+    evaluate           results in a trace, some equations by rules
+    as_traced          a jaxpr as a function for a trace, without rules
+    ancestors          the variables that some follow from
+    descendants        the variables that follow from any of some,
+    depending_on       ... of some inputs, or from an effect
+    computable_from    ... and from nothing else
 
 `jax.extend.core` is JAX's public door to jaxprs.
 """
@@ -35,7 +45,7 @@ Groups = Sequence[Sequence[int]]
 
 # The names that JAX gives, or has given, to the primitives of `jax.jit` and of
 # `jax.checkpoint`.
-_CALLS = ("jit", "pjit")
+_JITS = ("jit", "pjit")
 CHECKPOINTS = ("remat2", "checkpoint")
 RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
@@ -61,7 +71,7 @@ def trace(
         return function(*args)
 
     closed, result = jax.make_jaxpr(new_function, return_shape=True)(*specs)
-    return _inline_and_open(closed, _CALLS, ending=ending), result
+    return _inline_and_open(closed, _JITS, ending=ending), result
 
 
 def open_branches(
@@ -75,7 +85,7 @@ def open_branches(
         each of which gets a cond of its own; or no groups: then all branches are
         computed, and the results selected, leaf by leaf.
     """
-    return _inline_and_open(closed, _CALLS, groups_of)
+    return _inline_and_open(closed, _JITS, groups_of=groups_of)
 
 
 def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -84,12 +94,12 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     For programs that hold nothing but a backward: next to its forward, XLA would find
     what is computed again and keep it instead.
     """
-    return _inline_and_open(closed, (*_CALLS, *CHECKPOINTS))
+    return _inline_and_open(closed, (*_JITS, *CHECKPOINTS))
 
 
 def inline_calls(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same values, with all calls inlined and without rules for derivatives."""
-    return _inline_and_open(closed, (*_CALLS, *CHECKPOINTS, *RULES))
+    return _inline_and_open(closed, (*_JITS, *CHECKPOINTS, *RULES))
 
 
 def inline_eqns(closed: core.ClosedJaxpr, eqn_ids: Collection[int]) -> core.ClosedJaxpr:
@@ -97,12 +107,14 @@ def inline_eqns(closed: core.ClosedJaxpr, eqn_ids: Collection[int]) -> core.Clos
 
     Calls of `jax.jit` inside of them are inlined too, as by `trace`.
     """
-    return _inline_and_open(closed, {*_CALLS, *eqn_ids})
+    return _inline_and_open(closed, _JITS, eqn_ids=eqn_ids)
 
 
 def _inline_and_open(
     closed: core.ClosedJaxpr,
-    calls: Container[str | int],
+    names: Container[str],
+    *,
+    eqn_ids: Container[int] = (),
     groups_of: Mapping[int, Groups] = MappingProxyType({}),
     ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
@@ -110,13 +122,14 @@ def _inline_and_open(
 
     Args:
       closed: the jaxpr.
-      calls: the names of primitives, or the ids of equations, to inline.
+      names: the names of the primitives whose calls are inlined.
+      eqn_ids: the ids of other equations that are calls to inline.
       groups_of: see `open_branches`.
       ending: see `trace`.
     """
 
     def is_call(eqn: core.JaxprEqn) -> bool:
-        return eqn.primitive.name in calls or id(eqn) in calls
+        return eqn.primitive.name in names or id(eqn) in eqn_ids
 
     if not (groups_of or ending or any(map(is_call, closed.jaxpr.eqns))):
         return closed

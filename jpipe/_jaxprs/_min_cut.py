@@ -2,8 +2,13 @@
 
 A program that is cut in two hands values from the first half to the second. What is
 cheap to compute need not pass: a bias added, a mask, a norm of what passes anyway.
-Which values pass is a minimum cut: from what must be computed once, through equations
-that may be computed again, to what the second half reads.
+Which values pass is a minimum cut of a graph whose nodes are variables, with an edge
+from each operand of a cheap equation to each result:
+
+    starts    inputs, and results of expensive equations: computed once
+    ends      the variables that the second half needs
+    size      the bytes of a variable; none if it is stored anyway
+    the cut   the *stored* variables, one on each path from a start to an end
 
 XLA computes a cheap value inside each loop that reads it, from what passed. Along a
 chain, such as ``x += scale * tanh(...)`` in each of ``n`` layers, that would be work of
@@ -28,9 +33,8 @@ from ._primitives import CALLS, CHEAP, DRAWS, PRODUCTS, SORTS
 
 # The sum of all capacities: SciPy counts in 32 bits.
 _TOTAL = 2**29
-# One of so many sums in a row is stored. Few are read by each loop then; where a layer
-# stores one array and is eight wide, 8 % more is stored, and its backward takes 1.6
-# times the operations of one that computes nothing again.
+# One of so many sums in a row is stored: more often would cost bytes, more rarely
+# operations. Where each layer stores one array of the size of the sum, it is 8 % more.
 _CHAIN = 12
 
 
@@ -65,8 +69,8 @@ def find_residuals(
 ) -> list[core.Var]:
     """The values to store so that others follow from them by cheap equations.
 
-    Random bits are as dear as products: of a dropout a mask is stored, a byte for each
-    element. So are sorts and the like, unless more would be stored for them than
+    Random bits are as expensive as products: of a dropout a mask is stored, a byte for
+    each element. So are sorts and the like, unless more would be stored for them than
     products, random bits and inputs are.
 
     Args:
@@ -75,7 +79,7 @@ def find_residuals(
       is_constant: one bool per input; True if all that follows from such inputs alone
         may be computed again, at any cost.
       is_stored: one bool per input; True if it is stored anyway.
-      storable: the results of equations that may be stored; default: all.
+      storable: the results of equations that may be stored; ``None``: all.
 
     Returns:
       The results of equations in the set of the fewest bytes, which may have inputs
@@ -88,13 +92,14 @@ def find_residuals(
     jaxpr = closed.jaxpr
     varying = _jaxpr.depending_on(closed, [not constant for constant in is_constant])
     invars = zip(jaxpr.invars, is_stored, strict=True)
-    at_hand = {var for var, stored in invars if stored}
+    stored_inputs = {var for var, stored in invars if stored}
 
-    # variable that no constants alone give -> its bytes; ``None``: may not be stored
+    # variable that follows from more than constants -> the bytes that storing it costs;
+    # ``None``: may not be stored
     sizes: dict[core.Var, int | None] = {}
     for var in [*jaxpr.invars, *_jaxpr.outvars_of(jaxpr.eqns)]:
         if var in varying:
-            sizes[var] = 0 if var in at_hand else nbytes(var)
+            sizes[var] = 0 if var in stored_inputs else nbytes(var)
     if storable is not None:
         results = sizes.keys() - {*jaxpr.invars}
         sizes |= {var: None for var in results if var not in storable}
@@ -103,18 +108,19 @@ def find_residuals(
         return sum(sizes[var] or 0 for var in variables)
 
     stored_vars = _cut(jaxpr, sizes, needed)
-    dear = products(jaxpr, needed, PRODUCTS | DRAWS) & varying
-    if size(stored_vars) > size(dear):
+    # These suffice where sorts are computed again; a larger cut is so for the sorts.
+    without_sorts = find_products(jaxpr, needed, PRODUCTS | DRAWS) & varying
+    if size(stored_vars) > size(without_sorts):
         stored_vars = _cut(jaxpr, sizes, needed, sorts_are_cheap=True)
     stored_vars = _with_links(jaxpr, sizes, needed, stored_vars)
     inputs = {*jaxpr.invars}
     return [var for var in stored_vars if var not in inputs]
 
 
-def products(
+def find_products(
     jaxpr: core.Jaxpr, needed: Sequence[Any], names: Container[str] = PRODUCTS
 ) -> set[core.Var]:
-    """Results of products, and inputs, from which all follows without a product.
+    """Finds results of products, and inputs, from which all follows without a product.
 
     Args:
       jaxpr: the jaxpr that computes all.
@@ -139,7 +145,7 @@ def _cut(
     *,
     sorts_are_cheap: bool = False,
 ) -> list[core.Var]:
-    """The minimum cut between the results of dear equations and what is needed.
+    """The minimum cut between what is computed once and what is needed: see the head.
 
     Args:
       jaxpr: the jaxpr that computes all.
@@ -270,7 +276,7 @@ def _minimum_cut(
     edges = [(i, num_vars + i, capacity) for i, capacity in capacities]
     edges += [(num_vars + node[var], node[result], _TOTAL) for var, result in reads]
     # All flow goes through one edge, so that it fits into 32 bits. That edge is full
-    # before an edge that may not be cut is.
+    # before one of `_TOTAL` is: if it is the cut, each other cut has one of `_TOTAL`.
     edges += [(before_source, source, _TOTAL // 2)]
     edges += [(source, node[var], _TOTAL) for var in starts]
     edges += [(num_vars + node[var], sink, _TOTAL) for var in ends]

@@ -25,7 +25,7 @@ _DRAWS = """
 """
 _CALLS = "cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit"
 
-# Each element of the result follows from the elements at the same place.
+# Each element of the result follows from the elements at the same index.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 # Nothing is computed.
 MOVES = frozenset(_MOVES.split())
@@ -38,5 +38,5 @@ CALLS = frozenset(_CALLS.split())
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 # Random bits: a hundred operations for each, and for XLA to compile.
 DRAWS = frozenset(_DRAWS.split())
-# Dear, unless what is stored for them is more than products are.
+# Expensive, unless what is stored for them is more than products are.
 SORTS = frozenset(_SORTS.split())

@@ -6,7 +6,7 @@ user's mesh is not that of a stage, which has some of the devices. So
     trace:    constraint(x, NamedSharding(user_mesh, spec)) -> name(x, spec), or x
     compile:  name(x, spec) -> constraint(x, NamedSharding(stage_mesh, spec))
 
-where the name is a text such as ``constraint ["data", null]``, which
+where the name is a text such as ``jpipe constraint ["data", null]``, which
 `jax.ad_checkpoint.checkpoint_name` puts on an array. In between there are no meshes.
 """
 

@@ -55,12 +55,12 @@ def tree_shardings(
         path = (*layer, *names)
         allowed_axes = placement.axes if placement.rule else None
         spec = _spec(axes, device, path=path, allowed_axes=allowed_axes)
-        if not math.prod(leaf.shape):  # an empty array cannot be cut
+        if not math.prod(leaf.shape):  # an empty array cannot be sharded
             spec = P()
         faults += _faults(path, leaf, spec, device)
         leaf_shardings.append(Sharding(spec=spec))
     layer_text = f" of layer {layer[0]}" if layer else ""
-    raise_all(f"parameters{layer_text} cannot be cut as they are to be", faults)
+    raise_all(f"parameters{layer_text} cannot be sharded as they are to be", faults)
     return leaf_shardings
 
 
@@ -136,7 +136,7 @@ def _spec(axes: Any, device: Device, *, path: Any, allowed_axes: Any) -> P:
 
 
 def _faults(path: Any, leaf: Any, spec: P, device: Any) -> Iterable[str]:
-    """Yields a sentence for each reason why a spec cannot cut a leaf."""
+    """Yields a sentence for each reason why a spec cannot shard a leaf."""
     if len(spec) > len(leaf.shape):
         yield f"{_text(path)} of shape {leaf.shape} has fewer axes than {spec}"
         return

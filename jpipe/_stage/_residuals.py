@@ -56,7 +56,7 @@ def measure_residuals(
     of_microbatch = {*activations, *side_inputs}
     is_of_microbatch = [var in of_microbatch for var in jaxpr.invars]
     microbatch_vars = _jaxpr.depending_on(pullback_leaves, is_of_microbatch)
-    products = _min_cut.products(jaxpr, jaxpr.outvars) & microbatch_vars
+    products = _min_cut.find_products(jaxpr, jaxpr.outvars) & microbatch_vars
     pullback_vars = _jaxpr.variables(jaxpr.outvars) & microbatch_vars
     # Under `FULL` the backward runs the forward again, which reads all activations.
     nbytes = {FULL.name: total_bytes(activations)}

@@ -88,7 +88,7 @@ class StageFunctions:
             specs(invars[:num_with_grad]),
             specs(invars[num_with_grad:]),
             is_weight=self._is_weight,
-            is_at_hand=[var in side_inputs for var in invars],
+            is_stored=[var in side_inputs for var in invars],
             mode=self.mode,
             divisors=self.divisors,
         )

@@ -60,7 +60,7 @@ def split_vjp(
     fixed: Leaves,
     *,
     is_weight: Sequence[bool],
-    is_at_hand: Sequence[bool],
+    is_stored: Sequence[bool],
     mode: RematMode,
     divisors: Leaves | None = None,
 ) -> ForwardBackward:
@@ -71,8 +71,8 @@ def split_vjp(
       differentiated: specs of the leaves that have a gradient.
       fixed: specs of the leaves that have none.
       is_weight: one bool per leaf of both; True for a weight.
-      is_at_hand: one bool per leaf of both; True for a leaf of one micro-batch that
-        both halves have anyway: targets, keys.
+      is_stored: one bool per leaf of both; True for a leaf of one micro-batch that is
+        stored anyway: targets, keys.
       mode: tells what the backward reads, and which residuals are stored for that.
       divisors: ``None``: the backward takes the cotangents of the outputs. Of a loss,
         the only output, specs of what its backward takes instead: the sum of loss
@@ -99,7 +99,7 @@ def split_vjp(
     pullback_vars = closed.jaxpr.outvars[num_outputs:]
     if mode.stores_fewest_bytes:
         residual_vars = _min_cut.find_residuals(
-            closed, pullback_vars, is_constant=is_weight, is_stored=is_at_hand
+            closed, pullback_vars, is_constant=is_weight, is_stored=is_stored
         )
     else:
         residual_vars = _all_residuals(closed, pullback_vars, is_weight)

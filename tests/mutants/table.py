@@ -108,7 +108,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ('params["reverse"],', "False,"),
     ],
     "_jaxprs/_min_cut": [
-        ("0 if var in at_hand else nbytes(var)", "nbytes(var)"),
+        ("0 if var in stored_inputs else nbytes(var)", "nbytes(var)"),
         ("if size(stored_vars) > size(", "if size(stored_vars) < size("),
     ],
     "_jaxprs/_structural_key": [
@@ -217,7 +217,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_stage/_vjp": [
         (
-            "is_constant=is_weight, is_stored=is_at_hand",
+            "is_constant=is_weight, is_stored=is_stored",
             "is_constant=is_weight, is_stored=[not x for x in is_weight]",
         ),
     ],
