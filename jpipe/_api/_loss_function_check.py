@@ -88,7 +88,7 @@ def check_loss_function(
             )
             split_batch = replace(batch, sizes=part_sizes)
             specializations.append(function.build(params, split_batch))
-        if specializations[0].placement.copies is not None:
+        if not specializations[0].placement.is_one_process:
             raise ValueError(
                 "what several processes have cannot be checked in one of them; check "
                 "the function in one process"

@@ -244,7 +244,7 @@ class PipelinedModel:
         """
         specs, tree = jax.tree.flatten(self.model.from_entries(initial.specs))
         locations = self.layout(tree.unflatten(specs), x).locations
-        if self.placement.copies is not None:
+        if not self.placement.is_one_process:
             agree_on_key(key)
         devices = [self.placement.devices[stage] for stage, _ in locations]
         is_drawn_here = [

@@ -73,7 +73,7 @@ def initial_train_state(
             "function holds arrays, or calls a module, as constants: list the module "
             "itself, or jpipe.Layer(init, apply)"
         )
-    if placement.copies is not None:
+    if not placement.is_one_process:
         agree_on_key(key)
 
     first_key, step = _put_on_first(placement, [key, np.int32(0)])
@@ -116,6 +116,6 @@ def _put_on_first(placement: StagePlacement, leaves: list[Any]) -> list[Any]:
 
 def _replicate(placement: StagePlacement, leaves: list[Any]) -> list[Any]:
     """Arrays with a copy in each process; the leaves, where there is one process."""
-    if placement.copies is None:
+    if placement.is_one_process:
         return leaves
-    return [replicated_array(leaf, placement.copies) for leaf in leaves]
+    return [replicated_array(leaf, placement.copies_sharding) for leaf in leaves]

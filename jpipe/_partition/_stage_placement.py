@@ -114,13 +114,15 @@ class StagePlacement:
         return local
 
     @cached_property
-    def copies(self) -> NamedSharding | None:
-        """The sharding of an array with a copy in each process; ``None`` for one."""
-        processes = sorted(set(self.processes))
-        if len(processes) == 1:
-            return None
+    def is_one_process(self) -> bool:
+        """True if all places are in one process."""
+        return len(set(self.processes)) == 1
+
+    @cached_property
+    def copies_sharding(self) -> NamedSharding:
+        """The sharding of an array with a copy in each process."""
         devices: list[Any] = []
-        for process in processes:
+        for process in sorted(set(self.processes)):
             first_place = self.processes.index(process)
             devices += devices_of(self.devices_of_places[first_place])
         return replicated_sharding(devices)
@@ -131,14 +133,14 @@ class StagePlacement:
 
     def device_text(self, device: Device) -> str:
         """The words for a device, with its process if there are several."""
-        if self.copies is None:
+        if self.is_one_process:
             return str(device)
         return f"{device} of process {device.process_index}"
 
     def graph(self) -> Graph:
         """An empty graph over its places, with the facts that processes compare."""
         graph = Graph(self.devices_of_places)
-        if self.copies is not None:
+        if not self.is_one_process:
             layers = [layer.name for layer in self.layers]
             text = self.schedule.to_text()
             graph.facts |= {

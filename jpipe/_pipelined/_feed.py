@@ -67,7 +67,7 @@ class Feed:
           TimeoutError: if a process does not come.
         """
         placement = self._get_placement()
-        if placement is None or placement.copies is None:
+        if placement is None or placement.is_one_process:
             return x, targets
         if self._is_local:
             args = {"x": x, "targets": targets}
