@@ -67,12 +67,12 @@ class FunctionGradient(CustomLoop):
         self._has_one_argnum = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
 
-        def joins(results: MicrobatchOutputs) -> list[_join.Join]:
+        def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
             return _join.join_aux(aux_axes, results)
 
         self._spec = FunctionSpec(
             self._call_function,
-            joins,
+            make_joins,
             argnums=self._argnums,
             in_axes=in_axes,
             has_aux=has_aux,

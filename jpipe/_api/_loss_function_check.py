@@ -138,7 +138,7 @@ def _without_aux(spec: FunctionSpec) -> FunctionSpec:
         value, _ = check_pair(spec.function(params, *args), "(loss, aux)")
         return value
 
-    return replace(spec, function=loss, has_aux=False, joins=lambda _: [])
+    return replace(spec, function=loss, has_aux=False, make_joins=lambda _: [])
 
 
 def _one_stage(partition: Partition, num_microbatches: int) -> Partition:

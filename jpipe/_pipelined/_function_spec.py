@@ -38,7 +38,7 @@ class FunctionSpec:
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``; the last of
         ``args`` of a loss function is a dict of the arguments by name.
-      joins: ``results of micro-batches besides the loss -> join of each leaf``.
+      make_joins: ``results of micro-batches besides the loss -> join of each leaf``.
       in_axes: the axes of the examples in the arguments after ``params``.
       has_loss: True if it returns a loss, which is differentiated.
       has_aux: True if it returns something besides the loss.
@@ -54,7 +54,7 @@ class FunctionSpec:
     """
 
     function: Callable[..., Any]
-    joins: Callable[[MicrobatchOutputs], list[Join]]
+    make_joins: Callable[[MicrobatchOutputs], list[Join]]
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False

@@ -22,7 +22,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
         return model.forward(variables, x, rngs, train=train)
 
-    def joins(results: MicrobatchOutputs) -> list[_join.Join]:
+    def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
         try:
             return _join.join_outputs(model.axes.out_axes, results)
         except ValueError as error:
@@ -31,7 +31,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
 
     return FunctionSpec(
         call,
-        joins,
+        make_joins,
         in_axes=(model.axes.in_axes, None),
         has_loss=False,
         model=model,
@@ -59,12 +59,12 @@ def loss_spec(
         value, aux = objective.of_part(y, targets)
         return value, (aux, changed)
 
-    def joins(results: MicrobatchOutputs) -> list[_join.Join]:
+    def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
         return _join.join_aux(objective.aux_axes, results)
 
     return FunctionSpec(
         call,
-        joins,
+        make_joins,
         in_axes=(model.axes.in_axes, model.axes.target_axes, None),
         has_aux=True,
         reduction=objective.reduction,

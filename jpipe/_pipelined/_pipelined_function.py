@@ -229,7 +229,9 @@ class PipelinedFunction:
 
         if spec.has_loss:
             placement.check_trains()
-        joins = spec.joins(self._results(stages, specs, batch)) if runs else None
+        joins = None
+        if runs:
+            joins = spec.make_joins(self._results(stages, specs, batch))
         return Specialization(
             placement=placement,
             stages=stages,
