@@ -42,7 +42,7 @@ class PlacedExecutable:
       live_results: the positions of the results that somebody reads.
       donated: the positions of the arguments whose memory the results take over.
       device: the device of the place.
-      places: the place of each argument; less than zero: none yet.
+      argument_places: the place of each argument; less than zero: none yet.
       name: the name in profiles.
       mapped: True if each shard of the place calls it by itself.
       argument_shardings: the sharding of each argument, in a place of several devices.
@@ -56,7 +56,7 @@ class PlacedExecutable:
     live_results: Sequence[int]
     donated: Sequence[int]
     device: Device
-    places: Sequence[int]
+    argument_places: Sequence[int]
     name: str
     mapped: bool = False
     argument_shardings: Sequence[Sharding] = ()
@@ -95,7 +95,7 @@ class PlacedExecutable:
                     jax_sharding(self.device, sharding, on_host=is_on_host)
                 )
             return tuple(out_shardings)
-        if all(place < 0 for place in self.places):
+        if all(place < 0 for place in self.argument_places):
             # Without arguments in a place it would run on the default device.
             return jax_sharding(self.device)
         return None
@@ -123,7 +123,7 @@ class PlacedExecutable:
         finds the operation.
         """
         specs = [*self.arguments, *self.function.results]
-        is_placed = all(place >= 0 for place in self.places)
+        is_placed = all(place >= 0 for place in self.argument_places)
         is_plain = not any(on_host(spec) or is_below_byte(spec) for spec in specs)
         return is_placed and is_plain and may_compile_ahead()
 
@@ -196,21 +196,24 @@ def _module_key(traced: Any, lowered: Any, options: Any) -> Any:
     )
 
 
-# (module key, device) -> executable, so that a cell of a notebook that makes the same
-# pipeline or the same step again compiles nothing. None belongs to a pipeline.
-_executables: "OrderedDict[Any, Any]" = OrderedDict()
+# (module key, device) -> what XLA compiled, so that a cell of a notebook that makes the
+# same pipeline or the same step again compiles nothing. None belongs to a pipeline.
+_cache: "OrderedDict[Any, Any]" = OrderedDict()
 # XLA for CPU maps memory about a hundred times for each executable, and Linux lets a
 # process do that 65,530 times: beyond, LLVM aborts it.
-_MAX_EXECUTABLES = 256
+_MAX_CACHED = 256
 
 
-# An executable, and how many seconds XLA took.
+# What XLA compiled, and how many seconds it took.
 Compilation = tuple[Any, float]
 
 
 @dataclass
 class Executable:
-    """An executable of XLA, or a function that computes the same.
+    """What XLA compiles of a function, or a function that computes the same.
+
+    A `PlacedExecutable` is what it is compiled from; those of one device whose modules
+    are equal share one.
 
     Attributes:
       run: the function; ``None`` until `compile_side_by_side` is over.
@@ -266,8 +269,8 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
         key = module_key, device
         if key in executables:
             return executables[key]
-        executable = executables[key] = Executable(_executables.get(key))
-        if key in _executables:
+        executable = executables[key] = Executable(_cache.get(key))
+        if key in _cache:
             return executable
 
         source, compilation = first.get(module_key, (device, None))
@@ -297,7 +300,7 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
             for future, executable in running.items():
                 if not (future.cancelled() or future.exception()):
                     executable.run, executable.seconds = future.result()
-            _keep({key: x.run for key, x in executables.items() if x.run})
+            _keep_in_cache({key: x.run for key, x in executables.items() if x.run})
 
 
 def _can_load(source: Device, device: Device) -> bool:
@@ -368,13 +371,13 @@ def drawing_options(device: Device) -> dict[str, Any] | None:
     return {"xla_backend_optimization_level": 1}
 
 
-def _keep(executables: Mapping[Any, Any]) -> None:
-    """Keeps the executables that were used last."""
-    _executables.update(executables)
-    for key in executables:
-        _executables.move_to_end(key)
-    while len(_executables) > _MAX_EXECUTABLES:
-        _executables.popitem(last=False)
+def _keep_in_cache(entries: Mapping[Any, Any]) -> None:
+    """Adds entries to the cache, or moves them to its end; drops the oldest ones."""
+    _cache.update(entries)
+    for key in entries:
+        _cache.move_to_end(key)
+    while len(_cache) > _MAX_CACHED:
+        _cache.popitem(last=False)
 
 
 def on_host(spec: Any) -> bool:

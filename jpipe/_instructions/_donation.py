@@ -83,7 +83,7 @@ def assign_executables(
             live_results=live_results,
             donated=_donated(graph, sharing, live_results),
             device=graph.devices[first.place],
-            places=[graph.places[v] for v in first.reads],
+            argument_places=[graph.places[v] for v in first.reads],
             name=names[function],
             mapped=first.mapped,
             argument_shardings=[graph.shardings[v] for v in first.reads],

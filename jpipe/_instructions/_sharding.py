@@ -1,12 +1,17 @@
 """Shardings of arrays on a place of several devices: replicated, sharded or stacked.
 
 A stage may have a mesh. Along its axis ``data`` each device runs the program of one
-device on its part of the examples: the results of the shards are stacked along a new
-first axis, and programs map over it. What is not stacked is one array for the whole
-place. All other axes are left to XLA, which partitions programs by their arguments.
+device on its part of the examples: such a call is *mapped* over the shards, and its
+results are *stacked* along a new first axis. What is not stacked is one array for the
+whole place. All other axes are left to XLA, which partitions programs by their
+arguments.
 
     stacked:     [D, ...]  shard d holds [...], the result of its examples
     not stacked: [...]     sharded by a spec over the mesh, or replicated
+
+A mapped call may read both: each shard its part of what is stacked, and all of what is
+not. A call that is not mapped reads a stacked array with its axis of shards. A result
+that is an argument unchanged is that argument, stacked or not, whatever the call.
 """
 
 import math

@@ -1,7 +1,8 @@
 """The bytes that each stage moves and stores, read off a list of instructions.
 
 The writer and the readers of a value tell what it counts as. F, B, I and W are actions,
-s is a stage, m a micro-batch, and a cell is a stage on a micro-batch:
+s is a stage, m a micro-batch, and a cell is a stage on a micro-batch. A value counts as
+a field of `Costs`:
 
     written by               read by                     counts as
     ---------------------    ------------------------    -------------------------------
@@ -69,15 +70,15 @@ def stage_costs(program: Program, schedule: Schedule) -> Costs:
         return [row(nbytes, stage) for stage in stages]
 
     return Costs(
-        boundary_bytes=table(stage_bytes.boundary),
-        cotangent_bytes=table(stage_bytes.cotangent),
-        residual_bytes=table(stage_bytes.residual),
-        pending_bytes=table(stage_bytes.pending),
-        extra_bytes=table(stage_bytes.extra),
-        emitted_bytes=table(stage_bytes.emitted),
-        parameter_bytes=stage_bytes.parameters(),
-        accumulator_bytes=[stage_bytes.accumulators(stage) for stage in stages],
-        shared_bytes=[stage_bytes.shared(stage) for stage in stages],
+        boundary_bytes=table(stage_bytes.input_bytes),
+        cotangent_bytes=table(stage_bytes.cotangent_bytes),
+        residual_bytes=table(stage_bytes.residual_bytes),
+        pending_bytes=table(stage_bytes.bytes_between_halves),
+        extra_bytes=table(stage_bytes.batch_part_bytes),
+        emitted_bytes=table(stage_bytes.epilogue_bytes),
+        parameter_bytes=stage_bytes.parameter_bytes(),
+        accumulator_bytes=[stage_bytes.accumulator_bytes(stage) for stage in stages],
+        shared_bytes=[stage_bytes.shared_bytes(stage) for stage in stages],
         skips=tuple(stage_bytes.skips()),
     )
 
@@ -152,40 +153,40 @@ class _StageBytes:
 
     # -------------------------------------------------------- per stage and micro-batch
 
-    def boundary(self, stage: int, m: int) -> int:
-        """The output of the stage before that it reads, or the input of the model."""
+    def input_bytes(self, stage: int, m: int) -> int:
+        """The bytes of its input activation; in stage 0 of the input of the model."""
         if stage == 0:
             return self._total(self._model_inputs(m))
         return self._sent(stage - 1, stage, m)
 
-    def cotangent(self, stage: int, m: int) -> int:
-        """The gradient of its boundary, which it sends back."""
+    def cotangent_bytes(self, stage: int, m: int) -> int:
+        """The bytes of the cotangent of its input, which it sends back."""
         return self._sent(stage, stage - 1, m) if stage else 0
 
-    def extra(self, stage: int, m: int) -> int:
-        """The parts of the mini-batch that it reads, besides the input of the model."""
-        parts = self._total(self._batch_parts(stage, m))
-        return parts if stage else parts - self._total(self._model_inputs(m))
+    def batch_part_bytes(self, stage: int, m: int) -> int:
+        """The bytes of parts of the mini-batch that it reads, besides `input_bytes`."""
+        nbytes = self._total(self._batch_parts(stage, m))
+        return nbytes if stage else nbytes - self._total(self._model_inputs(m))
 
-    def residual(self, stage: int, m: int) -> int:
+    def residual_bytes(self, stage: int, m: int) -> int:
         """The bytes that it stores between its forward and its backward."""
         if Action(FORWARD, stage, m) not in self._calls:
             # The forward is a part of the backward, for which its inputs wait.
             skipped = sum(self._sent(source, stage, m) for source in range(stage - 1))
-            return self.boundary(stage, m) + skipped
-        # A part of the mini-batch counts as extra until the backward.
-        extra = self.extra(stage, m) if stage else 0
-        return max(self._residuals.get((stage, m), 0) - extra, 0)
+            return self.input_bytes(stage, m) + skipped
+        # Until the backward a part of the mini-batch counts as such.
+        batch_bytes = self.batch_part_bytes(stage, m) if stage else 0
+        return max(self._residuals.get((stage, m), 0) - batch_bytes, 0)
 
-    def pending(self, stage: int, m: int) -> int:
+    def bytes_between_halves(self, stage: int, m: int) -> int:
         """The bytes that it stores between the two halves of its backward."""
         weight_grad = Action(WEIGHT, stage, m)
         if weight_grad not in self._calls:
             return 0
         if Action(INPUT, stage, m) not in self._calls:
             is_last = stage == self._schedule.num_stages - 1
-            output_grad = 0 if is_last else self.cotangent(stage + 1, m)
-            return self.residual(stage, m) + output_grad
+            cotangent_bytes = 0 if is_last else self.cotangent_bytes(stage + 1, m)
+            return self.residual_bytes(stage, m) + cotangent_bytes
         return self._total(
             slot
             for slot in self._reads(self._calls[weight_grad])
@@ -194,7 +195,7 @@ class _StageBytes:
             and set(map(_cell, self._users[slot])) == {(stage, m)}
         )
 
-    def emitted(self, stage: int, m: int) -> int:
+    def epilogue_bytes(self, stage: int, m: int) -> int:
         """The bytes that it leaves for the end of the step, sums not counted."""
         calls = self._calls_of(stage, m)
         new_bytes = 0
@@ -219,7 +220,7 @@ class _StageBytes:
                     grads = [self._sent(target, source, m) for m in microbatches]
                     yield Skip(source, target, bytes=sizes, cotangent_bytes=grads)
 
-    def shared(self, stage: int) -> int:
+    def shared_bytes(self, stage: int) -> int:
         """The bytes that all micro-batches read, such as keys."""
         slots = set[Slot]()
         for m in range(self._schedule.num_microbatches):
@@ -230,7 +231,7 @@ class _StageBytes:
             if self._writer[slot] is Origin.BATCH and self._is_shared(slot)
         )
 
-    def accumulators(self, stage: int) -> int:
+    def accumulator_bytes(self, stage: int) -> int:
         """The bytes of its sums: gradients, the loss, what micro-batches write."""
         by_place: dict[int, int] = {}
         for slot, readers in self._readers.items():
@@ -240,7 +241,7 @@ class _StageBytes:
                 by_place[place] = by_place.get(place, 0) + self._program.nbytes[slot]
         return max(by_place.values(), default=0)
 
-    def parameters(self) -> list[int]:
+    def parameter_bytes(self) -> list[int]:
         """The bytes of the parameters and constants of each stage.
 
         Stages of one rank may share some: they count for the first that reads them.

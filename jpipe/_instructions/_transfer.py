@@ -1,4 +1,4 @@
-"""Moves of data between devices: only here and in `_compat.copier` data is moved."""
+"""Moves of data between devices of one process; between processes: `_transport`."""
 
 import functools
 from collections.abc import Callable, Sequence

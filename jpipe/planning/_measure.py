@@ -205,7 +205,7 @@ class _MeasuredProgram:
             live_results=[i for i in results if i not in computation.aliases],
             donated=(),
             device=device,
-            places=[0] * len(specs),
+            argument_places=[0] * len(specs),
             name=computation.name,
         )
         self._arguments = arguments

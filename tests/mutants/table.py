@@ -102,7 +102,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("slot < self._num_arguments for", "slot < 0 for"),
     ],
     "_instructions/_stage_bytes": [
-        ("0) - extra, 0)", "0), 0)"),
+        ("0) - batch_bytes, 0)", "0), 0)"),
     ],
     "_jaxprs/_loops": [
         ('params["reverse"],', "False,"),
