@@ -210,7 +210,7 @@ Compilation = tuple[Any, float]
 
 @dataclass
 class Executable:
-    """What XLA compiles of a function, or a function that computes the same.
+    """A compiled function of XLA, or a function that computes the same.
 
     A `PlacedExecutable` is what it is compiled from; those of one device whose modules
     are equal share one.
