@@ -2,12 +2,13 @@
 
     reduce_sums:   sums of a stage, of each replica and shard -> sums of the stage
     value_grads:   terms of cotangents, loss_divisor -> cotangents of prologue values
-    Prologue.vjp:  params, cotangents of prologue values -> terms of gradients
+    prologue_vjp:  params, cotangents of prologue values -> terms of gradients
     epilogue:      loss, loss weights, terms of gradients, state, aux
                    -> loss, gradients, new state, aux
 
 All but the first are functions of leaves on all places, which `PlacedFunction` cuts by
-place: a result that is an argument, as most gradients are, costs no call.
+place: a result that is an argument, as most gradients are, costs no call. For the third
+see `_prologue`.
 
 The first is a call for each stage that has replicas or shards. So it runs as soon as
 the stage is done, its stacked sums are freed before those of the next stage are
@@ -33,6 +34,7 @@ from .._instructions._graph import Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._computation import Computation
 from .._placed._placed_function import LeafPlacement, PlacedFunction
+from .._stage._stages import WeightIndex
 from .._trace._accumulation import accumulate
 from .._trace._state_updates import StateUpdate
 from ._join import Join
@@ -102,13 +104,15 @@ def epilogue(
     Args:
       inputs: these sums.
       loss_dtype: the dtype of the loss.
-      weight_specs: the shape and dtype of each parameter, and so of its gradient.
+      weight_specs: the shape and dtype of each weight, parameters first: a gradient
+        has those of its parameter.
       states: the state that each stage writes.
       joins: the join of each leaf of aux.
     """
-    total_weight = _sum(inputs.loss_weights) if inputs.loss_weights else None
+    # Where the sum of loss weights is known only now, gradients are divided here.
+    grad_divisor = _sum(inputs.loss_weights) if inputs.loss_weights else None
     grads = {
-        i: sum_terms(terms, weight_specs[i], total_weight)
+        i: sum_terms(terms, weight_specs[i], grad_divisor)
         for i, terms in inputs.grads.items()
     }
 
@@ -117,8 +121,8 @@ def epilogue(
         total = inputs.loss
         if inputs.penalty is not None:
             (total,) = accumulate([total], [inputs.penalty])
-        divisor = inputs.loss_divisor if total_weight is None else total_weight
-        loss = [_divide(total, divisor).astype(loss_dtype)]
+        loss_divisor = inputs.loss_divisor if grad_divisor is None else grad_divisor
+        loss = [_divide(total, loss_divisor).astype(loss_dtype)]
 
     new_state = dict[int, jax.Array]()
     for state, old, sums in zip(states, inputs.old_state, inputs.state, strict=True):
@@ -199,7 +203,7 @@ class Epilogue:
         """Writes the end of a forward pass.
 
         Args:
-          aux: the leaves of aux, for each micro-batch.
+          aux: the leaves of aux, which are its outputs, for each micro-batch.
 
         Returns:
           The results, as values, each where it belongs.
@@ -299,7 +303,9 @@ class Epilogue:
         ]
         shardings += [WHOLE] * (len(first) - len(shardings))
 
-        # A result of a mapped call that is an argument of it is not stacked.
+        # Sums are results of mapped calls, so they are stacked. But a result that is an
+        # argument unchanged is that argument, see `Graph.call`: new state that is a
+        # parameter or a constant is not stacked.
         is_stacked = [
             jax.tree.map(lambda value: graph.shardings[value].stacked, sums)
             for sums in replicas
@@ -338,8 +344,8 @@ class Epilogue:
         }
         for stage, stage_sums in enumerate(sums):
             trained = stages.trained_weights(stage)
-            for weight, value in zip(trained, stage_sums.grads, strict=True):
-                terms[weight].append(value)
+            for weight_index, value in zip(trained, stage_sums.grads, strict=True):
+                terms[weight_index].append(value)
         return terms
 
     def _terms_of_prologue(
@@ -404,14 +410,16 @@ class Epilogue:
 
         def locations(outputs: StepOutputs) -> list[Location]:
             loss_locations = [(self._last_place, WHOLE) for _ in outputs.loss]
-            weights = [*outputs.grads, *outputs.new_state]
-            return [*loss_locations, *aux_locations, *map(self._location, weights)]
+            param_indices = [*outputs.grads, *outputs.new_state]
+            param_locations = [self._location(i) for i in param_indices]
+            return [*loss_locations, *aux_locations, *param_locations]
 
         return self._call("epilogue", run, args=(inputs,), locations=locations)
 
-    def _location(self, weight: int) -> Location:
+    def _location(self, weight_index: WeightIndex) -> Location:
         """The location of a weight between steps, and so of its gradient."""
-        return self.prologue.place(weight), self.prologue.sharding(weight)
+        prologue = self.prologue
+        return prologue.place(weight_index), prologue.sharding(weight_index)
 
     def _unstack(
         self, column: Sequence[jax.Array], is_stacked: Sequence[bool]

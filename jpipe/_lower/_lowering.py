@@ -9,7 +9,9 @@ p are the weights of stage s, x its input activations and b its batch inputs of
 micro-batch m. Among the residuals is all that the forward read. dy is the sum of the dx
 of the stages that read y; for the loss it is the loss divisor. A forward also adds the
 loss, and the state that it writes, such as statistics, to the sums of s. The last stage
-runs F and B, or F and I, as one call where nothing comes between them: they are fused.
+runs F and B, or F and I, as one call if nothing comes between them on their rank, or if
+F would store nothing but what it reads: they are *fused*, and run when the backward is
+due.
 
 No transfer is written here: where a value is read in another place, `Graph.bring` makes
 a copy, sent as soon as the value is there.
@@ -95,7 +97,9 @@ class Lowering:
         self._outputs: dict[tuple[core.Var, int], Value] = {}
         # (variable, microbatch) -> {reader stage -> its cotangent}
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
-        # (stage, microbatch) -> operands and residuals of the forward, and of I
+        # (stage, microbatch) -> all that the next backward reads but its sums: operands
+        # and residuals of the forward, then cotangents or the loss divisor, and what I
+        # stores for W
         self._residuals: dict[Cell, Values] = {}
         # (number of cotangents, shape, dtype) -> the function that adds them
         self._cotangent_sums: dict[Any, Computation] = {}
@@ -201,12 +205,15 @@ class Lowering:
             if action.op == FORWARD:
                 stage, m = _cell(action)
                 forward = self._stages.forward(stage, m)
-                results = self._call(forward, action, self._operands(stage, m))
+                results = self._call(forward, action, self._inputs(stage, m))
                 self._keep_outputs(stage, m, results)
         return self._epilogue.write_outputs(self._aux())
 
     def _aux(self) -> list[Values]:
-        """The aux of each micro-batch, without the state that it writes."""
+        """The aux of each micro-batch, without the state that it writes.
+
+        In a forward pass these are its outputs.
+        """
         rows = list[Values]()
         for m in range(self._num_microbatches):
             atoms = self._stages.traced(m).aux_vars[: self._epilogue.num_aux]
@@ -225,8 +232,9 @@ class Lowering:
     def _find_fused_cells(self) -> set[Cell]:
         """Finds forwards of the last stage that run as one program with B, or with I.
 
-        These are the ones that would store nothing, and those that come right before
-        their backwards.
+        These are the ones that come right before their backwards; and wherever they
+        stand, those that would store only their operands, since nobody reads their
+        outputs before.
         """
         last = self._last_stage
         fused_cells = set[Cell]()
@@ -234,7 +242,9 @@ class Lowering:
             if self._stages.mode(last, m).stores_only_inputs:
                 fused_cells.add((last, m))
         if fused_cells and self._stages.states[last].has_integers:
-            # All of them, or one that is not would run before those that are.
+            # An integer of the state keeps the value of the last micro-batch that runs.
+            # Fused forwards run later than their actions stand: if some are fused and
+            # some are not, the last one to run may not be the last micro-batch.
             fused_cells |= {(last, m) for m in range(self._num_microbatches)}
 
         schedule = self._placement.schedule
@@ -284,8 +294,8 @@ class Lowering:
             shardings=shardings,
         )
 
-    def _operands(self, stage: int, m: int) -> Values:
-        """The operands of a forward: weights, input activations and batch inputs."""
+    def _inputs(self, stage: int, m: int) -> Values:
+        """The inputs of a forward: weights, input activations and batch inputs."""
         stage_slice = self._stages.slice_of(stage, m)
         weights = zip(stage_slice.weights, self._stages.weights(stage, m), strict=True)
         # variable of the stage -> its value
@@ -301,14 +311,14 @@ class Lowering:
         for atom in self._sums.outer_terms(stage, m):
             outer_terms.append(self._result_value(atom, m))
         return [
-            *self._operands(stage, m),
-            *self._sums.forward_operands(stage, m, outer_terms),
+            *self._inputs(stage, m),
+            *self._sums.accumulation_operands(stage, m, outer_terms),
         ]
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Keeps the results of a forward that other stages read, or the user."""
         outputs = self._stages.slice_of(stage, m).outputs
-        for var, value in zip(outputs, results, strict=False):
+        for var, value in zip(outputs, results[: len(outputs)], strict=True):
             self._outputs[var, m] = value
 
     def _keep_forward(
@@ -322,7 +332,7 @@ class Lowering:
 
         self._keep_outputs(stage, m, results)
         residuals = results[num_outputs:end_residuals]
-        self._residuals[stage, m] = [*self._operands(stage, m), *residuals]
+        self._residuals[stage, m] = [*self._inputs(stage, m), *residuals]
         self._sums.keep_forward_sums(stage, m, results[end_residuals:end])
         return results[end:]
 
@@ -340,8 +350,9 @@ class Lowering:
         else:
             self._sums.keep_grad_sums(stage, m, grad_sums_or_residuals)
 
+        # Activations with a gradient come first.
         activations = self._stages.slice_of(stage, m).input_activations
-        for var, value in zip(activations, input_grads, strict=False):
+        for var, value in zip(activations[:num_input_grads], input_grads, strict=True):
             self._cotangents.setdefault((var, m), {})[stage] = value
 
     # ------------------------------------------------------------------- the actions

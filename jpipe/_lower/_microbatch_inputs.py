@@ -16,8 +16,8 @@ from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 
 Values = list[Value]
-# The number of micro-batches that one call splits off.
-_MICROBATCHES_PER_CALL = 16
+# The largest number of micro-batches that one call splits off: see `_split_group`.
+_MICROBATCHES_PER_SPLIT = 16
 
 
 class MicrobatchInputs:
@@ -142,8 +142,8 @@ class MicrobatchInputs:
         # number of micro-batches of a call -> the function that splits them off
         functions: dict[int, Computation] = {}
         parts: Values = []
-        for begin in range(0, group.number, _MICROBATCHES_PER_CALL):
-            number = min(group.number - begin, _MICROBATCHES_PER_CALL)
+        for begin in range(0, group.number, _MICROBATCHES_PER_SPLIT):
+            number = min(group.number - begin, _MICROBATCHES_PER_SPLIT)
             start = graph.constant(np.array(first + begin * step, np.int32), place)
             reads = [start, *local]
             if number not in functions:

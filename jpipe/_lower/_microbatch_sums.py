@@ -122,17 +122,16 @@ class MicrobatchSums:
         return self._accumulations[key]
 
     def outer_terms(self, stage: int, m: int) -> list[Any]:
-        """The terms of forward sums that the forward neither reads nor computes."""
-        accumulation = self.accumulation(stage, m)
-        if accumulation is None:
-            return []
+        """The terms of forward sums that the forward neither reads nor computes.
+
+        They are constants, weights of other stages, and the like.
+        """
         terms = self._terms(stage, m)
-        begin = self.num_forward_sums(stage)
-        args = accumulation.args[begin : begin + len(terms)]
+        args = self._args_of_terms(stage, m)
         pairs = zip(terms, args, strict=True)
         return [term for term, arg in pairs if arg is None]
 
-    def forward_operands(self, stage: int, m: int, outer_terms: Values) -> Values:
+    def accumulation_operands(self, stage: int, m: int, outer_terms: Values) -> Values:
         """The operands of the addition that its forward neither reads nor computes.
 
         Args:
@@ -161,6 +160,22 @@ class MicrobatchSums:
         state = [traced.aux_vars[i] for i in self._stages.states[stage].aux_indices]
         return [*losses, *state]
 
+    def _args_of_terms(self, stage: int, m: int) -> list[ArgumentOrResult | None]:
+        """For each term the operand or the result of the forward that it is, if any."""
+        # variable of the stage -> the operand or the result of the forward that it is
+        forward_values = dict[core.Var, ArgumentOrResult]()
+        stage_slice = self._stages.slice_of(stage, m)
+        for i, var in enumerate(stage_slice.closed.jaxpr.invars):
+            forward_values[var] = Argument(i)
+        for i, var in enumerate(stage_slice.outputs):
+            forward_values[var] = Result(i)
+
+        args = list[ArgumentOrResult | None]()
+        for term in self._terms(stage, m):
+            is_literal = isinstance(term, core.Literal)
+            args.append(None if is_literal else forward_values.get(term))
+        return args
+
     def _trace_accumulation(self, stage: int, m: int) -> Accumulation:
         """Traces ``(sums, terms, share of the examples) -> sums``."""
         state = self._stages.states[stage]
@@ -181,18 +196,8 @@ class MicrobatchSums:
             add, sum_specs, [_spec_of_term(term) for term in terms], share_specs
         )
 
-        # variable of the stage -> the operand or the result of the forward that it is
-        stage_slice = self._stages.slice_of(stage, m)
-        forward_values = dict[core.Var, ArgumentOrResult]()
-        for i, var in enumerate(stage_slice.closed.jaxpr.invars):
-            forward_values[var] = Argument(i)
-        for i, var in enumerate(stage_slice.outputs):
-            forward_values[var] = Result(i)
-
         args: list[ArgumentOrResult | None] = [None] * len(sum_specs)
-        for term in terms:
-            is_literal = isinstance(term, core.Literal)
-            args.append(None if is_literal else forward_values.get(term))
+        args += self._args_of_terms(stage, m)
         args += [None] * len(share_specs)
         return Accumulation(closed, args)
 

@@ -28,12 +28,13 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 from .._placed._placed_function import LeafPlacement, PlacedFunction
-from .._stage._stages import Stages, make_prologue_vjp
+from .._stage._stages import Stages, WeightIndex, make_prologue_vjp
 from ._shards import unstack
 
 Values = list[Value]
-# The number of micro-batches whose loss weights one call adds.
-_MICROBATCHES_PER_CALL = 16
+# The largest number of micro-batches whose loss weights one call adds: XLA takes longer
+# for each.
+_LOSS_WEIGHTS_PER_CALL = 16
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,15 @@ class Prologue:
         """The number of parameters and constants: values of the prologue follow."""
         return len(self.params_and_constants)
 
-    def place(self, weight: int) -> Place:
-        """The place of a weight, by its index."""
-        return self.placement.place(self.stages.owner_stages[weight])
+    def place(self, weight_index: WeightIndex) -> Place:
+        """The place of a weight between steps, and so of its gradient."""
+        return self.placement.place(self.stages.owner_stages[weight_index])
 
-    def sharding(self, weight: int) -> Sharding:
-        """The sharding of a weight between steps, and so of its gradient."""
-        if weight >= self.num_inputs:
+    def sharding(self, weight_index: WeightIndex) -> Sharding:
+        """The sharding of a weight there, and so of its gradient."""
+        if weight_index >= self.num_inputs:
             return WHOLE
-        return self.graph.shardings[self.params_and_constants[weight]]
+        return self.graph.shardings[self.params_and_constants[weight_index]]
 
     def write_values(self) -> Values:
         """Writes the values of the prologue, each where it is read first."""
@@ -86,7 +87,7 @@ class Prologue:
             core.jaxpr_as_fun(closed),
             [self.graph.specs[value] for value in self.params_and_constants],
             placement,
-            "once",
+            "prologue",
         )
         return prologue.into(self.graph, self.params_and_constants)
 
@@ -114,9 +115,8 @@ class Prologue:
         indices = [i for i, has_result in enumerate(is_differentiated) if has_result]
 
         # Cotangents in the order of the values, as `make_prologue_vjp` takes them.
-        cotangents = [value_grads[weight] for weight in sorted(value_grads)]
-        places = [self.place(i) for i in range(num_inputs)]
-        places += [self.place(weight) for weight in sorted(value_grads)]
+        cotangents = [value_grads[i] for i in sorted(value_grads)]
+        places = [self.place(i) for i in [*range(num_inputs), *sorted(value_grads)]]
         grad_places = [self.place(i) for i in indices]
         grad_shardings = [self.sharding(i) for i in indices]
         param_specs = [self.graph.specs[value] for value in self.params_and_constants]
@@ -127,7 +127,7 @@ class Prologue:
             LeafPlacement(
                 arguments=places, results=lambda _: (grad_places, grad_shardings)
             ),
-            "once_backward",
+            "prologue_vjp",
         )
         grads = prologue_vjp.into(self.graph, [*self.params_and_constants, *cotangents])
         return dict(zip(indices, grads, strict=True))
@@ -158,8 +158,8 @@ class Prologue:
         specs = loss_weights[0].results
         total = self.graph.constant(np.zeros((), specs[0].dtype), place)
 
-        for begin in range(0, len(batch.sizes), _MICROBATCHES_PER_CALL):
-            chunk = slice(begin, begin + _MICROBATCHES_PER_CALL)
+        for begin in range(0, len(batch.sizes), _LOSS_WEIGHTS_PER_CALL):
+            chunk = slice(begin, begin + _LOSS_WEIGHTS_PER_CALL)
             operands = [total]
             rows = list[Values]()  # for each micro-batch, the operands of its weight
             for inputs, loss_weight in zip(
@@ -171,7 +171,7 @@ class Prologue:
             sizes = batch.sizes[chunk]
             if sizes not in functions:
                 add = self._make_adder(loss_weights[chunk], rows, num_shards)
-                functions[sizes] = Computation("weights", add, specs)
+                functions[sizes] = Computation("loss_divisor", add, specs)
             (total,) = self.graph.call(functions[sizes], place, operands)
         return total
 

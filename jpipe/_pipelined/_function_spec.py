@@ -36,8 +36,9 @@ class FunctionSpec:
     """A function that is computed in stages.
 
     Attributes:
-      function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``; the last of
-        ``args`` of a loss function is a dict of the arguments by name.
+      function: ``(params, *args) -> loss``, ``(loss, aux)``, or without a loss ``aux``,
+        its outputs; the last of ``args`` of a loss function is a dict of the arguments
+        by name.
       make_joins: ``results of micro-batches besides the loss -> join of each leaf``.
       in_axes: the axes of the examples in the arguments after ``params``.
       has_loss: True if it returns a loss, which is differentiated.
@@ -168,5 +169,5 @@ class FunctionSpec:
         return len(jax.tree.leaves(aux)), leaves
 
     def aux_of(self, traced: TracedFunction) -> PyTree:
-        """Returns specs of aux, without the state that a model writes."""
+        """Returns specs of aux (of outputs), without the state that a model writes."""
         return traced.aux if self.model is None else traced.aux[0]

@@ -163,7 +163,7 @@ def test_values_of_parameters_alone_are_computed_once_per_step(double):
     variables = pipe.init(jax.random.key(0), x)
     find = pipe.value_and_grad(ref.mse)
     names = [p.name for p in pipe.compile(find, variables, x, targets).programs]
-    assert [names.count(name) for name in ("once", "once_backward")] == [2, 2]
+    assert [names.count(name) for name in ("prologue", "prologue_vjp")] == [2, 2]
 
     def loss(params):
         h = x

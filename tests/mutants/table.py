@@ -144,7 +144,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return sum(terms[1:], terms[0])", "return terms[0]"),
         ("total.sum(0) if", "total.mean(0) if"),
         ("            loss_weights = []\n", "            pass\n"),
-        ("terms[weight].append(value)", "terms[weight] = [value]"),
+        ("terms[weight_index].append(value)", "terms[weight_index] = [value]"),
         ("grads[i].append(grad)", "grads[i] = [grad]"),
         ("state.commit(old, sums)", "state.commit(old, old)"),
     ],
