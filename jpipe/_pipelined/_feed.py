@@ -73,6 +73,7 @@ class Feed:
             args = {"x": x, "targets": targets}
             stages = {"x": 0, "targets": len(placement.stages) - 1}
         else:
+            # One argument, which is compared as a whole and is x in errors.
             args = {"x": (x, targets)}
             stages = {"x": 0}
         if self._lacking is None:

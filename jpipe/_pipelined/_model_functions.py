@@ -49,7 +49,9 @@ def loss_spec(
     Args:
       model: the model.
       objective: the loss of its outputs.
-      outputs: receives specs of the outputs of the model, from each trace.
+      outputs: a list to which each trace appends specs of the outputs of the model, on
+        which the loss is checked. The function does not return them: all that it
+        returns is computed, stored and joined.
       train: True in training; evaluation writes nothing.
     """
 

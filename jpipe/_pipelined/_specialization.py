@@ -84,10 +84,10 @@ class Specialization:
         graph.facts |= batch_facts(self.batch) | self.layout.facts
         # Arrays that the function closes over are weights behind the parameters.
         constants = self.stages.traced().captured_arrays
-        owner_stages = self.stages.owner_stages[len(params) :]
+        num_inputs = len(params) + len(constants)
+        owner_stages = self.stages.owner_stages[len(params) : num_inputs]
         constant_values = list[Value]()
-        # Behind the owners of constants are those of the values of the prologue.
-        for array, stage in zip(constants, owner_stages, strict=False):
+        for array, stage in zip(constants, owner_stages, strict=True):
             place = self.placement.place(stage)
             constant_values.append(graph.constant(jnp.asarray(array), place))
 

@@ -90,7 +90,9 @@ def _trace(
         has_aux=spec.has_aux,
         has_loss=spec.has_loss,
         is_weighted=spec.reduction == "weighted",
-        # Variables are the same for all micro-batches, a key among them too.
+        # A model draws from the keys of a step, which are an argument; a key among its
+        # variables is the same for all micro-batches. A function may have no keys but
+        # those among its parameters.
         folds_params=spec.model is None,
     )
 

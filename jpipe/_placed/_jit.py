@@ -75,14 +75,17 @@ class Jitted:
         _variables.check_alive(leaves)
         signature = _signature.call_signature(structure, leaves)
         if signature not in self._programs:
-            self._programs[signature] = self._compile(arguments)
+            self._programs[signature] = self._lower(arguments)
         result_structure, program = self._programs[signature]
         if self.donate and len(set(map(id, leaves))) < len(leaves):
             self._check_donated(arguments)
         return jax.tree.unflatten(result_structure, program(leaves))
 
-    def _compile(self, arguments: Arguments) -> tuple[Any, Program]:
-        """Checks arguments; returns the structure of the result, and the program."""
+    def _lower(self, arguments: Arguments) -> tuple[Any, Program]:
+        """Checks arguments; returns the structure of the result, and the program.
+
+        XLA compiles the program when it runs first.
+        """
         _variables.check_concrete(jax.tree.leaves(arguments))
         leaves = self._located(arguments)
         structure = jax.tree.structure(arguments)

@@ -65,11 +65,15 @@ class MirroredPlaces:
 
     A leaf that mirrors a parameter, as a momentum does, has the parameter's path at the
     end of its own; if there is more than one for a parameter, as SM3 has one per axis,
-    the parameter's path is further in. There a path of one key would match by accident.
+    the parameter's path is further in.
 
-        params                     ['layer', 'kernel']
+        params           ['layer', 'kernel']
         momentum  [0].mu ['layer', 'kernel']
         SM3       [0].mu ['layer', 'kernel'] [1]
+
+    Further in, only a path of two keys or more matches: one key may stand there by
+    accident, as where `optax.multi_transform` has a label that is the name of a
+    parameter, ``.inner_states ['bias'] .inner_state [0].count``.
 
     Args:
       leaves: the leaves that are mirrored; those that are in no place are ignored.

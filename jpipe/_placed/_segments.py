@@ -1,9 +1,9 @@
 """A jaxpr cut by the places of its operands.
 
-Every equation runs where the fewest bytes cross: those of its operands, and those that
-its results send on to the place where what follows from them is wanted. Equations of
-one place that wait for no other place between them become one segment, which is one
-program:
+An equation runs in the place that minimizes the bytes moved: its operands that are
+elsewhere must come, and if all that follows from its results ends in one place, their
+*destination*, that must go there. Equations of one place that wait for no other place
+between them become one segment, which is one program:
 
     place 0    place 1        segments
     a = f x    b = g y        (wave 0, place 0): a, c
@@ -24,7 +24,7 @@ from .._jaxprs._jaxpr import nbytes
 
 
 class Destination(NamedTuple):
-    """The one place where all results that follow from a variable are wanted.
+    """The one place to which all results that follow from a variable go.
 
     Attributes:
       place: the place; `NOWHERE` if there are several, or results stay anywhere.
@@ -44,8 +44,8 @@ class PlacedJaxpr:
     Args:
       closed: the jaxpr.
       places: the places of its arguments; less than 0: none.
-      result_places: the places where its results are wanted, likewise; ``None``: they
-        stay where they are computed.
+      result_places: the places to which its results go, likewise; ``None``: they stay
+        where they are computed.
 
     Attributes:
       closed: the jaxpr.
@@ -114,7 +114,7 @@ def _destinations(
 
     Args:
       jaxpr: the jaxpr.
-      places: the places where its results are wanted.
+      places: the places to which its results go.
     """
     destinations: dict[core.Var, Destination] = {}
 

@@ -25,7 +25,8 @@ class PipelinedLoss:
       objective: the loss.
       trainable: the parameters that have gradients.
       functions: ``train`` -> the function in stages, of training or of evaluation.
-      outputs: specs of the outputs that the loss was traced on, one entry per trace.
+      outputs: specs of the outputs that the loss was traced on: each trace of
+        ``functions`` appends an entry, see `_model_functions.loss_spec`.
       axis: the axis of the examples in an output of one array.
       unchecked: the reason why the loss was not checked, for print; empty if it was.
     """
@@ -43,7 +44,7 @@ class PipelinedLoss:
 
     @property
     def last(self) -> Specialization | None:
-        """The specialization that was built last."""
+        """The newest specialization of training, or else of evaluation."""
         return self.functions[True].last or self.functions[False].last
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:

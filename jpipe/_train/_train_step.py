@@ -68,7 +68,7 @@ class TrainStep:
         # (settings, signature index of the state) -> optimizer
         self._optimizers = RecentCache[Any, Optimizer]()
         # (settings, signature index of the state, signature of the batch) -> step
-        self._compiled = RecentCache[Any, _LoweredStep]()
+        self._lowered_steps = RecentCache[Any, _LoweredStep]()
         # (structure, keys of the avals) of a state -> signature index
         self._signature_indices = RecentCache[Any, int]()
         self._next_signature_index = itertools.count()
@@ -93,11 +93,12 @@ class TrainStep:
           ValueError: if the state or the batch does not fit; nothing is changed.
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
+        # The new state, as soon as there is one: an interrupt may come when the old one
+        # is overwritten and the new one has not reached the caller.
         new_states: list[TrainState] = []
         try:
-            return self._take(new_states, state, x, targets)
+            return self._take(state, x, targets, new_states=new_states)
         except BaseException:
-            # The state is overwritten, and the new one has not reached the caller.
             if new_states and self._may_donate():
                 become(state, new_states[0])
             raise
@@ -105,12 +106,13 @@ class TrainStep:
     @outside_of_meshes
     def _take(
         self,
-        new_states: list[TrainState],
         state: TrainState,
         x: PyTree,
         targets: PyTree,
+        *,
+        new_states: list[TrainState],
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Takes one step; the new state is put into a list before it is returned."""
+        """Takes one step; appends the new state to ``new_states`` before it returns."""
         check_state(state, by_layer=self.by_layer)
         x, targets = self.feed(x, targets)
         leaves, structure = jax.tree.flatten(state)
@@ -123,19 +125,19 @@ class TrainStep:
             signature_index = origin.signature_index
         _variables.check_alive(leaves)
 
-        compiled = self._compile(signature_index, state, x, targets)
+        step = self._lower(signature_index, state, x, targets)
         if origin is None:
             _variables.check_concrete(leaves)
-            variables = [leaves[i] for i in compiled.variable_indices]
-            compiled.specialization.layout.check(variables, "state")
-            compiled.optimizer.check_places(state.opt_state)
-            check_apart(state, compiled.program)
+            variables = [leaves[i] for i in step.variable_indices]
+            step.specialization.layout.check(variables, "state")
+            step.optimizer.check_places(state.opt_state)
+            check_apart(state, step.program)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
 
         with Interrupts() as interrupts:
-            outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-            new_state, metrics = compiled.result(outputs, self)
+            outputs = step.program(leaves + batch, overwriting=interrupts.hold)
+            new_state, metrics = step.result(outputs, self)
             new_states.append(new_state)
         return new_state, metrics
 
@@ -145,7 +147,7 @@ class TrainStep:
         check_state(state, by_layer=self.by_layer)
         leaves, structure = jax.tree.flatten(state)
         signature_index = self.signature_index(structure, leaves)
-        return self._compile(signature_index, state, x, targets).program
+        return self._lower(signature_index, state, x, targets).program
 
     def signature_index(self, structure: Any, leaves: Sequence[Any]) -> int:
         """The index of the signature of a state: its structure and its avals."""
@@ -161,10 +163,12 @@ class TrainStep:
         """
         return self.donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
 
-    def _compile(
+    def _lower(
         self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
     ) -> "_LoweredStep":
-        """The step for the signature of a state and a batch; checks all shapes.
+        """Lowers the step for the signature of a state and a batch; checks all shapes.
+
+        Each signature is lowered once. XLA compiles the program when it runs first.
 
         Args:
           signature_index: see `signature_index`.
@@ -174,7 +178,7 @@ class TrainStep:
         """
         state_key = _signature.settings(), signature_index
         key = state_key, _signature.tree_signature(x, targets)
-        if key not in self._compiled:
+        if key not in self._lowered_steps:
             specialization = self.pipelined_loss(
                 state.variables, x, targets, state.rng, train=True
             )
@@ -185,14 +189,14 @@ class TrainStep:
                 )
             optimizer = self._optimizers[state_key]
             optimizer.check(state.opt_state)
-            self._compiled[key] = _LoweredStep(
+            self._lowered_steps[key] = _LoweredStep(
                 specialization,
                 optimizer,
                 state,
                 has_aux=self.has_aux,
                 donate=self._may_donate(),
             )
-        return self._compiled[key]
+        return self._lowered_steps[key]
 
 
 class _LoweredStep:
