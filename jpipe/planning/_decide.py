@@ -107,9 +107,9 @@ def plan(
         likewise, else 0.
       num_microbatches: the number of micro-batches, or several to choose from; default:
         one, two, four and eight times the number of stages that all devices make, as
-        far as there are examples, and one. Layers are profiled for the smallest part of
-        a mini-batch that a device would compute at once, and the largest below all of
-        it; times and bytes are taken to grow evenly with its size.
+        far as there are examples, and one. Layers are profiled for the smallest shard
+        of a micro-batch that a device would compute, and the largest below the whole
+        mini-batch; times and bytes are taken to grow evenly with its size.
       data: the number of devices on which each stage spreads the examples of a
         micro-batch, or several to choose from; default: any number that divides
         ``num_devices`` and the examples.
@@ -119,8 +119,7 @@ def plan(
       balance: the balance, if it is decided already. Of one model it counts the pieces
         that its profile lists.
       profile: a profile of ``layers`` on a micro-batch of ``sample``, in place of
-        measuring. It fixes the number of parts of a mini-batch: ``data`` times
-        ``num_microbatches``.
+        measuring. It fixes the product of ``data`` and ``num_microbatches``.
       **options: arguments for `jpipe.profile`, such as ``loss`` and ``targets``, or
         ``measure=False``.
 
@@ -185,10 +184,10 @@ def plan(
         microbatch_counts,
         num_devices=num_devices,
         num_examples=request.batch().sizes[0],
-        part_size=None if profile is None else profile.microbatch_size,
+        shard_size=None if profile is None else profile.microbatch_size,
     )
-    part_counts = sorted({shape.num_parts for shape in shapes})
-    finest = dataclasses.replace(request, num_microbatches=part_counts[-1])
+    shard_counts = sorted({shape.num_microbatch_shards for shape in shapes})
+    finest = dataclasses.replace(request, num_microbatches=shard_counts[-1])
 
     with Progress("plans made"):  # a terminal shows all progress as a part of this
         traced = model.traced(finest)
@@ -197,19 +196,19 @@ def plan(
             checked_balance = check_balance(balance, len(traced.names))
         optimizer_bytes = _optimizer_bytes(tx, traced)
         if profile is None:
-            profiles = _profile_parts(model, traced, finest, part_counts)
+            profiles = _profile_shards(model, traced, finest, shard_counts)
             hardware = _with_measured_link(hardware, latency, finest.device_or_rates)
         else:
             profile.check(
                 fingerprint(traced, finest.device_or_rates, train=finest.train)
             )
-            profiles = {part_counts[0]: profile}
+            profiles = {shard_counts[0]: profile}
         if memory_limit is not None:
             profiles = scale_residuals(profiles, model, finest, num_devices)
         space = SearchSpace(
             profiles={
-                num_parts: _with_state(part_profile, optimizer_bytes)
-                for num_parts, part_profile in profiles.items()
+                count: _with_state(shard_profile, optimizer_bytes)
+                for count, shard_profile in profiles.items()
             },
             optimizer_bytes=optimizer_bytes,
             hardware=hardware,
@@ -286,33 +285,33 @@ def _name_faults(
     yield from map(format_unknown_mode, unknown_modes)
 
 
-def _profile_parts(
+def _profile_shards(
     model: PlannedModel,
     traced: TracedLayers,
     finest: Request,
-    part_counts: Sequence[int],
+    shard_counts: Sequence[int],
 ) -> Mapping[int, Profile]:
-    """Profiles by the number of parts, interpolated between the most and the fewest.
+    """Profiles by the number of shards of all micro-batches, the middle interpolated.
 
     Args:
       model: the model that is planned.
-      traced: its layers, traced on the smallest part.
-      finest: the request for the smallest part.
-      part_counts: the numbers of parts, in order.
+      traced: its layers, traced on the smallest shard.
+      finest: the request for the smallest shard.
+      shard_counts: the numbers of shards of all micro-batches, in order.
     """
     # A whole mini-batch at once may be more than a device holds.
-    cut_counts = (count for count in part_counts[:-1] if count > 1)
-    fewest_parts = next(cut_counts, part_counts[0])
+    split_counts = (count for count in shard_counts[:-1] if count > 1)
+    fewest_shards = next(split_counts, shard_counts[0])
     small = profile_traced(traced, finest)
     large = small
-    if fewest_parts != finest.num_microbatches:
-        coarsest = dataclasses.replace(finest, num_microbatches=fewest_parts)
+    if fewest_shards != finest.num_microbatches:
+        coarsest = dataclasses.replace(finest, num_microbatches=fewest_shards)
         large = profile_traced(model.traced(coarsest), coarsest)
 
     num_examples = sum(finest.batch().sizes)
     return {
-        num_parts: interpolate(small, large, -(-num_examples // num_parts))
-        for num_parts in part_counts
+        count: interpolate(small, large, -(-num_examples // count))
+        for count in shard_counts
     }
 
 

@@ -101,11 +101,11 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
     schedule = choice.schedule
     bandwidth = space.hardware.bandwidth
     latency = space.hardware.latency
-    profile = space.profile(schedule, choice.data)
+    profile = space.profile(schedule, choice.num_shards)
     costs = profile.costs(
         choice.balance, remat=choice.remat, bandwidth=bandwidth, latency=latency
     )
-    if choice.data == 1:
+    if choice.num_shards == 1:
         return costs
 
     exchange_bandwidth = math.inf if bandwidth is None else bandwidth
@@ -114,7 +114,9 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
     for rank, num_bytes in zip(
         schedule.placement, costs.accumulator_bytes, strict=True
     ):
-        seconds = ring_seconds(num_bytes, choice.data, exchange_bandwidth, latency)
+        seconds = ring_seconds(
+            num_bytes, choice.num_shards, exchange_bandwidth, latency
+        )
         exchange[last_stages[rank]] += seconds
     return dataclasses.replace(costs, exchange=exchange)
 
@@ -127,7 +129,7 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
       choice: the choice.
     """
     schedule = choice.schedule
-    profile = space.profile(schedule, choice.data)
+    profile = space.profile(schedule, choice.num_shards)
     costs = fused_costs(
         stage_costs(space, choice),
         schedule,
@@ -135,7 +137,7 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
         action_seconds=profile.action_seconds,
     )
     timeline = schedule.simulate(costs)
-    num_exchanges = schedule.num_stages if choice.data > 1 else 0
+    num_exchanges = schedule.num_stages if choice.num_shards > 1 else 0
     num_dispatched = _count_dispatched(schedule, costs) + num_exchanges
     return Candidate(
         choice=choice,
@@ -246,7 +248,7 @@ def _rank_memory(
     space: SearchSpace, choice: Choice, *, timeline: Timeline, costs: Costs
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
-    profile = space.profile(choice.schedule, choice.data)
+    profile = space.profile(choice.schedule, choice.num_shards)
     ends = [0, *itertools.accumulate(choice.balance)]
     spans = list(itertools.pairwise(ends))
     workspace = _stage_workspace(profile, choice, costs)
@@ -265,7 +267,7 @@ def _rank_memory(
         grad_bytes = [costs.accumulator_bytes[stage] for stage in stages]
         activation_bytes = int(peak) - param_bytes - sum(grad_bytes)
         needed = [workspace[stage] for stage in stages]
-        if choice.data > 1:
+        if choice.num_shards > 1:
             # When no activations are left, the gradients that shards exchange stand
             # beside their sums, stage by stage.
             needed.append(max(grad_bytes) - activation_bytes)

@@ -1,36 +1,36 @@
 """The shapes of a mesh that a plan may choose: stages x devices that share examples.
 
-A mini-batch is cut into micro-batches, and each of these into as many parts as there
+A mini-batch is split into micro-batches, and each of these into as many shards as there
 are devices that share it:
 
-    num_parts = num_microbatches * data
+    num_microbatch_shards = num_microbatches * num_shards
 
-One device computes one part at once, so a layer has to be profiled once for each number
-of parts, whatever the shape of the mesh.
+One device computes one shard at once, so a layer has to be profiled once for each of
+these products, whatever the shape of the mesh.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# By default a mini-batch is cut into so many parts times the number of devices.
-_PARTS_PER_DEVICE = (1, 2, 4, 8)
+# By default the micro-batches have so many shards times the number of devices.
+_SHARDS_PER_DEVICE = (1, 2, 4, 8)
 
 
 class MeshShape(NamedTuple):
-    """The numbers by which a mini-batch is cut into parts.
+    """The numbers by which a mini-batch is split.
 
     Attributes:
       num_microbatches: the number of micro-batches.
-      data: the number of devices on which the examples of each are spread.
+      num_shards: the number of devices on which the examples of each are spread.
     """
 
     num_microbatches: int
-    data: int = 1
+    num_shards: int = 1
 
     @property
-    def num_parts(self) -> int:
-        """The number of parts of a mini-batch; one device computes one at once."""
-        return self.num_microbatches * self.data
+    def num_microbatch_shards(self) -> int:
+        """The number of shards of all micro-batches; a device computes one at once."""
+        return self.num_microbatches * self.num_shards
 
 
 def mesh_shapes(
@@ -39,9 +39,9 @@ def mesh_shapes(
     *,
     num_devices: int,
     num_examples: int,
-    part_size: int | None,
+    shard_size: int | None,
 ) -> tuple[MeshShape, ...]:
-    """The shapes to choose from; all parts of a micro-batch have as many examples.
+    """The shapes to choose from; all shards of a micro-batch have as many examples.
 
     Args:
       data: the numbers of devices that may share a micro-batch; ``None``: any number.
@@ -49,7 +49,7 @@ def mesh_shapes(
         rank has something to do.
       num_devices: the number of devices.
       num_examples: the number of examples in the mini-batch.
-      part_size: the number of examples in a part, if a profile decides it.
+      shard_size: the number of examples in a shard, if a profile decides it.
 
     Returns:
       The shapes; those of one device per stage first.
@@ -57,36 +57,39 @@ def mesh_shapes(
     Raises:
       ValueError: if examples cannot be spread so, or nothing is left to choose.
     """
-    # The number of parts that a profile decides.
-    num_parts = None if part_size is None else -(-num_examples // part_size)
+    # The number of shards of all micro-batches that a profile decides.
+    profiled_count = None if shard_size is None else -(-num_examples // shard_size)
     shapes = []
     for num_shards in range(1, num_devices + 1) if data is None else sorted(set(data)):
         if num_devices % num_shards != 0 or num_examples % num_shards != 0:
             continue
         if num_microbatches is not None:
             counts = set(num_microbatches)
-        elif num_parts is not None:
-            counts = {num_parts // num_shards} if num_parts % num_shards == 0 else set()
+        elif profiled_count is not None:
+            is_divisible = profiled_count % num_shards == 0
+            counts = {profiled_count // num_shards} if is_divisible else set()
         else:
             counts = _default_counts(num_shards, num_devices, num_examples)
         for count in sorted(counts):
             shape = MeshShape(count, num_shards)
-            if shape.num_parts <= num_examples:
+            if shape.num_microbatch_shards <= num_examples:
                 shapes.append(shape)
 
     if not shapes:
         note = ""
-        if part_size is not None:
-            note = f" in parts of {part_size}, as in the profile"
+        if shard_size is not None:
+            note = f" in parts of {shard_size}, as in the profile"
         raise ValueError(
             f"plan: data={data!r} and num_microbatches={num_microbatches!r} leave "
             f"nothing to choose for {num_examples} examples{note}: data divides the "
             f"{num_devices} devices and the examples, and data times num_microbatches "
             f"is no more than {num_examples}"
         )
-    if num_parts is None:
+    if profiled_count is None:
         return tuple(shapes)
-    profiled_shapes = [shape for shape in shapes if shape.num_parts == num_parts]
+    profiled_shapes = [
+        shape for shape in shapes if shape.num_microbatch_shards == profiled_count
+    ]
     if not profiled_shapes:
         # The profile is refused later: the message shows what it should be of.
         return tuple(shapes[:1])
@@ -96,12 +99,12 @@ def mesh_shapes(
 def _default_counts(num_shards: int, num_devices: int, num_examples: int) -> set[int]:
     """The numbers of micro-batches to try if the user names none.
 
-    Parts have the same sizes whatever the shape: a few profiles are enough.
+    Shards have the same sizes whatever the shape: a few profiles are enough.
     """
     counts = set()
-    for parts_per_device in _PARTS_PER_DEVICE:
-        num_parts = min(num_devices * parts_per_device, num_examples)
-        counts.add(num_parts // num_shards)
+    for shards_per_device in _SHARDS_PER_DEVICE:
+        shard_count = min(num_devices * shards_per_device, num_examples)
+        counts.add(shard_count // num_shards)
     if num_shards == 1:
         return counts | {1}
     return counts - {0}

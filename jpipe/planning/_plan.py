@@ -350,11 +350,11 @@ class Plan:
         return "\n".join([table, summary, *forecast.reasons])
 
 
-def mesh_text(schedule: Schedule, data: int) -> str:
+def mesh_text(schedule: Schedule, num_shards: int) -> str:
     """The shape of the mesh on which a schedule runs, in words."""
     num_ranks = schedule.num_ranks
     unit = "stage" if num_ranks == schedule.num_stages else "rank"
-    return f"{format_count(num_ranks, unit)} x {data} devices (data)"
+    return f"{format_count(num_ranks, unit)} x {num_shards} devices (data)"
 
 
 def _params_cell(stage: StagePlan) -> str:

@@ -99,8 +99,10 @@ def _sorted_branches(space: SearchSpace) -> list[_Branch]:
     """All branches, the one with the smallest bound first."""
     branches = []
     for shape in space.mesh_shapes:
-        profile = space.profiles[shape.num_parts]
-        max_ranks = min(space.hardware.num_devices // shape.data, space.num_layers)
+        profile = space.profiles[shape.num_microbatch_shards]
+        max_ranks = min(
+            space.hardware.num_devices // shape.num_shards, space.num_layers
+        )
         for num_ranks in range(1, max_ranks + 1):
             seconds = _least_seconds(profile, num_ranks, shape.num_microbatches)
             branches.append(_Branch(shape, num_ranks, seconds))
@@ -130,7 +132,7 @@ def _branch_candidates(
       space: the choices.
       best_seconds: the seconds of the fastest candidate so far that fits.
     """
-    data = branch.shape.data
+    num_shards = branch.shape.num_shards
     # (placement, remat mode) -> balance, which is the same for all such schedules
     # while memory has no limit; None if there is none
     balances: dict[tuple[tuple[int, ...], str], tuple[int, ...] | None] = {}
@@ -144,7 +146,9 @@ def _branch_candidates(
         for mode in space.remat_modes:
             key = schedule.placement, mode
             if key not in balances:
-                balances[key] = _choose_balance(space, schedule, data=data, mode=mode)
+                balances[key] = _choose_balance(
+                    space, schedule, num_shards=num_shards, mode=mode
+                )
             balance = balances[key]
             if balance is None:
                 continue
@@ -152,7 +156,7 @@ def _branch_candidates(
                 balance=balance,
                 remat=(mode,) * len(balance),
                 schedule=schedule,
-                data=data,
+                num_shards=num_shards,
             )
             candidate = evaluate(space, choice)
             yield candidate
@@ -174,7 +178,7 @@ def _fit_into_memory(
     limit = space.hardware.memory_limit
     assert limit is not None
     schedule = candidate.choice.schedule
-    data = candidate.choice.data
+    num_shards = candidate.choice.num_shards
     # What a schedule cannot change: all but activations and workspace.
     fixed_bytes = sum(
         memory.parameters + memory.gradients + memory.optimizer
@@ -194,7 +198,7 @@ def _fit_into_memory(
         if min(budgets) <= 0:
             return
         balance = _choose_balance(
-            space, schedule, data=data, mode=mode, max_bytes=budgets
+            space, schedule, num_shards=num_shards, mode=mode, max_bytes=budgets
         )
         if balance is None:
             return
@@ -229,7 +233,7 @@ def _choose_balance(
     space: SearchSpace,
     schedule: Schedule,
     *,
-    data: int,
+    num_shards: int,
     mode: str,
     max_bytes: Sequence[float] | None = None,
 ) -> tuple[int, ...] | None:
@@ -240,7 +244,7 @@ def _choose_balance(
     Args:
       space: the choices.
       schedule: a schedule for as many stages.
-      data: the number of devices over which each micro-batch is spread.
+      num_shards: the number of devices over which each micro-batch is spread.
       mode: the remat mode of all stages.
       max_bytes: the bytes that each rank may hold, if there is a limit.
     """
@@ -250,7 +254,7 @@ def _choose_balance(
     needs_schedule = has_stages_to_place or max_bytes is not None
     try:
         balance = partition(
-            space.profile(schedule, data),
+            space.profile(schedule, num_shards),
             schedule.num_stages,
             objective="max" if has_stages_to_place else "step",
             num_microbatches=schedule.num_microbatches,
@@ -267,11 +271,11 @@ def _choose_balance(
 
 def _best_of_schedules(ranked: Sequence[Candidate]) -> Iterator[Candidate]:
     """The best candidates, one of each schedule, for each number of shards."""
-    for data in sorted({candidate.choice.data for candidate in ranked}):
+    for num_shards in sorted({candidate.choice.num_shards for candidate in ranked}):
         best: dict[Schedule, Candidate] = {}
         for candidate in ranked:
             choice = candidate.choice
-            if choice.data == data and choice.schedule.num_stages > 1:
+            if choice.num_shards == num_shards and choice.schedule.num_stages > 1:
                 best.setdefault(choice.schedule, candidate)
         yield from itertools.islice(best.values(), _NUM_IMPROVED)
 

@@ -139,7 +139,8 @@ class PlannedModel:
         config = PipelineConfig.minimal(
             num_microbatches=schedule.num_microbatches,
             ranks=[
-                AbstractDevice(rank, choice.data) for rank in range(schedule.num_ranks)
+                AbstractDevice(rank, choice.num_shards)
+                for rank in range(schedule.num_ranks)
             ],
             schedule=schedule,
             remat=choice.remat,

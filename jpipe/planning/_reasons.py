@@ -64,7 +64,7 @@ def _reasons(
         )
     yield _memory(best, hardware)
     yield _transfers(sent_bytes, hardware)
-    if best.choice.data > 1:
+    if best.choice.num_shards > 1:
         yield _exchange(best)
 
     fitting = (x for x in candidates[1:] if x.fits(hardware))
@@ -133,9 +133,10 @@ def _exchange(best: Candidate) -> str:
     """The seconds in which shards add up their gradients."""
     timeline = best.timeline
     actions_end = max(timeline.end.values()) - min(timeline.start.values())
+    exchange_seconds = timeline.makespan - actions_end
     return (
-        f"exchange: the {best.choice.data} devices of a stage add up its gradients "
-        f"once in a step, {format_seconds(timeline.makespan - actions_end)} of it"
+        f"exchange: the {best.choice.num_shards} devices of a stage add up its "
+        f"gradients once in a step, {format_seconds(exchange_seconds)} of it"
     )
 
 
@@ -159,7 +160,8 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
 def _is_same_run(a: Candidate, b: Candidate) -> bool:
     """True if two candidates differ at most in remat modes and names."""
     has_same_stages = (
-        a.choice.data == b.choice.data and a.choice.balance == b.choice.balance
+        a.choice.num_shards == b.choice.num_shards
+        and a.choice.balance == b.choice.balance
     )
     if not has_same_stages:
         return False
@@ -203,8 +205,8 @@ def _nothing_fits(nearest: Candidate, hardware: Hardware) -> str:
 def _sent_bytes(best: Candidate) -> int:
     """The bytes that cross between devices in a step."""
     schedule = best.choice.schedule
-    data = best.choice.data
+    num_shards = best.choice.num_shards
     transfers = rank_transfers(best.costs, schedule.placement)
     activations = sum(x.bytes + x.cotangent_bytes for x in transfers)
-    exchanged = 2 * (data - 1) * sum(best.costs.accumulator_bytes)
-    return int(activations * schedule.num_microbatches * data + exchanged)
+    exchanged = 2 * (num_shards - 1) * sum(best.costs.accumulator_bytes)
+    return int(activations * schedule.num_microbatches * num_shards + exchanged)

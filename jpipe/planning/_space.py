@@ -36,8 +36,8 @@ class SearchSpace:
     """The choices that a plan has.
 
     Attributes:
-      profiles: number of parts of a mini-batch -> profile of one part, in which the
-        state of layers includes that of the optimizer.
+      profiles: number of shards of all micro-batches -> profile of one shard, in which
+        the state of layers includes that of the optimizer.
       optimizer_bytes: the bytes of the optimizer's state of each layer.
       hardware: the devices.
       schedule_names: the schedules, by names in `jpipe.schedules.BY_NAME`.
@@ -62,9 +62,9 @@ class SearchSpace:
         """The number of layers."""
         return len(self.optimizer_bytes)
 
-    def profile(self, schedule: Schedule, data: int) -> Profile:
-        """The profile of the part of a micro-batch that one device computes."""
-        return self.profiles[schedule.num_microbatches * data]
+    def profile(self, schedule: Schedule, num_shards: int) -> Profile:
+        """The profile of the shard of a micro-batch that one device computes."""
+        return self.profiles[schedule.num_microbatches * num_shards]
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,19 @@ class Choice:
       balance: the number of layers of each stage.
       remat: the remat mode of each stage.
       schedule: the actions of each rank, in order.
-      data: the number of devices of each rank on which the examples of a micro-batch
-        are spread.
+      num_shards: the number of devices of each rank on which the examples of a
+        micro-batch are spread.
     """
 
     balance: tuple[int, ...]
     remat: tuple[str, ...]
     schedule: Schedule
-    data: int = 1
+    num_shards: int = 1
 
     @property
     def num_devices(self) -> int:
         """The number of devices that it uses."""
-        return self.schedule.num_ranks * self.data
+        return self.schedule.num_ranks * self.num_shards
 
     def __str__(self) -> str:
         modes = dict.fromkeys(self.remat)
@@ -97,6 +97,6 @@ class Choice:
             format_count(self.schedule.num_microbatches, "micro-batch"),
             f"remat {' and '.join(modes)}",
         ]
-        if self.data > 1:
-            parts.append(mesh_text(self.schedule, self.data))
+        if self.num_shards > 1:
+            parts.append(mesh_text(self.schedule, self.num_shards))
         return ", ".join(parts)

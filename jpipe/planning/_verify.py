@@ -68,7 +68,7 @@ def _lower(candidate: Candidate, request: Request, model: PlannedModel) -> Candi
     peaks = dict(plan.peak_bytes)
     memory = []
     for rank, forecast in enumerate(candidate.memory):
-        peak = peaks[str(AbstractDevice(rank, choice.data))]
+        peak = peaks[str(AbstractDevice(rank, choice.num_shards))]
         activations = peak - forecast.parameters - forecast.gradients
         memory.append(dataclasses.replace(forecast, activations=activations))
     return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)
