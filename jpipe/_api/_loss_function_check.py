@@ -72,21 +72,21 @@ def check_loss_function(
     """
     args = jax.tree.map(_with_median_keys, tuple(args))
     batch = _splittable_batch(spec, partition, args)
-    batch_size = sum(batch.sizes)
+    num_examples = batch.num_examples
     if microbatch_sizes is None:
-        first = max(1, batch_size // 3)
-        microbatch_sizes = (first, batch_size - first)
-    sizes = check_microbatch_sizes(microbatch_sizes, batch_size)
+        first = max(1, num_examples // 3)
+        microbatch_sizes = (first, num_examples - first)
+    sizes = check_microbatch_sizes(microbatch_sizes, num_examples)
 
     loss = _without_aux(spec)
     params = jax.tree.map(to_host, params)
     with jax.default_matmul_precision("highest"):
         specializations: list[Specialization] = []
-        for part_sizes in ((batch_size,), sizes):
+        for microbatch_sizes in ((num_examples,), sizes):
             function = PipelinedFunction(
-                loss, _one_stage(partition, len(part_sizes)), trained
+                loss, _one_stage(partition, len(microbatch_sizes)), trained
             )
-            split_batch = replace(batch, sizes=part_sizes)
+            split_batch = replace(batch, sizes=microbatch_sizes)
             specializations.append(function.build(params, split_batch))
         if not specializations[0].placement.is_one_process:
             raise ValueError(

@@ -67,18 +67,16 @@ def check_pipeline(
 
     names = ("x", "targets")
     axes = model.axes
-    specs = [
-        _microbatch.array_specs(x, "x"),
-        _microbatch.array_specs(targets, "targets"),
-    ]
     in_axes = (axes.in_axes, axes.target_axes)
-    x_axes, target_axes = _call.axes_of(in_axes, specs, names)
-    batch_size = _call.batch_size(specs, (x_axes, target_axes), 2, names)
-    num_parts = partition.num_microbatches * partition.num_shards
-    microbatch_size = -(-batch_size // num_parts)
+    arguments = _call.describe_arguments((x, targets), in_axes, names)
+    x_axes, target_axes = [argument.axes for argument in arguments]
+    # A check needs two micro-batches.
+    num_examples = _microbatch.count_examples(arguments, num_microbatches=2)
+    num_microbatch_shards = partition.num_microbatches * partition.num_shards
+    microbatch_size = -(-num_examples // num_microbatch_shards)
     if microbatch_sizes is None:
-        microbatch_sizes = _uneven_sizes(batch_size, microbatch_size)
-    sizes = check_microbatch_sizes(microbatch_sizes, batch_size)
+        microbatch_sizes = _uneven_sizes(num_examples, microbatch_size)
+    sizes = check_microbatch_sizes(microbatch_sizes, num_examples)
 
     pipelined.checks.move_to_owners(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))

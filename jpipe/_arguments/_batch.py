@@ -42,18 +42,23 @@ class Batch:
     @property
     def first(self) -> PyTree:
         """Specs of the first micro-batch; no other has more examples."""
-        return self.part(self.sizes[0])
+        return self.microbatch_specs(self.sizes[0])
 
     @property
-    def num_parts(self) -> int:
-        """The number of micro-batches times that of shards."""
+    def num_microbatch_shards(self) -> int:
+        """The number of shards of all micro-batches."""
         return len(self.sizes) * self.num_shards
 
-    def part(self, size: int) -> PyTree:
+    @property
+    def num_examples(self) -> int:
+        """The number of examples of the mini-batch."""
+        return sum(self.sizes) * self.num_shards
+
+    def microbatch_specs(self, size: int) -> PyTree:
         """Specs of a micro-batch of so many examples."""
         leaves, structure = jax.tree.flatten(self.args)
-        parts = _microbatch.part_specs(leaves, self.axes, size)
-        return jax.tree.unflatten(structure, parts)
+        leaf_specs = _microbatch.microbatch_specs(leaves, self.axes, size)
+        return jax.tree.unflatten(structure, leaf_specs)
 
 
 @contextmanager
@@ -62,7 +67,7 @@ def explain_sizes(batch: Batch) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        is_split = batch.num_parts > 1
+        is_split = batch.num_microbatch_shards > 1
         if is_split and not _is_of_any_size(error):
             _add_sizes(error, batch)
         pairs = zip(jax.tree.leaves(batch.args), batch.axes, strict=True)
@@ -77,7 +82,7 @@ def _add_sizes(error: Exception, batch: Batch) -> None:
     text = str(error)
     if not any(_has_size(text, size) for size in batch.sizes):
         return
-    num_examples = sum(batch.sizes) * batch.num_shards
+    num_examples = batch.num_examples
     sizes = " or ".join(map(str, dict.fromkeys(batch.sizes)))
     if _has_size(text, num_examples):
         advice = (

@@ -12,16 +12,10 @@ from .._layers._inputs import Inputs
 from .._layers._text import shape_text
 from . import _microbatch
 from ._batch import Batch
+from ._microbatch import BatchArgument
 from ._static import StaticArgument
 
 PyTree = Any
-# The name in errors of all arguments that a loss function takes by name.
-KEYWORDS = "keywords"
-_AXES = (
-    "in_axes= is a value for all arguments after params, or a tuple with one for each: "
-    "None for what each micro-batch is given whole, such as a number, a table or "
-    "running statistics"
-)
 
 
 # ------------------------------------------------------- the call of a loss function
@@ -30,12 +24,14 @@ _AXES = (
 def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
     """The names of the arguments besides the parameters, for errors.
 
+    The last is the name of all arguments that a loss function takes by name.
+
     Args:
       count: the number of these arguments by position.
       argnums: the positions of the parameters.
     """
     positions = [i for i in range(count + len(argnums)) if i not in argnums]
-    return [f"argument {position}" for position in positions] + [KEYWORDS]
+    return [f"argument {position}" for position in positions] + ["keywords"]
 
 
 def axes_of_call(
@@ -134,36 +130,33 @@ def note_order(error: Exception, params: PyTree, args: Sequence[PyTree]) -> None
 # ------------------------------------------------------------------ any mini-batch
 
 
-def axes_of(
-    in_axes: Sequence[Any], args: Sequence[PyTree], names: Sequence[str]
-) -> list[list[int | None]]:
-    """The axis of the examples in each leaf of each argument; keys have none."""
-    axes_by_arg = []
-    for name, axes, tree in zip(names, in_axes, args, strict=True):
-        leaves = jax.tree.leaves(tree)
+def describe_arguments(
+    args: Sequence[PyTree], in_axes: Sequence[Any], names: Sequence[str]
+) -> list[BatchArgument]:
+    """The specs of arguments, with the axis of the examples in each leaf; not in keys.
+
+    Args:
+      args: the arguments, in arrays or specs.
+      in_axes: the axes of the examples in each argument.
+      names: the names of the arguments, for errors.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if axes do not fit an argument.
+    """
+    specs_by_arg = list(map(_microbatch.array_specs, args, names))
+    arguments = []
+    for name, axes, specs in zip(names, in_axes, specs_by_arg, strict=True):
+        leaves = jax.tree.leaves(specs)
         option = "target_axes" if name == "targets" else "in_axes"
         # An argument without leaves takes whatever axes there are.
-        leaf_axes = _microbatch.leaf_axes(axes if leaves else 0, tree, name, option)
-        axes_by_arg.append(
-            [
-                None if _rng.is_single_key(leaf) else axis
-                for leaf, axis in zip(leaves, leaf_axes, strict=True)
-            ]
-        )
-    return axes_by_arg
-
-
-def batch_size(
-    args: Sequence[PyTree],
-    axes: Sequence[Sequence[int | None]],
-    count: int,
-    names: Sequence[str],
-) -> int:
-    """The number of examples, at least as many as micro-batches."""
-    arguments = [*zip(names, args, axes, strict=True)]
-    if KEYWORDS in names:
-        return _microbatch.batch_size(arguments, count, advice=_AXES)
-    return _microbatch.batch_size(arguments, count)
+        leaf_axes = _microbatch.leaf_axes(axes if leaves else 0, specs, name, option)
+        split_axes = [
+            None if _rng.is_single_key(leaf) else axis
+            for leaf, axis in zip(leaves, leaf_axes, strict=True)
+        ]
+        arguments.append(BatchArgument(name, specs, split_axes))
+    return arguments
 
 
 def batch(
@@ -174,6 +167,7 @@ def batch(
     num_microbatches: int,
     num_shards: int,
     allows_unsplit: bool = False,
+    axes_advice: str = _microbatch.MODEL_AXES_ADVICE,
 ) -> Batch:
     """Checks a mini-batch.
 
@@ -181,19 +175,22 @@ def batch(
       args: its arguments, in arrays or specs.
       in_axes: the axes of the examples in each argument.
       names: the names of the arguments, for errors.
-      num_microbatches: M.
+      num_microbatches: the number of micro-batches.
       num_shards: the number of shards over which examples are spread.
       allows_unsplit: True to take a mini-batch that cannot be split, such as a single
         example, as one micro-batch.
+      axes_advice: advice on how to type the axes, for errors.
     """
-    specs = tuple(map(_microbatch.array_specs, args, names))
-    axes = axes_of(in_axes, specs, names)
+    arguments = describe_arguments(args, in_axes, names)
+    specs = tuple(argument.specs for argument in arguments)
+    axes = (argument.axes for argument in arguments)
     flat_axes = list(itertools.chain.from_iterable(axes))
     unsplit = Batch(specs, [None] * len(flat_axes), (1,))
     if allows_unsplit and all(axis is None for axis in flat_axes):
         return unsplit
+    min_examples = 1 if allows_unsplit else num_microbatches
     try:
-        size = batch_size(specs, axes, 1 if allows_unsplit else num_microbatches, names)
+        size = _microbatch.count_examples(arguments, min_examples, axes_advice)
     except ValueError:
         if num_microbatches * num_shards == 1:  # which splits nothing
             return unsplit

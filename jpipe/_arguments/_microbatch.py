@@ -11,13 +11,18 @@ from .._layers._inputs import Inputs, leaf_name
 from .._messages import raise_all
 
 PyTree = Any
-Axes = Any
 RAW_KEY = "give jax.random.key(0) for jax.random.PRNGKey(0), or type None in in_axes="
-_AXES = (
+# The advice on how to type the axes of the examples.
+MODEL_AXES_ADVICE = (
     "in_axes= gives where the examples are in the inputs, target_axes= of a pipeline "
     "where they are in the targets: "
     "one number or a tree of them, with None for what each micro-batch is given as it "
     "is, as in target_axes={'labels': 0, 'scale': None}"
+)
+FUNCTION_AXES_ADVICE = (
+    "in_axes= is a value for all arguments after params, or a tuple with one for each: "
+    "None for what each micro-batch is given whole, such as a number, a table or "
+    "running statistics"
 )
 
 
@@ -79,7 +84,7 @@ def _describe(leaf: Any) -> str:
     return f"a {name} of dtype {dtype}" if dtype is not None else f"a {name}: {leaf!r}"
 
 
-def broadcast_axes(axes: Axes, tree: PyTree, tree_name: str, axes_name: str) -> PyTree:
+def broadcast_axes(axes: Any, tree: PyTree, tree_name: str, axes_name: str) -> PyTree:
     """The tree with axes for leaves; the arguments are those of `leaf_axes`.
 
     Raises:
@@ -95,7 +100,7 @@ def broadcast_axes(axes: Axes, tree: PyTree, tree_name: str, axes_name: str) -> 
 
 
 def leaf_axes(
-    axes: Axes,
+    axes: Any,
     tree: PyTree,
     tree_name: str,
     axes_name: str,
@@ -134,25 +139,35 @@ def leaf_axes(
     return leaf_axes
 
 
-# A tree of the batch: its name in messages, its specs, and the axes of its leaves.
-Part = tuple[str, PyTree, Sequence[int | None]]
+class BatchArgument(NamedTuple):
+    """An argument of a call that holds a part of the mini-batch.
+
+    Attributes:
+      name: its name in messages.
+      specs: its tree, with specs for leaves.
+      axes: the axis of the examples in each leaf; ``None``: it is not split.
+    """
+
+    name: str
+    specs: PyTree
+    axes: Sequence[int | None]
 
 
-def batch_size(
-    parts: Sequence[Part], num_microbatches: int, advice: str = _AXES
+def count_examples(
+    arguments: Sequence[BatchArgument],
+    num_microbatches: int,
+    advice: str = MODEL_AXES_ADVICE,
 ) -> int:
-    """The size of the mini-batch, on which all split leaves must agree.
+    """The number of examples of a mini-batch, on which all split leaves must agree.
 
     Args:
-      parts: the trees of the batch.
-      num_microbatches: M.
+      arguments: the arguments that hold the mini-batch.
+      num_microbatches: the number of micro-batches, of an example at least.
       advice: advice on how to type the axes.
 
-    Returns:
-      The number of examples.
-
     Raises:
-      ValueError: if leaves disagree, lack the axis, or there are fewer than M.
+      ValueError: if leaves disagree or lack the axis, or there are fewer examples than
+        micro-batches.
     """
     # name of a leaf -> its number of examples
     leaf_sizes: dict[str, int] = {}
@@ -160,7 +175,7 @@ def batch_size(
     descriptions: dict[str, str] = {}
     faults: list[str] = []
     hints: list[str] = []
-    for name, leaf, axis in _batched_leaves(parts):
+    for name, leaf, axis in _batched_leaves(arguments):
         if not -leaf.ndim <= axis < leaf.ndim:
             faults.append(f"{name} of shape {leaf.shape} has no axis {axis}")
             continue
@@ -176,7 +191,7 @@ def batch_size(
             f"the trees have no leaves); num_microbatches=1 splits nothing\n{advice}"
         )
     if len(set(leaf_sizes.values())) > 1:
-        hints = hints or _hint_on_rows(parts, min(leaf_sizes.values()))
+        hints = hints or _hint_on_rows(arguments, min(leaf_sizes.values()))
         advice = "".join([*hints, f"\n{advice}"])
         raise_all("leaves differ in batch size", descriptions.values(), advice=advice)
     name, size = next(iter(leaf_sizes.items()))
@@ -191,13 +206,15 @@ def batch_size(
     return size
 
 
-def _batched_leaves(parts: Sequence[Part]) -> Iterator[tuple[str, Any, int]]:
+def _batched_leaves(
+    arguments: Sequence[BatchArgument],
+) -> Iterator[tuple[str, Any, int]]:
     """Yields the name, the spec and the axis of each leaf that has a batch axis."""
-    for tree_name, tree, axes in parts:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        for (path, leaf), axis in zip(leaves, axes, strict=True):
+    for argument in arguments:
+        leaves = jax.tree_util.tree_leaves_with_path(argument.specs)
+        for (path, leaf), axis in zip(leaves, argument.axes, strict=True):
             if axis is not None:
-                yield leaf_name(tree_name, path), leaf, axis
+                yield leaf_name(argument.name, path), leaf, axis
 
 
 def is_like_raw_key(leaf: Any) -> bool:
@@ -205,9 +222,9 @@ def is_like_raw_key(leaf: Any) -> bool:
     return leaf.shape == (2,) and leaf.dtype == jax.numpy.uint32
 
 
-def _hint_on_rows(parts: Sequence[Part], size: int) -> list[str]:
+def _hint_on_rows(arguments: Sequence[BatchArgument], size: int) -> list[str]:
     """Advice on the first leaf with a multiple of ``size`` rows, in a list."""
-    for name, leaf, axis in _batched_leaves(parts):
+    for name, leaf, axis in _batched_leaves(arguments):
         num_rows = leaf.shape[0] if axis == 0 else 0
         if size and num_rows > size and num_rows % size == 0:
             rows_per_example = num_rows // size
@@ -237,12 +254,12 @@ def examples_per_shard(size: int, num_microbatches: int, num_shards: int) -> int
     )
 
 
-def part_specs(
+def microbatch_specs(
     leaves: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int
 ) -> list[jax.ShapeDtypeStruct]:
     """Specs of the leaves of a micro-batch of so many examples."""
 
-    def part(leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+    def resize(leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         if axis is None:
             return leaf
         shape = list(leaf.shape)
@@ -250,7 +267,7 @@ def part_specs(
         weak = leaf.weak_type
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=weak)
 
-    return [part(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return [resize(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
 class SizeGroup(NamedTuple):
@@ -280,9 +297,9 @@ def group_by_size(microbatch_sizes: Sequence[int]) -> list[SizeGroup]:
 def splitter(
     axes: Sequence[int], *, size: int, number: int, stacked: bool = False
 ) -> Callable[..., list[jax.Array]]:
-    """The function ``(start, *leaves) -> parts`` that splits off micro-batches.
+    """The function ``(start, *leaves) -> leaves of micro-batches``.
 
-    Parts are listed micro-batch after micro-batch.
+    The leaves of a micro-batch are followed by those of the next one.
 
     Args:
       axes: the batch axes of the leaves.
@@ -292,18 +309,18 @@ def splitter(
         is the index of the first micro-batch, else that of its first example.
     """
 
-    def part(leaf: jax.Array, axis: int, start: Any) -> jax.Array:
+    def slice_leaf(leaf: jax.Array, axis: int, start: Any) -> jax.Array:
         if stacked:
             return jax.lax.dynamic_index_in_dim(leaf, start, keepdims=False)
         return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
 
     def split(start: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
         step = 1 if stacked else size
-        part_starts = [start + m * step for m in range(number)]
-        parts: list[jax.Array] = []
-        for part_start in part_starts:
+        starts = [start + m * step for m in range(number)]
+        microbatch_leaves: list[jax.Array] = []
+        for microbatch_start in starts:
             for leaf, axis in zip(leaves, axes, strict=True):
-                parts.append(part(leaf, axis, part_start))
-        return parts
+                microbatch_leaves.append(slice_leaf(leaf, axis, microbatch_start))
+        return microbatch_leaves
 
     return split

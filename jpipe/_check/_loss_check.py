@@ -266,11 +266,10 @@ def probe(
     )
     at_once = _terms(objective, [*axes, *target_axes], [count])
     in_microbatches = _terms(objective, [*axes, *target_axes], sizes)
-    total = sum(batch.sizes) * batch.num_shards
 
     def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
         some_targets = slice_examples(
-            targets, target_axes, start=0, stop=count, count=total
+            targets, target_axes, start=0, stop=count, count=batch.num_examples
         )
         return [terms(outputs, some_targets) for terms in (at_once, in_microbatches)]
 
@@ -321,15 +320,14 @@ def _is_local_array(leaf: Any) -> bool:
 
 
 def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
-    """The sizes of two parts; ``None`` if two examples have too many elements."""
+    """The sizes of two micro-batches; ``None``: two examples have too many elements."""
     size = batch.sizes[0]
-    total = sum(batch.sizes) * batch.num_shards
     elements = sum(leaf.size for leaf in jax.tree.leaves(outputs)) // size + 1
     max_examples = _MAX_ELEMENTS // elements
     if max_examples < 2:
         return None
     first = max(1, min(size, max_examples // 3))
-    second = min(2 * first, total - first, max_examples - first)
+    second = min(2 * first, batch.num_examples - first, max_examples - first)
     if second == first:
         second = max(1, first // 2)
     return first, second

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_leaves_with_path
 
-from .._arguments import _call, _variables
+from .._arguments import _call, _microbatch, _variables
 from .._arguments._batch import Batch
 from .._instructions._sharding import Sharding
 from .._layers import _rng
@@ -120,10 +120,12 @@ class FunctionSpec:
         """
         names = self.names
         in_axes = self.in_axes
+        axes_advice = _microbatch.MODEL_AXES_ADVICE
         if self.model is None:
             *positional, keywords = args
             names = _call.argument_names(len(positional), self.argnums)
             in_axes = _call.axes_of_call(in_axes, positional, keywords)
+            axes_advice = _microbatch.FUNCTION_AXES_ADVICE
         elif args[-1] is not None:
             _rng.check_rngs(args[-1])
         return _call.batch(
@@ -133,6 +135,7 @@ class FunctionSpec:
             num_microbatches=num_microbatches,
             num_shards=num_shards,
             allows_unsplit=allows_unsplit,
+            axes_advice=axes_advice,
         )
 
     def shardings(

@@ -194,7 +194,7 @@ class PipelinedFunction:
         spec = self._spec
         specs = _microbatch.array_specs(params, "params")
         is_trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
-        are_merged = batch.num_parts > 1
+        are_merged = batch.num_microbatch_shards > 1
         with (
             explain_sizes(batch),
             _batch_norm.merge_statistics(are_merged=are_merged),

@@ -47,7 +47,7 @@ def trace_sizes(
             closed=closed,
             captures_batch=all(axis is None for axis in batch.axes),
         )
-        traced = _with_local_inputs(spec, traced, batch.part(size))
+        traced = _with_local_inputs(spec, traced, batch.microbatch_specs(size))
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         traced_functions[size] = traced
@@ -65,7 +65,7 @@ def trace_whole(
     Returns:
       The trace, and specs of the results besides the loss.
     """
-    size = sum(batch.sizes) * batch.num_shards
+    size = batch.num_examples
     try:
         with _batch_norm.merge_statistics(are_merged=True):
             traced = _trace(spec, params, batch, size, num_stages=1)
@@ -85,7 +85,7 @@ def _trace(
     return _traced_function.trace_function(
         spec.function,
         params,
-        batch.part(size),
+        batch.microbatch_specs(size),
         num_stages=num_stages,
         has_aux=spec.has_aux,
         has_loss=spec.has_loss,
@@ -123,9 +123,9 @@ def _with_scaled_loss(
     spec: FunctionSpec, traced: TracedFunction, batch: Batch, size: int
 ) -> TracedFunction:
     """Scales the loss of a micro-batch to its part of that of the mini-batch."""
-    whole = sum(batch.sizes) * batch.num_shards
-    share = 1 / batch.num_parts
-    scales = {"mean": size / whole, "sum": 1.0, "weighted": 1.0}
+    share = 1 / batch.num_microbatch_shards
+    # reduction -> scale
+    scales = {"mean": size / batch.num_examples, "sum": 1.0, "weighted": 1.0}
     scale = scales.get(spec.reduction, share)
     if spec.model is not None:
         return _penalty.scale_loss(traced, scale)

@@ -62,7 +62,7 @@ class PipelinedLoss:
             self._outputs_to_check[specialization] = self.outputs[0]
         if specialization in self._outputs_to_check:
             batch = specialization.batch
-            if batch.num_parts > 1:
+            if batch.num_microbatch_shards > 1:
                 self._check_loss(self._outputs_to_check[specialization], batch, targets)
             # `compile` may pass specs, with which no loss can be run.
             if not any(map(_is_spec, jax.tree.leaves(targets))):

@@ -1,7 +1,6 @@
 """The arguments of `jpipe.profile`, checked."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -91,17 +90,15 @@ class Request:
           ValueError: if it cannot be cut.
         """
         names = ("sample", "targets")
-        args = (
-            _microbatch.array_specs(self.sample, "sample"),
-            _microbatch.array_specs(self.targets, "targets"),
+        in_axes = (self.axes.in_axes, self.axes.target_axes)
+        arguments = _call.describe_arguments(
+            (self.sample, self.targets), in_axes, names
         )
-        axes_by_arg = _call.axes_of(
-            [self.axes.in_axes, self.axes.target_axes], args, names
-        )
-        num_examples = _call.batch_size(args, axes_by_arg, self.num_microbatches, names)
+        num_examples = _microbatch.count_examples(arguments, self.num_microbatches)
+        sample, targets = arguments
         return Batch(
-            args,
-            axes=list(itertools.chain.from_iterable(axes_by_arg)),
+            (sample.specs, targets.specs),
+            axes=[*sample.axes, *targets.axes],
             sizes=_microbatch.microbatch_sizes(num_examples, self.num_microbatches),
         )
 
@@ -142,7 +139,7 @@ class Request:
     def resized(self, batch_size: int) -> "Request":
         """The request with specs of one micro-batch of another size."""
         one_microbatch = dataclasses.replace(self, num_microbatches=1)
-        x, targets = one_microbatch.batch().part(batch_size)
+        x, targets = one_microbatch.batch().microbatch_specs(batch_size)
         return dataclasses.replace(one_microbatch, sample=x, targets=targets)
 
 

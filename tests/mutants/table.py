@@ -184,10 +184,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("differences = abs(", "differences = 0 * abs("),
     ],
     "_pipelined/_pipelined_function": [
-        ("are_merged = batch.num_parts > 1", "are_merged = True"),
+        ("are_merged = batch.num_microbatch_shards > 1", "are_merged = True"),
     ],
     "_pipelined/_tracing": [
-        ("whole = sum(batch.sizes) * batch.num_shards", "whole = sum(batch.sizes)"),
+        ("size / batch.num_examples", "size / sum(batch.sizes)"),
         ("local_args = args[:2] if", "local_args = args[:0] if"),
     ],
     "_placed/_mirrored_places": [
