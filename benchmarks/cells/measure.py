@@ -189,7 +189,7 @@ def _plain(
 ) -> "Future[Compiled]":
     work, batch = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.sequential(work.layers, devices=devices)
-    model, variables = pipe._pipelined.model, initial(work)
+    model, variables = pipe._pipelined_model.model, initial(work)
 
     def step(carry: Any, x: Any, targets: Any) -> Any:
         params, rest, opt_state, key = carry

@@ -63,7 +63,7 @@ def gradient_of(
     Returns:
       The mini-batch, with the rngs of a train step.
     """
-    known = pipe._pipelined
+    known = pipe._pipelined_model
     layers = PipelinedModel(
         known.model, _PartitionApart(known.partition.config, known.placement.stages)
     )

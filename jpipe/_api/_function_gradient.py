@@ -15,6 +15,7 @@ from .._jaxprs._jaxpr import is_inexact
 from .._lower import _join
 from .._messages import WarnOnce
 from .._partition._partition import Partition
+from .._partition._stage_placement import StagePlacement
 from .._pipelined._feed import Feed
 from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
@@ -79,11 +80,10 @@ class FunctionGradient(CustomLoop):
             reduction=reduction,
             check=_VaryingNumbersWarning(self._argnums),
         )
-        self._pipelined = PipelinedFunction(self._spec, partition, self._trained)
-        self._feed = Feed(
-            lambda: self._pipelined.last and self._pipelined.last.placement,
-            is_local=False,
+        self._pipelined_function = PipelinedFunction(
+            self._spec, partition, self._trained
         )
+        self._feed = Feed(self._last_placement, is_local=False)
 
     @outside_of_meshes
     def __call__(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -104,9 +104,9 @@ class FunctionGradient(CustomLoop):
           TypeError: if a leaf is not an array.
         """
         params, trees = self._split_args((params, *args), kwargs)
-        specialization = self._pipelined(params, *trees)
+        specialization = self._pipelined_function(params, *trees)
         leaves = specialization.check_arguments(params, trees, "params")
-        self._feed(trees)
+        self._feed(trees)  # which compares the mini-batches of all processes
         outputs = specialization.program(leaves)
 
         loss, aux, trained_grads = specialization.split_outputs(outputs)
@@ -130,13 +130,13 @@ class FunctionGradient(CustomLoop):
           The parameters in place; with a sequence of ``argnums`` a tuple of them.
         """
         params, trees = self._split_args((params, *args), kwargs)
-        return self._pipelined.place(params, *trees)
+        return self._pipelined_function.place(params, *trees)
 
     @outside_of_meshes
     def program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
         """Returns the program that a call with such arguments runs."""
         params, trees = self._split_args((params, *args), kwargs)
-        return self._pipelined(params, *trees).program
+        return self._pipelined_function(params, *trees).program
 
     @outside_of_meshes
     def compile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Report:
@@ -230,11 +230,12 @@ class FunctionGradient(CustomLoop):
         Raises:
           ValueError: if the function was not placed or called yet.
         """
-        if self._pipelined.last is None:
+        specialization = self._pipelined_function.last_specialization
+        if specialization is None:
             raise ValueError(
                 "the stages of a function are known once it was placed or called"
             )
-        return describe(describe_function(self._pipelined.last))
+        return describe(describe_function(specialization))
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
@@ -245,7 +246,7 @@ class FunctionGradient(CustomLoop):
 
     @outside_of_meshes
     def __str__(self) -> str:
-        if self._pipelined.last is None:
+        if self._pipelined_function.last_specialization is None:
             description = f"{self!r}\nthe stages are known once it is called or placed"
         else:
             description = str(self.plan)
@@ -254,6 +255,11 @@ class FunctionGradient(CustomLoop):
             f"grad_fn.check(params, *args) runs it at once and in micro-batches, and "
             f"compares"
         )
+
+    def _last_placement(self) -> StagePlacement | None:
+        """Returns the placement of the last call; ``None`` before the first."""
+        specialization = self._pipelined_function.last_specialization
+        return None if specialization is None else specialization.placement
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)

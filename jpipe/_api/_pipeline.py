@@ -47,12 +47,12 @@ class Pipeline(CustomLoop):
         self, pipelined: PipelinedModel, forecast: Forecast | None = None
     ) -> None:
         super().__init__(pipelined.devices)
-        self._pipelined = pipelined
+        self._pipelined_model = pipelined
         self._forecast = forecast
         self._feed = pipelined.feed()
-        # The loss that was built last, and the one that had a mini-batch last.
-        self._last_built: PipelinedLoss | None = None
-        self._last_used: PipelinedLoss | None = None
+        # The loss that was built last, and the one before it that had a mini-batch.
+        self._newest_loss: PipelinedLoss | None = None
+        self._previous_loss: PipelinedLoss | None = None
 
     # ------------------------------------------------------------------- properties
 
@@ -68,7 +68,7 @@ class Pipeline(CustomLoop):
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a mini-batch."""
-        return self._pipelined.num_microbatches
+        return self._pipelined_model.num_microbatches
 
     @property
     def schedule(self) -> Schedule:
@@ -77,14 +77,14 @@ class Pipeline(CustomLoop):
         Raises:
           ValueError: if the pipeline is of a model that was not divided yet.
         """
-        return self._pipelined.placement.schedule
+        return self._pipelined_model.placement.schedule
 
     @property
     def devices(self) -> tuple[_transfer.Device | Mesh, ...]:
         """The device of each stage, or its mesh."""
         return tuple(
             device.mesh if isinstance(device, StageMesh) else device
-            for device in self._pipelined.placement.devices
+            for device in self._pipelined_model.placement.devices
         )
 
     @property
@@ -103,26 +103,32 @@ class Pipeline(CustomLoop):
         return describe(info, self._forecast)
 
     @property
-    def _last(self) -> PipelinedLoss | None:
-        """The loss that had the last mini-batch; ``None`` before the first."""
-        has_minibatch = self._last_built is not None and self._last_built.last
-        return self._last_built if has_minibatch else self._last_used
+    def _described_loss(self) -> PipelinedLoss | None:
+        """The newest loss that had a mini-batch, as `plan` describes; else ``None``."""
+        newest = self._newest_loss
+        if newest is not None and newest.last_specialization is not None:
+            return newest
+        return self._previous_loss
 
     @property
     def _info(self) -> PipelineInfo | None:
-        return self._pipelined.describe(self._last.last if self._last else None)
+        """The facts that `plan` describes; ``None`` before a model is divided."""
+        loss = self._described_loss
+        specialization = loss.last_specialization if loss else None
+        return self._pipelined_model.describe(specialization)
 
     def __repr__(self) -> str:
         size = f"{self.num_microbatches} micro-batches"
-        if self._pipelined.num_stages is not None:
+        if self._pipelined_model.num_stages is not None:
             size = f"{self.num_stages} stages, {size}, {self.schedule.name}"
-        return f"<jpipe.Pipeline: {self._pipelined} in {size}>"
+        return f"<jpipe.Pipeline: {self._pipelined_model} in {size}>"
 
     @outside_of_meshes
     def __str__(self) -> str:
         if self._info is None:
             return f"{self!r}\n{UNKNOWN}"
-        reason = self._last.unchecked if self._last else ""
+        loss = self._described_loss
+        reason = loss.unchecked if loss else ""
         warning = f"\nthe loss was not checked: {reason}" if reason else ""
         return f"{self.plan}{warning}"
 
@@ -155,7 +161,7 @@ class Pipeline(CustomLoop):
           ValueError: if the dtype of an output depends on whether a variable is weakly
             typed.
         """
-        return self._pipelined.init(key, x)
+        return self._pipelined_model.init(key, x)
 
     @outside_of_meshes
     def place(self, tree: Any, x: PyTree = None) -> Any:
@@ -175,8 +181,8 @@ class Pipeline(CustomLoop):
         """
         _variables.check_alive(jax.tree.leaves(tree))
         if isinstance(tree, TrainState):
-            return _train_states.place_train_state(self._pipelined, tree, x)
-        return self._pipelined.place(tree, x)
+            return _train_states.place_train_state(self._pipelined_model, tree, x)
+        return self._pipelined_model.place(tree, x)
 
     @outside_of_meshes
     def apply(
@@ -205,7 +211,7 @@ class Pipeline(CustomLoop):
           TypeError: if a leaf of ``x`` is not an array.
         """
         x, _ = self._feed(x, rngs=rngs)
-        specialization = self._pipelined.forward(variables, x, rngs, train=train)
+        specialization = self._pipelined_model.forward(variables, x, rngs, train=train)
         outputs = specialization.program(
             specialization.check_arguments(variables, (x, rngs))
         )
@@ -215,7 +221,7 @@ class Pipeline(CustomLoop):
     def _apply_program(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
     ) -> Program:
-        return self._pipelined.forward(variables, x, rngs, train=train).program
+        return self._pipelined_model.forward(variables, x, rngs, train=train).program
 
     def value_and_grad(
         self,
@@ -286,7 +292,7 @@ class Pipeline(CustomLoop):
             self._build_loss(objective, trainable),
             has_aux=has_aux,
             has_state=has_state,
-            feed=self._pipelined.feed(),
+            feed=self._pipelined_model.feed(),
         )
 
     def _build_loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
@@ -295,13 +301,12 @@ class Pipeline(CustomLoop):
         Raises:
           ValueError: if the schedule cannot train.
         """
-        if self._pipelined.num_stages:
-            self._pipelined.placement.check_trains()
-        if self._last_built and self._last_built.last:
-            self._last_used = self._last_built
-        selection = Trainable(trainable, by_layer=self._pipelined.model.is_list)
-        self._last_built = self._pipelined.loss(objective, selection)
-        return self._last_built
+        if self._pipelined_model.num_stages:
+            self._pipelined_model.placement.check_trains()
+        self._previous_loss = self._described_loss
+        selection = Trainable(trainable, by_layer=self._pipelined_model.model.is_list)
+        self._newest_loss = self._pipelined_model.loss(objective, selection)
+        return self._newest_loss
 
     @outside_of_meshes
     def init_train_state(
@@ -332,13 +337,18 @@ class Pipeline(CustomLoop):
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
-        selection = Trainable(trainable, by_layer=self._pipelined.model.is_list)
+        selection = Trainable(trainable, by_layer=self._pipelined_model.model.is_list)
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = self._pipelined.copy_in_place(key, variables, x)
+            variables = self._pipelined_model.copy_in_place(key, variables, x)
         return _train_states.initial_train_state(
-            self._pipelined, key, variables=variables, x=x, tx=tx, trainable=selection
+            self._pipelined_model,
+            key,
+            variables=variables,
+            x=x,
+            tx=tx,
+            trainable=selection,
         )
 
     def train_step(
@@ -378,9 +388,9 @@ class Pipeline(CustomLoop):
             self._build_loss(objective, trainable),
             tx,
             has_aux=has_aux,
-            feed=self._pipelined.feed(),
+            feed=self._pipelined_model.feed(),
             donate=donate,
-            by_layer=self._pipelined.model.is_list,
+            by_layer=self._pipelined_model.model.is_list,
         )
 
     @outside_of_meshes
@@ -400,7 +410,7 @@ class Pipeline(CustomLoop):
           ValueError: if the variables are not those of the layers, or a layer was
             changed.
         """
-        return self._pipelined.modules(variables)
+        return self._pipelined_model.modules(variables)
 
     # ------------------------------------------------------------ checks and profiles
 
@@ -509,7 +519,7 @@ class Pipeline(CustomLoop):
         from ._pipeline_check import check_pipeline  # which a step does not need
 
         return check_pipeline(
-            self._pipelined,
+            self._pipelined_model,
             variables,
             x,
             targets,
@@ -563,9 +573,9 @@ class Pipeline(CustomLoop):
           >>> pipe.schedule.simulate(measured.costs).makespan > 0
           True
         """
-        check_state(state, by_layer=self._pipelined.model.is_list)
+        check_state(state, by_layer=self._pipelined_model.model.is_list)
         x, targets = split_batch(batch)
-        pipelined_loss = self._last_built
+        pipelined_loss = self._newest_loss
         if loss_fn is not None:
             objective = Objective(loss_fn, has_aux, reduction)
             is_last = pipelined_loss and pipelined_loss.is_of(objective, trainable)

@@ -59,7 +59,9 @@ class PipelinedModel:
         self.devices = partition.devices
         # train -> the forward pass in stages
         self._forwards = {
-            train: self._pipelined(_model_functions.forward_spec(model, train=train))
+            train: self._build_function(
+                _model_functions.forward_spec(model, train=train)
+            )
             for train in (False, True)
         }
 
@@ -102,7 +104,9 @@ class PipelinedModel:
           last: the specialization for the last mini-batch with a loss.
         """
         if not self.model.is_list:
-            forwards = [forward.last for forward in self._forwards.values()]
+            forwards = [
+                forward.last_specialization for forward in self._forwards.values()
+            ]
             last = last or next(filter(None, forwards), None)
             return describe_function(last) if last else None
 
@@ -162,7 +166,7 @@ class PipelinedModel:
             spec = _model_functions.loss_spec(
                 self.model, objective, outputs, train=train
             )
-            functions[train] = self._pipelined(spec, trained)
+            functions[train] = self._build_function(spec, trained)
         return PipelinedLoss(
             objective=objective,
             trainable=trainable,
@@ -171,7 +175,7 @@ class PipelinedModel:
             axis=self.model.axes.out_axes,
         )
 
-    def _pipelined(
+    def _build_function(
         self,
         spec: FunctionSpec,
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],

@@ -45,8 +45,8 @@ class PipelinedFunction:
         gradient.
 
     Attributes:
-      last: the specialization that was used last; before the first call one that
-        cannot run, or ``None``.
+      last_specialization: that of the last call; before the first call one that cannot
+        run, or ``None``.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class PipelinedFunction:
         self._trained = trained
         # (settings, signature of the arguments) -> specialization
         self._cache = RecentCache[Any, Specialization]()
-        self.last: Specialization | None = None
+        self.last_specialization: Specialization | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Specialization:
         """Returns the specialization for arguments, built once for each signature."""
         key = _signature.settings(), _signature.tree_signature(params, args)
         if key not in self._cache:
             self._cache[key] = self._build_checked(params, *args)
-        self.last = self._cache[key]
-        return self.last
+        self.last_specialization = self._cache[key]
+        return self.last_specialization
 
     def clear(self) -> None:
         """Removes all specializations."""
@@ -99,8 +99,10 @@ class PipelinedFunction:
         """
         self._check_planned(params)
         partition = self._partition
-        if partition.owner_stages(params) is None:
-            self.last = self.last or self.divide(params, args)
+        is_divided = self.last_specialization is not None
+        if partition.owner_stages(params) is None and not is_divided:
+            # Dividing decides the owners; the result is kept for `plan` to describe.
+            self.last_specialization = self.divide(params, args)
         owner_stages = partition.owner_stages(params) or []
         count = len(jax.tree.leaves(params))
         if len(owner_stages) != count:

@@ -43,9 +43,12 @@ class PipelinedLoss:
     )
 
     @property
-    def last(self) -> Specialization | None:
+    def last_specialization(self) -> Specialization | None:
         """The newest specialization of training, or else of evaluation."""
-        return self.functions[True].last or self.functions[False].last
+        return (
+            self.functions[True].last_specialization
+            or self.functions[False].last_specialization
+        )
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:
         """True if this is the loss of an objective, and all parameters are trained."""
