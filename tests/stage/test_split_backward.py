@@ -66,6 +66,18 @@ def test_schedule_without_backwards_applies_and_does_not_train():
         pipe.train_step(ref.mse, optax.sgd(0.1))
 
 
+def test_forwards_alone_run_in_any_order_of_micro_batches():
+    layers = [ref.dense(4), ref.dense(3)]
+    order = schedules.Schedule.from_text("0F3 0F1 0F2 0F0\n1F1 1F3 1F2 1F0")
+    x, _ = ref.regression(10)
+    outputs = []
+    for schedule in ("forward_only", order):
+        pipe = jpipe.pipeline(layers, 4, schedule=schedule)
+        variables = pipe.init(jax.random.key(0), x)
+        outputs.append(pipe.apply(variables, x))
+    assert (outputs[0] == outputs[1]).all()
+
+
 def test_a_model_not_divided_yet_does_not_train_without_backwards():
     model, (x, targets) = nn.Sequential(small()), ref.regression(6)
     devices = jax.devices()[:2]
