@@ -56,7 +56,8 @@ class PartitionProblem:
     Attributes:
       profile: the layers.
       modes: the remat mode of each stage; see `Profile.costs`.
-      bandwidth: bytes per second between two ranks; ``None``: as many as there are.
+      bandwidth: bytes per second between two ranks; ``None``: transfers take no time
+        but ``latency``.
       latency: seconds that a transfer takes whatever its size.
       objective: ``"max"``, ``"step"`` or ``"memory"``.
       schedule: the schedule of the stages; 1F1B if the user has none.

@@ -105,7 +105,8 @@ class Profile:
           balance: the number of layers of each stage.
           remat: the residuals between forward and backward, one mode or one per stage:
             ``"full"``, or one that ``residual_bytes`` of the layers names.
-          bandwidth: bytes per second between two ranks; ``None``: as many as there are.
+          bandwidth: bytes per second between two ranks; ``None``: transfers take no
+            time but ``latency``.
           latency: seconds that a transfer takes whatever its size.
 
         Returns:
