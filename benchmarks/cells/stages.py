@@ -67,7 +67,7 @@ def gradient_of(
     layers = PipelinedModel(
         known.model, _PartitionApart(known.partition.config, known.placement.stages)
     )
-    sample = layers.model.sample(x, layers.partition)
+    sample = layers.model.sample_batch(x, layers.partition)
     variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
     return layers.loss(Objective(loss), Trainable())(

@@ -211,7 +211,7 @@ class PipelinedModel:
         if fixed_entries is None:
             fixed_entries = [None] * len(self.model.layers)
         initial = self.model.initial(
-            self.model.sample(x, self.partition),
+            self.model.sample_batch(x, self.partition),
             [{} if entry is None else entry for entry in fixed_entries],
             key,
         )

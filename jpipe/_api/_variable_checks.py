@@ -92,7 +92,7 @@ class VariableChecks:
         self, x: PyTree, fixed_entries: Sequence[PyTree] | None = None
     ) -> Initial:
         """The initial variables for an input; fixed ones stay as they are."""
-        batch = self._model.sample(x, self._partition)
+        batch = self._model.sample_batch(x, self._partition)
         return self._model.initial(batch, fixed_entries)
 
     def _check(self, variables: PyTree, x: PyTree) -> Initial | None:
@@ -146,7 +146,7 @@ class VariableChecks:
         if fitting_input in (None, shape_text(x)):
             sample = f"x of {shape_text(x)}"
             if not self._model.is_list:
-                (first,) = self._model.sample(x, self._partition).first
+                (first,) = self._model.sample_batch(x, self._partition).first
                 sample = f"micro-batches of {shape_text(first)}"
             return (
                 f"the variables are not those of this model for {sample}; one of the "

@@ -140,18 +140,18 @@ class LayerToCheck:
 
     Attributes:
       index: its index among all layers.
-      layers: the layers whose variables it reads; it is the last of them.
+      sequence: the layers whose variables it reads; it is the last of them.
       entries: the variables of these.
     """
 
     index: int
-    layers: Sequential
+    sequence: Sequential
     entries: Entries
 
     @property
     def name(self) -> str:
         """Its name in the report."""
-        return f"layer {self.index} ({self.layers.layers[-1].name})"
+        return f"layer {self.index} ({self.sequence.layers[-1].name})"
 
 
 class LayerChecker:
@@ -219,7 +219,7 @@ class LayerChecker:
 
         out_keys: list[_skip.Key] = []
         apply = functools.partial(
-            self._apply, layer.layers, [*previous.skips], out_keys
+            self._apply, layer.sequence, [*previous.skips], out_keys
         )
         with _inactive_parts.collect_notes() as switch_notes:
             specs = jax.eval_shape(apply, inputs, nondiff_args)
@@ -294,7 +294,7 @@ class LayerChecker:
 
     def _apply(
         self,
-        layers: Sequential,
+        sequence: Sequential,
         in_keys: Sequence[_skip.Key],
         out_keys: list[_skip.Key],
         inputs: _LayerInputs,
@@ -305,7 +305,7 @@ class LayerChecker:
         """Applies the last of some layers.
 
         Args:
-          layers: the layers.
+          sequence: the layers.
           in_keys: the keys of the values that it may pop.
           out_keys: a list that becomes the keys of the values that may be popped after
             it.
@@ -323,7 +323,7 @@ class LayerChecker:
         ):
             pairs = zip(inputs.params, nondiff_args.state, strict=True)
             entries = [{**params, **state} for params, state in pairs]
-            y, changed = layers.call_last(
+            y, changed = sequence.call_last(
                 entries, x, rngs=nondiff_args.keys, train=self._train, skips=values
             )
         out_keys[:] = values

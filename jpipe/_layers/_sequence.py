@@ -9,7 +9,7 @@ front, and it may return values that no layer could pass to a next one.
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import chex
@@ -101,7 +101,7 @@ class Sequential:
 
             return self._call_all(x, call)
 
-        with self._naming_model(x):
+        with self._explain_model_errors(x):
             (y, routes), linen_entries = self.parent.init(key, fixed_entries, run)
         for i, linen_entry in enumerate(linen_entries):
             if linen_entry:
@@ -134,7 +134,7 @@ class Sequential:
 
             return self._call_all(x, call, after_layer)
 
-        with self._naming_model(x):
+        with self._explain_model_errors(x):
             (y, routes), changed = self.parent(entries, rngs, run, train=train)
         return SequenceOutputs(y, changed, routes)
 
@@ -147,7 +147,9 @@ class Sequential:
         train: bool,
         skips: dict[_skip.Key, PyTree],
     ) -> tuple[PyTree, Sequence[PyTree]]:
-        """Applies the last layer alone.
+        """Applies the last layer alone: see `Pipeline.check`.
+
+        The others are there for the variables that it shares with them.
 
         Args:
           entries: the variables, one entry per layer.
@@ -163,12 +165,11 @@ class Sequential:
         layer = self.layers[last]
 
         def run(handles: Sequence[Any]) -> Any:
-            keys = _rng.layer_rngs(rngs, last)
-            skip_layer = _skip.SkipLayer(
-                self._indices[last], layer.name, self._stage_of_layer[last]
-            )
+            index = self._indices[last]
+            keys = _rng.layer_rngs(rngs, index)
+            skip_layer = _skip.SkipLayer(index, layer.name, self._stage_of_layer[last])
             scope = _skip.skip_scope(_skip.Skips(skips), skip_layer, layer.namespace)
-            with self._naming_layer(last, x), scope:
+            with self._explain_layer_errors(last, x), scope:
                 return layer.call(handles[last], x, keys, train=train)
 
         return self.parent(entries, rngs, run, train=train)
@@ -197,7 +198,7 @@ class Sequential:
         skips = _skip.Skips()
         for i, layer in enumerate(self.layers):
             skip_layer = _skip.SkipLayer(i, layer.name, self._stage_of_layer[i])
-            with self._naming_layer(i, x), jax.named_scope(layer.name):
+            with self._explain_layer_errors(i, x), jax.named_scope(layer.name):
                 with _skip.skip_scope(skips, skip_layer, layer.namespace):
                     x = call(i, x)
                 _check_output(i, layer, x)
@@ -205,12 +206,18 @@ class Sequential:
                 x = after_layer(i, x, skips.values)
         return jax.tree.map(jnp.asarray, x), skips.routes()
 
-    def _naming_model(self, x: PyTree) -> AbstractContextManager[None]:
-        """Names one model in any exception that is raised; layers name themselves."""
-        return nullcontext() if self.is_list else _naming_model(self.layers[0], x)
+    @contextmanager
+    def _explain_model_errors(self, x: PyTree) -> Iterator[None]:
+        """Notes in any exception the model that raised it; of a list, layers do."""
+        try:
+            yield
+        except Exception as error:
+            if not self.is_list:
+                _note_model(error, self.layers[0], x)
+            raise
 
     @contextmanager
-    def _naming_layer(self, i: int, x: PyTree) -> Iterator[None]:
+    def _explain_layer_errors(self, i: int, x: PyTree) -> Iterator[None]:
         """Notes in any exception which layer raised it, where, and on which input."""
         layer = self.layers[i]
         try:
@@ -233,23 +240,18 @@ class Sequential:
             raise
 
 
-@contextmanager
-def _naming_model(layer: LayerAdapter, x: PyTree) -> Iterator[None]:
-    """Notes in any exception the name of the model that raised it, and advice."""
-    try:
-        yield
-    except Exception as error:
+def _note_model(error: Exception, layer: LayerAdapter, x: PyTree) -> None:
+    """Notes in an exception the name of the model that raised it, and advice."""
+    error.add_note(
+        f"raised by the model ({layer.name}), whose input was {shape_text(x)}; x "
+        f"comes before the targets"
+    )
+    if names := missing_inputs(error, layer):
+        inputs = ", ".join(f"{name}={name}" for name in names)
         error.add_note(
-            f"raised by the model ({layer.name}), whose input was {shape_text(x)}; x "
-            f"comes before the targets"
+            f"a model that takes several inputs is given all of them as one: "
+            f"x = jpipe.inputs(x, {inputs})"
         )
-        if names := missing_inputs(error, layer):
-            inputs = ", ".join(f"{name}={name}" for name in names)
-            error.add_note(
-                f"a model that takes several inputs is given all of them as one: "
-                f"x = jpipe.inputs(x, {inputs})"
-            )
-        raise
 
 
 def _call_for_init(

@@ -74,15 +74,15 @@ class Skips:
         raise_all(
             "the skip connections do not fit",
             [
-                f"{skip_name(key)} is stashed by {use} and never popped"
-                for key, use in self.stashed.items()
+                f"{skip_name(key)} is stashed by {layer} and never popped"
+                for key, layer in self.stashed.items()
                 if key not in self.popped
             ],
         )
         return tuple(
-            SkipRoute(key, use.stage, self.popped[key].stage)
-            for key, use in self.stashed.items()
-            if use.stage != self.popped[key].stage
+            SkipRoute(key, layer.stage, self.popped[key].stage)
+            for key, layer in self.stashed.items()
+            if layer.stage != self.popped[key].stage
         )
 
 
@@ -90,7 +90,7 @@ class _SkipFrame(NamedTuple):
     """The layer that is being applied: its namespace, and its trace."""
 
     skips: Skips
-    use: SkipLayer
+    layer: SkipLayer
     namespace: Hashable
     trace: Any
 
@@ -99,16 +99,16 @@ _current: ContextVar[_SkipFrame | None] = ContextVar("jpipe_skip_frame", default
 
 
 @contextmanager
-def skip_scope(skips: Skips, use: SkipLayer, namespace: Hashable) -> Iterator[None]:
+def skip_scope(skips: Skips, layer: SkipLayer, namespace: Hashable) -> Iterator[None]:
     """The scope of the call of a layer, in which `stash` and `pop` work.
 
     Args:
       skips: the skip connections so far, which the layer changes.
-      use: the layer.
+      layer: the layer.
       namespace: its namespace.
     """
     trace = get_opaque_trace_state(convention="flax")
-    token = _current.set(_SkipFrame(skips, use, namespace, trace))
+    token = _current.set(_SkipFrame(skips, layer, namespace, trace))
     try:
         yield
     finally:
@@ -153,9 +153,9 @@ def stash(name: Hashable, x: PyTree) -> None:
     if key in skips.stashed:
         raise ValueError(
             f"{skip_name(key)} is stashed twice: by {skips.stashed[key]} and "
-            f"{frame.use}"
+            f"{frame.layer}"
         )
-    skips.stashed[key] = frame.use
+    skips.stashed[key] = frame.layer
     skips.values[key] = x
 
 
@@ -178,8 +178,10 @@ def pop(name: Hashable) -> PyTree:
     if key not in skips.values:
         popper = skips.popped.get(key)
         reason = f"popped by {popper} before" if popper else "not stashed before"
-        raise ValueError(f"{skip_name(key)} is popped by {frame.use}, and was {reason}")
-    skips.popped[key] = frame.use
+        raise ValueError(
+            f"{skip_name(key)} is popped by {frame.layer}, and was {reason}"
+        )
+    skips.popped[key] = frame.layer
     return skips.values.pop(key)
 
 

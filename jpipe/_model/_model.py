@@ -1,7 +1,6 @@
-"""A list of layers, or one model, as functions of variables and a micro-batch.
+"""A list of layers, or one model, as a function of variables and a micro-batch.
 
-    forward: variables, x, rngs -> y, changed variables by leaf index
-    loss:    variables, x, targets, rngs -> loss, aux, changed variables by leaf index
+    variables, x, rngs -> y, changed variables by leaf index
 
 The variables of a list are a tuple with one entry per layer, and a mark stands in the
 trace between two of its stages. One model is a sequence of one layer whose variables
@@ -145,8 +144,8 @@ class Model:
             )
         return shardings
 
-    def sample(self, x: PyTree, partition: Partition) -> Batch:
-        """Returns a sample of the input, from which variables are made, as a batch.
+    def sample_batch(self, x: PyTree, partition: Partition) -> Batch:
+        """Describes the input from which variables are made, as a mini-batch.
 
         Args:
           x: the input; it may have few examples.
@@ -170,7 +169,7 @@ class Model:
         """Returns the variables before any step, for the first micro-batch.
 
         Args:
-          batch: the mini-batch.
+          batch: the input: see `sample_batch`.
           fixed_entries: variables of each layer that are taken as they are: see
             `Initial`.
           key: a key like the one that draws them, typed or raw; default: typed.

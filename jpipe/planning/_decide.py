@@ -39,7 +39,7 @@ from ._request import Request
 from ._residual_ratios import scale_residuals
 from ._space import Hardware, SearchSpace
 from ._traced import TracedLayers
-from ._verify import choose_candidate
+from ._verify import rank_candidates
 
 PyTree = Any
 _TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
@@ -218,7 +218,7 @@ def plan(
             balance=checked_balance,
             mesh_shapes=shapes,
         )
-        candidates = choose_candidate(space, request, model)
+        candidates = rank_candidates(space, request, model)
 
     if not candidates:
         counts = sorted({shape.num_microbatches for shape in shapes})

@@ -172,7 +172,7 @@ class PlannedModel:
             return jax.tree.leaves(model.is_trained(variables, trainable))
 
         try:
-            initial = model.initial(model.sample(request.sample, partition))
+            initial = model.initial(model.sample_batch(request.sample, partition))
             variables = model.from_entries(initial.specs)
             function = PipelinedFunction(function_spec, partition, trained)
             specialization = function(variables, *args)

@@ -19,10 +19,10 @@ from ._space import Choice, SearchSpace
 _NUM_LOWERED = 4
 
 
-def choose_candidate(
+def rank_candidates(
     space: SearchSpace, request: Request, model: PlannedModel
 ) -> list[Candidate]:
-    """Searches a space; candidates, the chosen one first, with its counted bytes.
+    """Ranks the candidates of a space, the best first, with its counted bytes.
 
     Args:
       space: the choices.
