@@ -173,11 +173,12 @@ class CutPoints:
             differences = abs(reads_before - np.asarray(read_counts))
             read_differences = differences[:, is_comparable].sum(axis=1)
             expected = position / self.num_eqns * len(reads_before)
-            # Stages of the loss alone have nothing to compute in evaluation; with a
-            # loss each stage has something.
+            # The cut is behind the one before it, and leaves an equation to each stage
+            # after it. Without a loss, as in evaluation, it may be at the end: stages
+            # of the loss alone have nothing to compute there.
             num_stages_after = len(self.positions) - len(positions)
             last = end - num_stages_after if traced.has_loss else end
-            begin = min(positions[-1] + 1 if positions else 1, last)
+            first = positions[-1] + 1 if positions else 1
             ranked = [
                 (
                     read_differences[index],
@@ -186,7 +187,7 @@ class CutPoints:
                     abs(index - expected),
                     index,
                 )
-                for index in range(begin, last + 1)
+                for index in range(min(first, last), last + 1)
             ]
             positions.append(min(ranked)[-1])
         return positions

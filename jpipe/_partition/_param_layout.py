@@ -32,7 +32,9 @@ class ParamLayout:
 
     Attributes:
       paths: the path of each leaf.
-      specs: the spec and the place of each leaf.
+      specs: the spec of each leaf.
+      places: the place of the owner stage of each leaf.
+      owner_stages: as in the arguments; so are `shardings` and `is_leaf_trained`.
       params: the indices of the leaves that are in ``"params"``.
       is_param_trained: one bool per index in `params`; True if it is trained.
     """
@@ -49,11 +51,11 @@ class ParamLayout:
         advice: str,
     ) -> None:
         self.paths = list[Any]()
-        self.specs = list[tuple[Any, int]]()
-        leaves = jax.tree_util.tree_leaves_with_path(specs)
-        for (path, spec), stage in zip(leaves, owner_stages, strict=True):
+        self.specs = list[Any]()
+        for path, spec in jax.tree_util.tree_leaves_with_path(specs):
             self.paths.append(path)
-            self.specs.append((spec, placement.place(stage)))
+            self.specs.append(spec)
+        self.places = [placement.place(stage) for stage in owner_stages]
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
         self.params = _variables.param_indices(specs, has_collections=has_collections)
@@ -75,7 +77,10 @@ class ParamLayout:
 
     @property
     def keys(self) -> list[list[str]]:
-        """The keys that lead to each leaf, without the collection of parameters."""
+        """The keys that lead to each leaf, without the collection of parameters.
+
+        There are none if the tree is a leaf.
+        """
         keys_of_leaves = list[list[str]]()
         for path in self.paths:
             keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -87,7 +92,7 @@ class ParamLayout:
     def facts(self) -> dict[str, str]:
         """The parameters of each stage in words, which processes compare."""
         specs: list[list[Any]] = [[] for _ in self._placement.stages]
-        for (spec, _), stage in zip(self.specs, self.owner_stages, strict=True):
+        for spec, stage in zip(self.specs, self.owner_stages, strict=True):
             specs[stage].append(spec)
         return stage_facts(self._placement.stages, specs)
 

@@ -165,8 +165,8 @@ class Specialization:
         """
         graph = self.placement.graph()
         params = list[Value]()
-        for (spec, place), sharding in zip(
-            self.layout.specs, self.layout.shardings, strict=True
+        for spec, place, sharding in zip(
+            self.layout.specs, self.layout.places, self.layout.shardings, strict=True
         ):
             params.append(graph.argument(spec, place, sharding=sharding))
         batch_specs = jax.tree.leaves(self.batch.args)

@@ -79,7 +79,7 @@ class _Slicer:
         self._num_stages = len(cuts) + 1
         self._consts = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
 
-        # The stage of each equation; ``None``: none, or each that reads its results.
+        # equation index -> its stage; ``None`` if it is copied, or in no stage
         self._eqn_stages = _assign_equations(traced, cuts)
         # variable -> the one stage that computes it
         self._stage_of: dict[core.Var, int] = {}
@@ -101,7 +101,7 @@ class _Slicer:
     def _of_stage(
         self, variables: Iterable[core.Var], stage_index: int
     ) -> list[core.Var]:
-        """The results in a stage; the last has those that no one stage computes."""
+        """The variables that one stage computes; the last has those that none does."""
         last = self._num_stages - 1
         return [v for v in variables if self._stage_of.get(v, last) == stage_index]
 

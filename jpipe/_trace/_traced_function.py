@@ -45,11 +45,11 @@ READS_DEPEND_ON_SIZE = (
 
 
 class EqnKind(enum.StrEnum):
-    """The stages that run an equation."""
+    """The way in which stages run an equation."""
 
-    STAGE = "stage"  # one
-    COPY = "copy"  # each one that reads its results, since it is cheap
-    ONCE = "once"  # none: it runs once per step, where its parameters are
+    STAGE = "stage"  # in one stage
+    COPY = "copy"  # in each stage that reads its results, since it is cheap
+    ONCE = "once"  # in no stage: once per step, where its parameters are
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class TracedFunction:
         micro-batches, or the equations were moved: see `_eqn_order`; ``None`` before.
       num_model_inputs: the number of leaves of the input of a model, which are the
         first batch inputs; 0 for a loss function.
-      num_uncopied_inputs: the number of batch inputs, the first ones, that one stage
-        alone reads, so that what follows from them is not copied: the input of a list
-        of layers, and its targets.
+      num_uncopied_inputs: the number of batch inputs, the first ones, from which no
+        equation is copied: the input of a list of layers, which the first stage alone
+        reads, and its targets, which the last stage does.
       captures_batch: True if no argument is split by examples, so that these are in the
         arrays that the function closes over.
     """

@@ -284,8 +284,12 @@ class _LoweredStep:
         # index of a leaf of the state -> its spec, and its place
         leaves: dict[int, ArgumentLeaf] = {}
         layout = self.specialization.layout
-        for index, (spec, place), sharding in zip(
-            self.variable_indices, layout.specs, layout.shardings, strict=True
+        for index, spec, place, sharding in zip(
+            self.variable_indices,
+            layout.specs,
+            layout.places,
+            layout.shardings,
+            strict=True,
         ):
             leaves[index] = ArgumentLeaf(
                 "state", (), spec, place=place, sharding=sharding

@@ -113,7 +113,7 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
 
 def _param_shapes(layout: ParamLayout) -> tuple[tuple[int, ...], ...]:
     """The shapes of the parameters."""
-    return tuple(tuple(layout.specs[index][0].shape) for index in layout.params)
+    return tuple(tuple(layout.specs[index].shape) for index in layout.params)
 
 
 def _work_shares(stages: Stages) -> list[float]:
@@ -187,12 +187,12 @@ def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _Stage
     read = set(info.stage_params[stage])
     indices = [index for index in layout.params if index in read]
     # index of a parameter -> its number of elements
-    sizes = {index: layout.specs[index][0].size for index in indices}
+    sizes = {index: layout.specs[index].size for index in indices}
 
     param_bytes = 0
     sharded_params: dict[str, int] = {}  # axis of the mesh -> sharded elements
     for index in indices:
-        spec, _ = layout.specs[index]
+        spec = layout.specs[index]
         num_bytes = nbytes(spec)
         if isinstance(device, StageMesh):
             sharding = device.fitting(layout.shardings[index], spec.shape)
