@@ -101,7 +101,7 @@ class _Slicer:
     def _of_stage(
         self, variables: Iterable[core.Var], stage_index: int
     ) -> list[core.Var]:
-        """The variables that one stage computes; the last has those that none does."""
+        """The variables of a stage; those of no single stage are in the last."""
         last = self._num_stages - 1
         return [v for v in variables if self._stage_of.get(v, last) == stage_index]
 
