@@ -19,15 +19,17 @@ OUTSIDE: Place = -2
 class Instruction:
     """A call of a function, or a move to another place.
 
-    A graph lists instructions over values. In a program they are over slots, and have
-    the attributes from ``donates`` on.
+    A graph lists instructions over values, and `assign_executables` adds the executables
+    of calls. `Program` rewrites them as instructions over slots, which the loop runs,
+    with all attributes from ``donates`` on.
 
     Attributes:
       place: the place of a call; the target of a move.
       source: the place from which a move comes; ``None``: a call.
       function: the function of a call; ``None``: a move.
-      reads: the arguments.
-      writes: the results; in a program those that are read, in neighbouring slots.
+      reads: the arguments: values, or slots.
+      writes: the results, likewise; in a program those that are read, in neighbouring
+        slots.
       label: an action of the schedule, or words.
       layers: the layers that run, for messages.
       mapped: True if each shard of the place calls it by itself.
