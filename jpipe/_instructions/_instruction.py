@@ -19,9 +19,9 @@ OUTSIDE: Place = -2
 class Instruction:
     """A call of a function, or a move to another place.
 
-    A graph lists instructions over values, and `assign_executables` adds the executables
-    of calls. `Program` rewrites them as instructions over slots, which the loop runs,
-    with all attributes from ``donates`` on.
+    A graph lists instructions over values, and `assign_executables` adds executables to
+    calls. `Program` rewrites them as instructions over slots, which the loop runs, with
+    all attributes from ``donates`` on.
 
     Attributes:
       place: the place of a call; the target of a move.
