@@ -20,6 +20,8 @@ PyTree = Any
 class ParamLayout:
     """The layout of a tree of parameters between steps.
 
+    Of a model it is the tree of all variables, state included.
+
     Args:
       placement: the schedule and the devices.
       specs: the tree.

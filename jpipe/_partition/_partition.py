@@ -192,7 +192,9 @@ class Partition:
     # ---------------------------------------------------------------------- placement
 
     def placement(self, num_stages: int) -> StagePlacement:
-        """Returns the devices and the schedule of so many stages.
+        """Returns the devices, the schedule and the remat modes of so many stages.
+
+        They are chosen once, where the user left them open, and kept.
 
         Raises:
           ValueError: if there are too few devices, or options are for other numbers.
@@ -211,7 +213,7 @@ class Partition:
             )
         schedule = choose_schedule(schedule, num_stages, config.num_microbatches)
         groups = self._groups
-        if groups is None:
+        if groups is None:  # the stages of a model have an index, but no layers
             groups = [LayerGroup(stage, stage, ()) for stage in range(num_stages)]
         return StagePlacement(
             stages=tuple(groups),
@@ -226,7 +228,8 @@ class Partition:
     def devices(self) -> tuple[Device, ...]:
         """The devices, each once; every process has at least one.
 
-        For a list these are the devices that its schedule uses.
+        For a list these are the devices that its schedule uses; for a model, whose
+        stages may not be decided yet, all that the user listed.
         """
         if self._groups is not None:
             return self.placement(len(self._groups)).devices_of_places

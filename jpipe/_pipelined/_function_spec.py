@@ -28,7 +28,7 @@ class StateUse(enum.Enum):
 
     RETURN = enum.auto()  # it is a result
     WARN = enum.auto()  # it is lost, and a warning says so
-    DROP = enum.auto()  # it is lost, and no caller expects it
+    DROP = enum.auto()  # it is lost: `planning` traces a function that nobody calls
 
 
 @dataclass(frozen=True)

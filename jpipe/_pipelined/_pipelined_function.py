@@ -88,6 +88,8 @@ class PipelinedFunction:
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns the layout of parameters, the same for all functions of a partition.
 
+        The partition is that of a list of layers, or is lasting.
+
         Args:
           params: the parameters, or specs of them.
           args: a mini-batch, or specs; it may have few examples, and is only read if
@@ -103,7 +105,9 @@ class PipelinedFunction:
         if partition.owner_stages(params) is None and not is_divided:
             # Dividing decides the owners; the result is kept for `plan` to describe.
             self.last_specialization = self.divide(params, args)
-        owner_stages = partition.owner_stages(params) or []
+        owner_stages = partition.owner_stages(params)
+        assert owner_stages is not None
+        assert partition.num_stages is not None
         count = len(jax.tree.leaves(params))
         if len(owner_stages) != count:
             raise ValueError(
@@ -111,7 +115,7 @@ class PipelinedFunction:
                 f"{len(owner_stages)}; give a tree such as init makes"
             )
         return self._layout(
-            partition.placement(partition.num_stages or 1),
+            partition.placement(partition.num_stages),
             params,
             owner_stages=owner_stages,
             is_trained=[False] * count,

@@ -43,8 +43,8 @@ class Specialization:
     Attributes:
       runs: True if the batch has enough examples to run.
       aux_tree: the structure of aux.
-      written: ``(parameter index, index in aux of its new value)`` of each state leaf
-        that is written, in the order of parameters.
+      written: ``(index of the leaf among those of all variables, index in aux of its
+        new value)`` of each state leaf that is written, in the order of the variables.
     """
 
     def __init__(
