@@ -34,7 +34,7 @@ class _Apart(StagePlacement):
     """Stages that pass everything on, as if each had a device of its own."""
 
     @cached_property
-    def places(self) -> tuple[Any, ...]:
+    def devices_of_places(self) -> tuple[Any, ...]:
         return self.devices
 
     def place(self, stage: int, microbatch: int | None = None) -> int:
