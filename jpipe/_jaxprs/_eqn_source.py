@@ -77,4 +77,6 @@ def describe_eqn(eqn: core.JaxprEqn) -> str:
     paths = [path for path in module_paths(eqn) if path]
     path = posixpath.commonpath(paths) if paths else ""
     of_module = f" of {path}" if path else ""
-    return f"{user_function(eqn)}{of_module}, at {source_line(eqn)},"
+    line = source_line(eqn)  # empty for what a jitted function of JAX calls
+    at_line = f", at {line}," if line else ""
+    return f"{user_function(eqn)}{of_module}{at_line}"

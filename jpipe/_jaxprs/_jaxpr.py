@@ -188,7 +188,7 @@ def evaluate(
         eqns = list(group)
         if run is None:
             # All at once: one by one takes half as long again.
-            results = _bind(closed.jaxpr, eqns, values)
+            results = bind_eqns(closed.jaxpr, eqns, values)
             values.update(zip(outvars_of(eqns), results, strict=True))
             continue
         for eqn in eqns:
@@ -269,13 +269,19 @@ def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list
     """Evaluates one equation."""
     pairs = zip(eqn.invars, operands, strict=True)
     values = {atom: x for atom, x in pairs if not isinstance(atom, core.Literal)}
-    return _bind(jaxpr, [eqn], values)
+    return bind_eqns(jaxpr, [eqn], values)
 
 
-def _bind(
+def bind_eqns(
     jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn], values: Mapping[core.Var, Any]
 ) -> list[Any]:
-    """Evaluates equations, as a jaxpr of their own: the public way to do so."""
+    """Evaluates equations, as a jaxpr of their own: the public way to do so.
+
+    Args:
+      jaxpr: the jaxpr that they are in.
+      eqns: the equations.
+      values: variable -> its value, for those that the equations read.
+    """
     reads = set[core.Var]()
     for eqn in eqns:
         reads |= variables(eqn.invars)

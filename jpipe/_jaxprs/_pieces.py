@@ -1,0 +1,126 @@
+"""Arrays in pieces along an axis, and what must be in pieces so that others are.
+
+A loop goes along the slices of an array; these are slices of parameters, transposed,
+cast or reshaped. So pieces are traced back from what is read, or made, slice by slice:
+
+    y = cos(x).T       y in pieces along axis 1   <-   x in pieces along axis 0
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from . import _axis_maps, _jaxpr
+
+
+class Pieces(NamedTuple):
+    """The pieces in which an array lies.
+
+    Attributes:
+      axis: the axis along which it is cut.
+      sizes: the size of each piece along this axis.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of each piece along the axis."""
+        return [*itertools.accumulate(self.sizes)]
+
+    @property
+    def begins(self) -> list[int]:
+        """The begin of each piece along the axis."""
+        return [0, *self.ends[:-1]]
+
+    def specs(self, spec: Any) -> list[jax.ShapeDtypeStruct]:
+        """The spec of each piece of an array."""
+        return [
+            jax.ShapeDtypeStruct(
+                _axis_maps.with_size(spec.shape, self.axis, size),
+                spec.dtype,
+                weak_type=getattr(spec, "weak_type", False),
+            )
+            for size in self.sizes
+        ]
+
+
+def trace_axes_back(
+    jaxpr: core.Jaxpr, axes: Mapping[core.Var, int]
+) -> dict[core.Var, int]:
+    """Finds the variables from which others follow slice by slice.
+
+    Args:
+      jaxpr: the jaxpr.
+      axes: variable -> the axis of its slices.
+
+    Returns:
+      The axis of each of these variables, and of those that they follow from.
+    """
+    all_axes = dict(axes)
+    for eqn in reversed(jaxpr.eqns):
+        for var, axis in _operand_axes(eqn, all_axes):
+            all_axes.setdefault(var, axis)
+    return all_axes
+
+
+def _operand_axes(
+    eqn: core.JaxprEqn, axes: Mapping[core.Var, int]
+) -> Iterable[tuple[core.Var, int]]:
+    """Yields the operands, and their axes, that results follow from slice by slice."""
+    operand_axes = list[int | None]()
+    if eqn.primitive.name == "scan":
+        carry_slice = _jaxpr.carry_slice(eqn)
+        num_carry = carry_slice.stop - carry_slice.start
+        if any(axes.get(var) == 0 for var in eqn.outvars[num_carry:]):
+            num_xs = len(eqn.invars) - carry_slice.stop
+            operand_axes = [None] * carry_slice.stop + [0] * num_xs
+    elif len(eqn.outvars) == 1 and eqn.outvars[0] in axes:
+        result_axis = axes[eqn.outvars[0]]
+        for i in range(len(eqn.invars)):
+            operand_axes.append(_axis_maps.source_axis(eqn, i, result_axis))
+
+    for atom, axis in zip(eqn.invars, operand_axes, strict=False):
+        if axis is not None and not isinstance(atom, core.Literal):
+            yield atom, axis
+
+
+def find_target_pieces(
+    jaxpr: core.Jaxpr, output_pieces: Mapping[int, Pieces | None]
+) -> dict[core.Var, Pieces]:
+    """The pieces in which variables are made, so that results are in pieces."""
+    targets: dict[core.Var, Pieces] = {}
+    for i, pieces in output_pieces.items():
+        atom = jaxpr.outvars[i]
+        if pieces is not None and not isinstance(atom, core.Literal):
+            targets[atom] = pieces
+
+    for eqn in reversed(jaxpr.eqns):
+        targets_of_results = [targets[var] for var in eqn.outvars if var in targets]
+        if not targets_of_results:
+            continue
+        sizes = targets_of_results[0].sizes
+        axes = {var: targets[var].axis for var in eqn.outvars if var in targets}
+        for var, axis in _operand_axes(eqn, axes):
+            new_sizes = scale_sizes(sizes, _axis_maps.shape_of(var)[axis])
+            if new_sizes is not None:
+                targets.setdefault(var, Pieces(axis, new_sizes))
+    return targets
+
+
+def scale_sizes(sizes: Sequence[int], length: int) -> tuple[int, ...] | None:
+    """Sizes of pieces for an axis of another length; ``None`` if no integers."""
+    scaled = [Fraction(size * length, sum(sizes)) for size in sizes]
+    if any(size.denominator > 1 for size in scaled):
+        return None
+    return tuple(int(size) for size in scaled)
+
+
+def sizes_between(ends: set[int]) -> tuple[int, ...]:
+    """The sizes of pieces with these ends."""
+    return tuple(end - begin for begin, end in itertools.pairwise([0, *sorted(ends)]))
