@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from ._api._transform import pipeline as pipeline
     from ._api._transform import sequential as sequential
     from ._api._value_and_grad import value_and_grad as value_and_grad
+    from ._arguments._stacked import Stacked as Stacked
     from ._layers._adapter import Layer as Layer
     from ._layers._inputs import inputs as inputs
     from ._layers._method import layer as layer
@@ -48,6 +49,7 @@ _HOME = {
     "Profile": ".planning._profile",
     "Replicated": ".planning._replicate",
     "Report": "._api._compile_report",
+    "Stacked": "._arguments._stacked",
     "TrainState": "._train._train_state",
     "TrainStep": "._train._train_step",
     "boundary": "._trace._boundaries",
@@ -76,6 +78,7 @@ __all__ = [
     "Profile",
     "Replicated",
     "Report",
+    "Stacked",
     "TrainState",
     "TrainStep",
     "boundary",

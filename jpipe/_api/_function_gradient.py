@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._arguments import _call
+from .._arguments import _call, _stacked
 from .._arguments._static import StaticArgument, without_statics
 from .._arguments._trainable import Trainable
 from .._check._report import CheckReport
@@ -115,7 +115,7 @@ class FunctionGradient(CustomLoop):
             for is_trained in specialization.layout.is_param_trained
         ]
         value = (loss, aux) if self._has_aux else loss
-        return value, jax.tree.structure(params).unflatten(grads)
+        return value, specialization.layout.close_params(grads)
 
     @outside_of_meshes
     def place(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -185,6 +185,7 @@ class FunctionGradient(CustomLoop):
           ValueError: if the batch or ``microbatch_sizes`` do not fit.
         """
         params, trees = self._split_args((params, *args), kwargs)
+        params = _stacked.gather_tree(params)
         return _loss_function_check.check_loss_function(
             self._spec,
             self._partition,

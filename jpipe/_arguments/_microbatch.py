@@ -9,6 +9,7 @@ import jax
 from .._jaxprs import _jaxpr
 from .._layers._inputs import Inputs, leaf_name
 from .._messages import raise_all
+from ._stacked import Stacked
 
 PyTree = Any
 RAW_KEY = "give jax.random.key(0) for jax.random.PRNGKey(0), or type None in in_axes="
@@ -52,7 +53,7 @@ def array_specs(tree: PyTree, name: str) -> PyTree:
         try:
             if not hasattr(leaf, "shape"):
                 raise TypeError
-            if isinstance(leaf, jax.ShapeDtypeStruct):
+            if isinstance(leaf, jax.ShapeDtypeStruct | Stacked):
                 dtype = jax.dtypes.canonicalize_dtype(
                     leaf.dtype, allow_extended_dtype=True
                 )

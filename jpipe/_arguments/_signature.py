@@ -66,4 +66,6 @@ def _array_key(leaf: Any) -> tuple[Any, ...]:
     try:
         return leaf.aval, leaf.sharding, leaf.committed
     except AttributeError:  # on the host, or a tracer
-        return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        signature = getattr(leaf, "signature", None)  # of a parameter in pieces
+        shape = getattr(leaf, "shape", None)
+        return type(leaf), shape, getattr(leaf, "dtype", None), signature

@@ -69,6 +69,30 @@ def choose_cuts(
     return marks
 
 
+def find_scans(traced: TracedFunction, least_share: float) -> list[int]:
+    """Finds the scans that are at least a share of the work.
+
+    Returns:
+      The indices of these equations.
+    """
+    costs = _stage_costs(traced)
+    least_cost = least_share * sum(costs)
+    return [
+        index
+        for index, eqn in enumerate(traced.closed.jaxpr.eqns)
+        if eqn.primitive.name == "scan" and costs[index] >= least_cost
+    ]
+
+
+def largest_stage_cost(traced: TracedFunction, cuts: Sequence[int]) -> float:
+    """The operations of the stage that has most of them."""
+    cost_before = [0, *accumulate(_stage_costs(traced))]
+    ends = [0, *cuts, len(cost_before) - 1]
+    return max(
+        cost_before[end] - cost_before[begin] for begin, end in itertools.pairwise(ends)
+    )
+
+
 def find_pieces(traced: TracedFunction, num_stages: int) -> list[int]:
     """Finds the ends of pieces: marks, or else gaps that few bytes cross.
 
@@ -290,6 +314,8 @@ def _warn_of_large_equation(
         return
 
     eqn = traced.closed.jaxpr.eqns[largest]
+    if traced.has_pieces and eqn.primitive.name == "scan":
+        return  # it is a piece of a scan, which has no smaller ones
     fewer_stages = max(int(_UNEVEN / share), 1)
     loop = "write the loop in Python, or " if _jaxpr.inner_jaxprs(eqn) else ""
     warnings(

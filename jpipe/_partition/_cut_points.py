@@ -17,19 +17,36 @@ Where no gap agrees in all of this, the one that differs least is taken: see
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend import core
 
+from .._jaxprs._pieces import Pieces
 from .._trace import _boundaries
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
 
 # The number of reads of each parameter.
 ReadCounts = tuple[int, ...]
+
+
+class ParamPieces(NamedTuple):
+    """The pieces of a parameter that a scan over layers goes along.
+
+    Attributes:
+      param_index: the index of the parameter among all.
+      axis: the axis along which it is cut.
+      sizes: the size of each piece along this axis.
+    """
+
+    param_index: int
+    axis: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,7 @@ class CutPoints:
       total_reads: the number of reads of each parameter in the whole program.
       num_traced_stages: the number of stages for which calls of `jax.checkpoint` were
         inlined in that trace, and have to be in others: see `_checkpoints`.
+      pieces: the parameters that are in pieces, each of which counts as a parameter.
     """
 
     positions: tuple[int, ...]
@@ -57,6 +75,7 @@ class CutPoints:
     read_distances: tuple[tuple[int, int], ...]
     total_reads: ReadCounts
     num_traced_stages: int
+    pieces: tuple[ParamPieces, ...] = ()
 
     @classmethod
     def from_trace(
@@ -66,6 +85,7 @@ class CutPoints:
         *,
         num_params: int,
         num_traced_stages: int,
+        pieces: Mapping[int, Pieces] = MappingProxyType({}),
     ) -> "CutPoints":
         """The cuts of a program.
 
@@ -74,10 +94,11 @@ class CutPoints:
           positions: the indices of the equations with which stages begin.
           num_params: the number of its parameters that other traces have too.
           num_traced_stages: the number of stages for which it was traced.
+          pieces: index of a parameter of the user -> its pieces.
         """
         if not positions:
             return cls.without_cuts(num_traced_stages)
-        reads_before = _count_reads_before(traced, num_params)
+        reads_before = count_reads_before(traced, num_params)
         distances = _distances_to_reads(traced, reads_before)
         return cls(
             positions=tuple(positions),
@@ -87,7 +108,16 @@ class CutPoints:
             read_distances=tuple(distances[i] for i in positions),
             total_reads=tuple(reads_before[-1].tolist()),
             num_traced_stages=num_traced_stages,
+            pieces=tuple(
+                ParamPieces(param_index, axis, sizes)
+                for param_index, (axis, sizes) in sorted(pieces.items())
+            ),
         )
+
+    @property
+    def pieces_of_params(self) -> dict[int, Pieces]:
+        """Index of a parameter of the user -> its pieces."""
+        return {x.param_index: Pieces(x.axis, x.sizes) for x in self.pieces}
 
     @classmethod
     def without_cuts(cls, num_traced_stages: int) -> "CutPoints":
@@ -159,7 +189,7 @@ class CutPoints:
         if self.primitives_digest == _digest_primitives(traced):
             return list(self.positions)
 
-        reads_before = _count_reads_before(traced, len(self.total_reads))
+        reads_before = count_reads_before(traced, len(self.total_reads))
         # Dropout or a penalty may read a parameter another number of times in all: its
         # reads tell nothing.
         is_comparable = reads_before[-1] == np.asarray(self.total_reads)
@@ -199,7 +229,7 @@ def _digest_primitives(traced: TracedFunction) -> str:
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _count_reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
+def count_reads_before(traced: TracedFunction, num_params: int) -> np.ndarray:
     """Counts the reads of each parameter before each equation, and before the end.
 
     A read is one by an equation of a stage, directly or through the copies that each

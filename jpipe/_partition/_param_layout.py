@@ -1,16 +1,17 @@
 """The layout of parameters between steps: the stage and the sharding of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from .._arguments import _variables
+from .._arguments import _stacked, _variables
 from .._instructions import _transfer
 from .._instructions._agreement import stage_facts
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
+from .._jaxprs._pieces import Pieces
 from .._messages import raise_all
 from ._stage_placement import StagePlacement
 
@@ -20,11 +21,13 @@ PyTree = Any
 class ParamLayout:
     """The layout of a tree of parameters between steps.
 
-    Of a model it is the tree of all variables, state included.
+    Of a model it is the tree of all variables, state included. A parameter in pieces
+    is one leaf to its user, and as many leaves here as it has pieces.
 
     Args:
       placement: the schedule and the devices.
-      specs: the tree.
+      specs: the tree, with a node of pieces for each parameter in pieces.
+      pieces: index of a leaf of the user's tree -> its pieces.
       owner_stages: the stage of each leaf.
       shardings: the sharding of each leaf there.
       is_leaf_trained: one bool per leaf; True if it is trained.
@@ -36,7 +39,8 @@ class ParamLayout:
       paths: the path of each leaf.
       specs: the spec of each leaf.
       places: the place of the owner stage of each leaf.
-      owner_stages: as in the arguments; so are `shardings` and `is_leaf_trained`.
+      pieces: as in the arguments; so are `owner_stages`, `shardings` and
+        `is_leaf_trained`.
       params: the indices of the leaves that are in ``"params"``.
       is_param_trained: one bool per index in `params`; True if it is trained.
     """
@@ -46,12 +50,14 @@ class ParamLayout:
         placement: StagePlacement,
         specs: PyTree,
         *,
+        pieces: Mapping[int, Pieces],
         owner_stages: Sequence[int],
         shardings: Sequence[Sharding],
         is_leaf_trained: Sequence[bool],
         has_collections: bool,
         advice: str,
     ) -> None:
+        self.pieces = pieces
         self.paths = list[Any]()
         self.specs = list[Any]()
         for path, spec in jax.tree_util.tree_leaves_with_path(specs):
@@ -63,8 +69,26 @@ class ParamLayout:
         self.params = _variables.param_indices(specs, has_collections=has_collections)
         self.is_leaf_trained = [*is_leaf_trained]
         self.is_param_trained = [is_leaf_trained[i] for i in self.params]
+        self._structure = jax.tree.structure(specs)
         self._placement = placement
         self._advice = advice
+
+    def open_params(self, params: PyTree) -> PyTree:
+        """A user's tree of parameters, with nodes for parameters in pieces."""
+        return _stacked.open_tree(params, self.pieces)
+
+    def close_params(self, leaves: Sequence[Any]) -> PyTree:
+        """The tree of a user, from its leaves here; ``None`` for some is allowed."""
+        tree = self._structure.unflatten(leaves)
+        return _stacked.close_tree(tree) if self.pieces else tree
+
+    @property
+    def param_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the parameters, as their user has them."""
+        if not self.pieces:
+            return tuple(tuple(self.specs[index].shape) for index in self.params)
+        specs = _stacked.close_specs(self._structure.unflatten(self.specs))
+        return tuple(tuple(spec.shape) for spec in jax.tree.leaves(specs))
 
     @property
     def state(self) -> list[int]:

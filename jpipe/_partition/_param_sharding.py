@@ -14,6 +14,7 @@ from flax import linen
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
+from .._arguments._stacked import PieceKey
 from .._instructions._sharding import WHOLE, Sharding, StageMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_values
@@ -76,7 +77,11 @@ def _requests(
     metadata = _nnx_values.parameters(owner)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_boxed)
     for key_path, node in nodes:
-        names = [getattr(key, "key", getattr(key, "idx", key)) for key in key_path]
+        names = [
+            getattr(key, "key", getattr(key, "idx", key))
+            for key in key_path
+            if not isinstance(key, PieceKey)
+        ]
         path = (*inside, *names)
         is_param = path[:1] == ("params",)
         for leaf in jax.tree.leaves(node):

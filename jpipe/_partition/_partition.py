@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .._instructions._transfer import AbstractDevice, Device
+from .._jaxprs._pieces import Pieces
 from .._layers._layer_group import LayerGroup
 from .._messages import WarnOnce
 from .._trace import _boundaries
@@ -39,6 +40,8 @@ class Partition:
       config: the checked options.
       stage_of_layer: the stage of each layer of a list; ``None``: found by cutting.
       cuts: the cut points, after the first function was cut; ``None`` for a list.
+      pieces: index of a parameter -> its pieces, if a scan over layers goes along it;
+        ``None`` before the first function was traced.
       warnings: the warnings of all functions in these stages.
     """
 
@@ -51,6 +54,9 @@ class Partition:
     ) -> None:
         self.config = config
         self.cuts = config.cuts
+        self.pieces: Mapping[int, Pieces] | None = None
+        if self.cuts is not None:
+            self.pieces = self.cuts.pieces_of_params
         self.warnings = WarnOnce(
             is_muted=any(isinstance(device, AbstractDevice) for device in config.ranks)
         )
@@ -146,6 +152,7 @@ class Partition:
                 first_positions,
                 num_params=num_params,
                 num_traced_stages=num_traced_stages,
+                pieces=self.pieces or {},
             )
         if cuts.positions and len(cuts.total_reads) != num_params:
             raise ValueError(
@@ -163,6 +170,7 @@ class Partition:
             positions[first_size],
             num_params=num_params,
             num_traced_stages=num_traced_stages,
+            pieces=self.pieces or {},
         )
         for size, traced in traced_functions.items():
             if size != first_size:

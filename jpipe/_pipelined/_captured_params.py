@@ -41,7 +41,7 @@ def check_captured_params(
     constant_ids = set(map(id, traced.captured_arrays))
     tree_name = "variables" if model else "params"
     captured = _captured_leaves(
-        params,
+        specialization.layout.open_params(params),
         specialization.layout.is_leaf_trained,
         constant_ids=constant_ids,
         tree_name=tree_name,

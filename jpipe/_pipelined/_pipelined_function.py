@@ -6,16 +6,17 @@ There is one `Specialization` for each signature of the arguments. It is cached 
 that it depends on, so that a second call of the same signature traces nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .._arguments import _microbatch, _signature, _variables
+from .._arguments import _microbatch, _signature, _stacked, _variables
 from .._arguments._batch import Batch, explain_sizes
 from .._arguments._cache import RecentCache
 from .._instructions import _transfer
 from .._instructions._garbage_collector import pause_collector
+from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition
@@ -79,11 +80,13 @@ class PipelinedFunction:
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
         specialization = self(params, *args)
-        return _transfer.put_tree(
-            params,
+        layout = specialization.layout
+        placed = _transfer.put_tree(
+            layout.open_params(params),
             specialization.placement.devices,
-            specialization.layout.locations,
+            layout.locations,
         )
+        return layout.close_params(jax.tree.leaves(placed))
 
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns the layout of parameters, the same for all functions of a partition.
@@ -132,6 +135,7 @@ class PipelinedFunction:
         return ParamLayout(
             placement,
             specs,
+            pieces=self._partition.pieces or {},
             owner_stages=owner_stages,
             shardings=self._spec.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
@@ -207,6 +211,9 @@ class PipelinedFunction:
         ):
             traced_functions, state = self._trace(specs, batch, runs=runs)
             self._check_planned(specs)
+            pieces = self._partition.pieces or {}
+            is_trained = _repeat(is_trained, pieces)
+            inner_specs = _stacked.open_tree(specs, pieces)
             count = len(is_trained)
             cuts, positions = self._partition.cut(traced_functions, count)
             num_stages = len(positions[batch.sizes[0]]) + 1
@@ -223,7 +230,10 @@ class PipelinedFunction:
             owner_stages = stages.owner_stages[:count]
             self._partition.keep_owner_stages(owner_stages)
             layout = self._layout(
-                placement, specs, owner_stages=owner_stages, is_trained=is_trained
+                placement,
+                inner_specs,
+                owner_stages=owner_stages,
+                is_trained=is_trained,
             )
             leaf_names = [
                 f"{spec.params_name}{jax.tree_util.keystr(path)}"
@@ -293,3 +303,11 @@ class PipelinedFunction:
             sizes=sizes,
             trace_whole=lambda: trace_whole(self._spec, specs, batch),
         )
+
+
+def _repeat(is_trained: Sequence[bool], pieces: Mapping[int, Pieces]) -> list[bool]:
+    """One bool per leaf inside, where a parameter in pieces is several leaves."""
+    repeated = list[bool]()
+    for i, flag in enumerate(is_trained):
+        repeated += [flag] * (len(pieces[i].sizes) if i in pieces else 1)
+    return repeated

@@ -118,7 +118,7 @@ class Specialization:
           ValueError: if parameters were overwritten or are not in place.
           TypeError: if a leaf belongs to a trace.
         """
-        param_leaves = jax.tree.leaves(params)
+        param_leaves = jax.tree.leaves(self.layout.open_params(params))
         batch_leaves = jax.tree.leaves(args)
         _variables.check_concrete([*param_leaves, *batch_leaves])
         self.layout.check(param_leaves, tree_name)

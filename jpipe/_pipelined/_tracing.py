@@ -13,7 +13,9 @@ import jax
 from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
+from .._partition._stack_pieces import choose_pieces
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
+from .._trace._layer_scans import with_params_in_pieces
 from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
@@ -51,10 +53,37 @@ def trace_sizes(
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         traced_functions[size] = traced
+    traced_functions = _in_pieces(spec, partition, params, traced_functions)
     traced_functions = _traced_function.with_equal_arrays(traced_functions)
     if partition.moves_equations:
         traced_functions = _eqn_order.sink_equations(traced_functions)
     return _eqn_order.unify_eqn_kinds(traced_functions)
+
+
+def _in_pieces(
+    spec: FunctionSpec,
+    partition: Partition,
+    params: PyTree,
+    traced_functions: dict[int, TracedFunction],
+) -> dict[int, TracedFunction]:
+    """Divides scans over stacked layers, in the pieces that the first function has.
+
+    In a model they stay whole, and in a pipeline over several processes.
+    """
+    processes = {device.process_index for device in partition.devices}
+    if spec.model is not None or len(processes) > 1:
+        return traced_functions
+    names = [
+        f"{spec.params_name}{jax.tree_util.keystr(path)}"
+        for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    if partition.pieces is None:
+        first = next(iter(traced_functions.values()))
+        partition.pieces = choose_pieces(first, partition.num_traced_stages, names)
+    return {
+        size: with_params_in_pieces(traced, partition.pieces, names)
+        for size, traced in traced_functions.items()
+    }
 
 
 def trace_whole(

@@ -5,11 +5,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from .._arguments import _signature, _variables
+from .._arguments import _signature, _stacked, _variables
 from .._arguments._cache import RecentCache
 from .._arguments._static import StaticArgument, without_statics
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
@@ -60,8 +60,8 @@ class Jitted:
         self._place_of = {
             devices_of(device): place for place, device in enumerate(self.devices)
         }
-        # signature of the arguments -> (structure of the result, program)
-        self._programs = RecentCache[Any, tuple[Any, Program]]()
+        # signature of the arguments -> the function lowered for it
+        self._lowered = RecentCache[Any, _Lowered]()
 
     @outside_of_meshes
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -74,17 +74,24 @@ class Jitted:
         leaves, structure = jax.tree.flatten(arguments)
         _variables.check_alive(leaves)
         signature = _signature.call_signature(structure, leaves)
-        if signature not in self._programs:
-            self._programs[signature] = self._lower(arguments)
-        result_structure, program = self._programs[signature]
+        if signature not in self._lowered:
+            self._lowered[signature] = self._lower(_stacked.open_placed(arguments))
+        lowered = self._lowered[signature]
         if self.donate and len(set(map(id, leaves))) < len(leaves):
             self._check_donated(arguments)
-        return jax.tree.unflatten(result_structure, program(leaves))
+        if not lowered.has_pieces:
+            return lowered.result_structure.unflatten(lowered.program(leaves))
+        leaves = jax.tree.leaves(_stacked.open_placed(arguments))
+        result = lowered.result_structure.unflatten(lowered.program(leaves))
+        return _stacked.close_tree(result)
 
-    def _lower(self, arguments: Arguments) -> tuple[Any, Program]:
-        """Checks arguments; returns the structure of the result, and the program.
+    def _lower(self, arguments: Arguments) -> "_Lowered":
+        """Checks arguments, and writes the program for them.
 
-        XLA compiles the program when it runs first.
+        XLA compiles it when it runs first.
+
+        Args:
+          arguments: the arguments, with nodes for leaves in pieces.
         """
         _variables.check_concrete(jax.tree.leaves(arguments))
         leaves = self._located(arguments)
@@ -105,7 +112,8 @@ class Jitted:
             is_computed = graph.places[outputs[i]] >= 0
             if place < 0 and is_computed and not spec.shape:
                 outputs[i] = graph.bring_to_processes(outputs[i])
-        return result_structure, Program(graph, outputs)
+        has_pieces = bool(_stacked.pieces_of_leaves(specs))
+        return _Lowered(result_structure, Program(graph, outputs), has_pieces)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function, as it is traced."""
@@ -189,6 +197,20 @@ class Jitted:
         if sharding is None and (len(devices) == 1 or is_replicated(leaf)):
             sharding = WHOLE
         return place, sharding
+
+
+class _Lowered(NamedTuple):
+    """A function lowered for arguments of one signature.
+
+    Attributes:
+      result_structure: the structure of the result, with nodes for leaves in pieces.
+      program: ``leaves of the arguments -> leaves of the result``.
+      has_pieces: True if arguments are in pieces.
+    """
+
+    result_structure: Any
+    program: Program
+    has_pieces: bool
 
 
 def _leaves(arguments: Arguments) -> list[ArgumentLeaf]:

@@ -1,13 +1,16 @@
 """The places of leaves that mirror others, such as momenta, by their paths."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from .._arguments._stacked import PieceKey
 from .._instructions._graph import NOWHERE, Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
+from .._jaxprs._axis_maps import with_size
+from .._jaxprs._pieces import Pieces
 
 Path = tuple[Any, ...]
 
@@ -136,6 +139,54 @@ class MirroredPlaces:
                 places.append(self.place(path))
                 shardings.append(self.sharding(path, leaf))
         return places, shardings
+
+
+def mirrored_pieces(
+    leaves: Sequence[ArgumentLeaf],
+) -> Callable[[Any], dict[int, Pieces | None]]:
+    """Makes ``specs of whole leaves -> {index of a leaf: its pieces, or None}``.
+
+    A leaf that has the path of an argument leaf in pieces at the end of its own, and
+    its shape, is in the same pieces; so a momentum is, also before it is computed from
+    gradients. One that mirrors a whole leaf is whole.
+
+    Args:
+      leaves: the leaves of the arguments, with one for each piece.
+    """
+    # path of a leaf in pieces -> its pieces, in order
+    specs_of_pieces: dict[tuple[int | str, Path], list[Any]] = {}
+    # (path, shape) -> pieces; ``None`` for a whole leaf
+    pieces_of: dict[tuple[Path, tuple[int, ...]], Pieces | None] = {}
+    axes: dict[tuple[int | str, Path], int] = {}
+    for leaf in leaves:
+        key = leaf.path[-1] if leaf.path else None
+        if isinstance(key, PieceKey):
+            node = leaf.argument_key, leaf.path[:-1]
+            specs_of_pieces.setdefault(node, []).append(leaf.value)
+            axes[node] = key.axis
+    for (argument_key, path), specs in specs_of_pieces.items():
+        axis = axes[argument_key, path]
+        pieces = Pieces(axis, tuple(spec.shape[axis] for spec in specs))
+        shape = with_size(specs[0].shape, axis, sum(pieces.sizes))
+        pieces_of.setdefault((path, shape), pieces)
+    has_pieces = bool(pieces_of)
+    for leaf in leaves:
+        if not (leaf.path and isinstance(leaf.path[-1], PieceKey)):
+            pieces_of.setdefault((leaf.path, np.shape(leaf.value)), None)
+
+    def of(tree: Any) -> dict[int, Pieces | None]:
+        result_pieces: dict[int, Pieces | None] = {}
+        if not has_pieces:
+            return result_pieces
+        for i, (path, spec) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+            for start in range(len(path)):
+                key = path[start:], np.shape(spec)
+                if key in pieces_of:
+                    result_pieces[i] = pieces_of[key]
+                    break
+        return result_pieces
+
+    return of
 
 
 def _parts(path: Path) -> Iterator[Path]:

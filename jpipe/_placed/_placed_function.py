@@ -16,12 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._arguments import _stacked
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
+from .._jaxprs._pieces import Pieces
+from .._jaxprs._piecewise import run_in_pieces
 from . import _segments
-from ._mirrored_places import ArgumentLeaf, MirroredPlaces
+from ._mirrored_places import ArgumentLeaf, MirroredPlaces, mirrored_pieces
 
 PyTree = Any
 
@@ -37,6 +40,9 @@ class LeafPlacement:
       arguments: the place of each leaf of its arguments; less than 0: none.
       results: ``specs of the result -> (places, shardings)`` of its leaves; a place
         less than 0 is the first.
+      result_pieces: ``specs of the result -> {index of a leaf: its pieces}``, for the
+        function of whole leaves; ``None`` for one that is whole. Others come in the
+        pieces in which they are computed.
       stay: True if results stay where they are computed; ``results`` is then for those
         that are in no place.
     """
@@ -44,6 +50,7 @@ class LeafPlacement:
     arguments: Sequence[Place]
     results: Callable[[PyTree], tuple[Sequence[Place], Sequence[Sharding]]]
     stay: bool = False
+    result_pieces: Callable[[PyTree], dict[int, Pieces | None]] = lambda specs: {}
 
 
 def place_results(
@@ -61,6 +68,7 @@ def place_results(
         arguments=[leaf.place for leaf in leaves],
         results=MirroredPlaces(leaves).of,
         stay=stay,
+        result_pieces=mirrored_pieces(leaves),
     )
 
 
@@ -83,14 +91,15 @@ class PlacedFunction:
     """A function that is evaluated over several places.
 
     Args:
-      function: a function of any pytrees.
-      specs: its arguments as `jax.ShapeDtypeStruct` pytrees.
+      function: a function of any pytrees, of whole leaves.
+      specs: its arguments as `jax.ShapeDtypeStruct` pytrees, some of whose leaves may
+        be nodes of pieces.
       placement: the places of their leaves and of those of the result.
       name: the name of its programs in profiles.
       copy: True to copy a result that is an argument, or another result.
 
     Attributes:
-      result: the specs of its result.
+      result: the specs of its result, with nodes for leaves in pieces.
       places: the place of each leaf of the result; less than 0: the first.
       shardings: the sharding of each leaf of the result there.
     """
@@ -105,7 +114,15 @@ class PlacedFunction:
         copy: bool = True,
     ) -> None:
         ending = copy_shared if copy else None
-        closed, self.result = _jaxpr.trace(function, *specs, ending=ending)
+        whole_specs = [_stacked.close_specs(tree) for tree in specs]
+        closed, result = _jaxpr.trace(function, *whole_specs, ending=ending)
+        if pieces := _stacked.pieces_of_leaves(specs):
+            piecewise = run_in_pieces(
+                closed, pieces, placement.result_pieces(result), keeps_pieces=True
+            )
+            closed = piecewise.closed
+            result = _stacked.open_tree(result, piecewise.output_pieces)
+        self.result = result
         self.places, self.shardings = placement.results(self.result)
         self._placed = _segments.open_branches(
             closed,

@@ -74,6 +74,7 @@ class TracedFunction:
       num_uncopied_inputs: the number of batch inputs, the first ones, from which no
         equation is copied: the input of a list of layers, which the first stage alone
         reads, and its targets, which the last stage does.
+      has_pieces: True if parameters are in pieces: see `_layer_scans`.
       captures_batch: True if no argument is split by examples, so that these are in the
         arrays that the function closes over.
     """
@@ -88,6 +89,7 @@ class TracedFunction:
     fixed_eqn_kinds: Sequence[EqnKind] | None = None
     num_model_inputs: int = 0
     num_uncopied_inputs: int = 0
+    has_pieces: bool = False
     captures_batch: bool = False
 
     @property

@@ -15,7 +15,7 @@ from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._placed._jit import Jitted
-from .._placed._mirrored_places import ArgumentLeaf, MirroredPlaces
+from .._placed._mirrored_places import ArgumentLeaf, MirroredPlaces, mirrored_pieces
 from .._placed._placed_function import LeafPlacement, place_results
 
 PyTree = Any
@@ -136,7 +136,11 @@ def place_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
         is_state = leaf.argument_key == 1
         is_count = is_state and mirrored.place(leaf.path) < 0
         places.append(NOWHERE if is_count else leaf.place)
-    return LeafPlacement(places, lambda result: mirrored.of(*result))
+    return LeafPlacement(
+        places,
+        lambda result: mirrored.of(*result),
+        result_pieces=mirrored_pieces(leaves),
+    )
 
 
 def _floating(tree: PyTree) -> PyTree:

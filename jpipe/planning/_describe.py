@@ -107,13 +107,8 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         forecast=forecast,
         data=placement.num_shards,
         cuts=None if specialization is None else specialization.cuts,
-        param_shapes=None if info.layout is None else _param_shapes(info.layout),
+        param_shapes=None if info.layout is None else info.layout.param_shapes,
     )
-
-
-def _param_shapes(layout: ParamLayout) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the parameters."""
-    return tuple(tuple(layout.specs[index].shape) for index in layout.params)
 
 
 def _work_shares(stages: Stages) -> list[float]:

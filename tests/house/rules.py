@@ -25,10 +25,11 @@ FOLDERS = (
 # multi-process transport do not see.
 MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
-# what measures how long results take, the thread that watches other processes, and what
-# reads constants before a program is compiled.
+# what measures how long results take, the thread that watches other processes, and a
+# leaf in pieces of which its user asks that, as of an array.
 MAY_WAIT = {
     *("_processes._watch", "_api._step_profile", "planning._link", "planning._measure"),
+    "_arguments._stacked",
 }
 # The one file that may hold private names of JAX, each with its reason.
 MAY_BE_PRIVATE = {"_compat"}

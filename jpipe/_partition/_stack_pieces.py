@@ -1,0 +1,149 @@
+"""Chooses the pieces in which stages hold parameters that a scan goes along.
+
+Each iteration of a scan is a piece of its own at first. Such a program is cut as any
+other; the iterations of a scan that one stage runs become one piece. Equal pieces are
+preferred where they cost little: a parameter in equal pieces is one sharded array.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from .._jaxprs._pieces import Pieces
+from .._messages import WarnOnce
+from .._trace import _boundaries, _eqn_order
+from .._trace._layer_scans import LayerScan, find_layer_scans, with_params_in_pieces
+from .._trace._traced_function import TracedFunction
+from . import _balanced_cuts
+from ._cut_points import count_reads_before
+
+# A scan of a smaller part of a stage stays whole.
+_LEAST_PART = 0.5
+# Equal pieces may make the largest stage larger by this.
+_EQUAL_PIECES_COST = 1.1
+
+
+def choose_pieces(
+    traced: TracedFunction, num_stages: int, names: Sequence[str]
+) -> dict[int, Pieces]:
+    """Chooses the pieces of parameters that scans over layers go along.
+
+    Args:
+      traced: the function, traced on whole parameters.
+      num_stages: the number of stages.
+      names: the name of each parameter in errors.
+
+    Returns:
+      Index of a parameter -> its pieces, if a scan along it is divided.
+    """
+    has_marks = bool(_boundaries.boundary_positions(traced.closed))
+    if num_stages == 1 or has_marks:
+        return {}
+    scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
+    layer_scans = find_layer_scans(traced, scan_indices)
+    if not layer_scans:
+        return {}
+    trial = _Trial(traced, layer_scans, num_stages, names)
+    best_sizes = trial.sizes_of_stages()
+    largest_cost = trial.largest_cost(best_sizes)
+    candidates = list[Any]()
+    for num_pieces in range(num_stages, 1, -1):
+        sizes = [_equalize(sizes, num_pieces) for sizes in best_sizes]
+        if sizes != best_sizes:
+            candidates.append((trial.largest_cost(sizes), -num_pieces, sizes))
+    equal_cost, _, equal_sizes = min(candidates, default=(math.inf, 0, best_sizes))
+    are_equal_good = equal_cost <= _EQUAL_PIECES_COST * largest_cost
+    return trial.pieces(equal_sizes if are_equal_good else best_sizes)
+
+
+def _equalize(sizes: Sequence[int], num_pieces: int) -> tuple[int, ...]:
+    """Equal sizes for so many pieces, if there are such; else the sizes as they are."""
+    length = sum(sizes)
+    if length % num_pieces:
+        return tuple(sizes)
+    return (length // num_pieces,) * num_pieces
+
+
+class _Trial:
+    """The function with its scans in pieces of some sizes, cut into stages.
+
+    Args:
+      traced: the function of whole parameters.
+      layer_scans: the scans that are divided.
+      num_stages: the number of stages.
+      names: the name of each parameter in errors.
+    """
+
+    def __init__(
+        self,
+        traced: TracedFunction,
+        layer_scans: Sequence[LayerScan],
+        num_stages: int,
+        names: Sequence[str],
+    ) -> None:
+        self._traced = traced
+        self._layer_scans = layer_scans
+        self._num_stages = num_stages
+        self._names = names
+        self._num_params = traced.num_params - len(traced.captured_arrays)
+
+    def pieces(self, sizes_of_scans: Sequence[Sequence[int]]) -> dict[int, Pieces]:
+        """Index of a parameter -> its pieces, for scans in pieces of such sizes."""
+        pieces: dict[int, Pieces] = {}
+        for scan, sizes in zip(self._layer_scans, sizes_of_scans, strict=True):
+            if len(sizes) > 1:
+                pieces |= scan.pieces(self._traced, sizes)
+        return pieces
+
+    def sizes_of_stages(self) -> list[tuple[int, ...]]:
+        """For each scan the numbers of iterations that stages run, if cut anywhere."""
+        unit_sizes = [(1,) * scan.length for scan in self._layer_scans]
+        pieces = self.pieces(unit_sizes)
+        traced, cuts = self._cut(pieces)
+        positions = _first_inner_indices(self._num_params, pieces)
+        num_pieces = sum(len(x.sizes) - 1 for x in pieces.values())
+        reads_before = count_reads_before(traced, self._num_params + num_pieces)
+
+        sizes_of_scans = list[tuple[int, ...]]()
+        for scan in self._layer_scans:
+            stages = list[int]()
+            for unit in range(scan.length):
+                # The parameters of a unit are all read by its scan.
+                reads = [reads_before[:, positions[i] + unit] for i in scan.axes]
+                reader = min(int(np.argmax(column > 0)) for column in reads) - 1
+                stages.append(sum(cut <= reader for cut in cuts))
+            sizes_of_scans.append(tuple(len(list(run)) for _, run in groupby(stages)))
+        return sizes_of_scans
+
+    def largest_cost(self, sizes_of_scans: Sequence[Sequence[int]]) -> float:
+        """The operations of the largest stage, for scans in pieces of such sizes."""
+        try:
+            traced, cuts = self._cut(self.pieces(sizes_of_scans))
+        except ValueError:  # a piece is too large to be a stage
+            return math.inf
+        return _balanced_cuts.largest_stage_cost(traced, cuts)
+
+    def _cut(self, pieces: Mapping[int, Pieces]) -> tuple[TracedFunction, list[int]]:
+        """The function with parameters in pieces, and its cuts."""
+        in_pieces = with_params_in_pieces(self._traced, pieces, self._names)
+        (traced,) = _eqn_order.sink_equations({0: in_pieces}).values()
+        cuts = _balanced_cuts.choose_cuts(
+            traced,
+            self._num_stages,
+            default=self._num_stages,
+            warnings=WarnOnce(is_muted=True),
+        )
+        return traced, cuts
+
+
+def _first_inner_indices(num_params: int, pieces: Mapping[int, Pieces]) -> list[int]:
+    """The index of the first piece of each parameter, or of itself if it is whole."""
+    positions = list[int]()
+    position = 0
+    for index in range(num_params):
+        positions.append(position)
+        position += len(pieces[index].sizes) if index in pieces else 1
+    return positions
