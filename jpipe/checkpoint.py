@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ._arguments import _variables
+from ._arguments._stacked import Stacked, fill_like
 from ._layers._text import shape_text
 from ._messages import raise_all
 from ._processes._arrays import as_key, as_numbers, is_key, is_non_addressable
@@ -217,7 +218,7 @@ def _folder(path: Any, function: str, second: str) -> pathlib.Path:
 
 
 def _as_arrays(tree: PyTree, name: str) -> PyTree:
-    """The tree with an array of NumPy in place of each number.
+    """The tree with an array of NumPy for each number, and for each leaf in pieces.
 
     Args:
       tree: the argument of the caller.
@@ -230,7 +231,7 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
     faults = [
         f"{name}{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}"
         for path, leaf in leaves
-        if not isinstance(leaf, _ARRAYS | _NUMBERS)
+        if not isinstance(leaf, _ARRAYS | _NUMBERS | Stacked)
     ]
     if not leaves:
         faults = [f"{name} is {tree!r:.60}, without any array"]
@@ -241,7 +242,8 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
         error=TypeError,
     )
     return jax.tree.map(
-        lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree
+        lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS | Stacked) else leaf,
+        tree,
     )
 
 
@@ -249,6 +251,8 @@ def _as_like(restored: Any, like: Any) -> Any:
     """A leaf that was read, as a number or a key where the leaf of `like` is one."""
     if is_non_addressable(like):
         return like
+    if isinstance(like, Stacked):
+        return fill_like(np.asarray(restored), like)
     if isinstance(like, _NUMBERS):
         return type(like)(restored.item())
     return as_key(restored, like)

@@ -251,6 +251,18 @@ def gather_tree(tree: PyTree) -> PyTree:
     )
 
 
+def fill_like(whole: np.ndarray, like: Stacked) -> Stacked:
+    """A leaf with the pieces of another one, and the values of an array of the host."""
+    arrays = list[Any]()
+    for part, piece in zip(_cut(whole, like.pieces), like.arrays, strict=True):
+        arrays.append(
+            jax.make_array_from_callback(
+                piece.shape, piece.sharding, lambda index, part=part: part[index]
+            )
+        )
+    return Stacked(arrays, like.axis)
+
+
 def close_tree(tree: PyTree) -> PyTree:
     """A tree as its user has it: one leaf for each node."""
     return jax.tree.map(lambda x: _close(x) if is_node(x) else x, tree, is_leaf=is_node)

@@ -377,6 +377,21 @@ def test_a_plan_has_the_pieces() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(7, 4), (4, 7), (4, 2)])
+def test_checkpoints_go_on_in_other_pieces(
+    saved_by: int, restored_by: int, tmp_path: Any
+) -> None:
+    """Each number of stages has other pieces of seven layers."""
+    loss, params = FORMS["seven_layers"]
+    before = jpipe.value_and_grad(loss, 2, num_stages=saved_by)
+    after = jpipe.value_and_grad(loss, 2, num_stages=restored_by)
+    jpipe.checkpoint.save(tmp_path / "state", before.place(params(), X))
+    zeros = jax.tree.map(np.zeros_like, params())
+    restored = jpipe.checkpoint.restore(tmp_path / "state", after.place(zeros, X))
+    found = jax.tree.map(np.asarray, after(restored, X))
+    ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
+
+
 def test_check_takes_parameters_in_pieces() -> None:
     loss, params = FORMS["seven_layers"]
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
