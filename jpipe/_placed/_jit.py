@@ -75,6 +75,7 @@ class Jitted:
         _variables.check_alive(leaves)
         signature = _signature.call_signature(structure, leaves)
         if signature not in self._lowered:
+            _variables.check_concrete(leaves)
             self._lowered[signature] = self._lower(_stacked.open_placed(arguments))
         lowered = self._lowered[signature]
         if self.donate and len(set(map(id, leaves))) < len(leaves):
@@ -93,7 +94,6 @@ class Jitted:
         Args:
           arguments: the arguments, with nodes for leaves in pieces.
         """
-        _variables.check_concrete(jax.tree.leaves(arguments))
         leaves = self._located(arguments)
         structure = jax.tree.structure(arguments)
         specs = jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
