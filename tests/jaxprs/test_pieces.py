@@ -329,6 +329,7 @@ KEPT = {
     "joined_axes": lambda w: w.reshape(-1).sum(),
     "divided_axis": lambda w: w.reshape(LENGTH, 2, 2).sum(2).max(),
     "sorted_in_each_layer": lambda w: jnp.sort(w, 1)[:, 0].sum(),
+    "stacked_in_front": lambda w: jnp.stack([w, 2 * w]).sum(0).max(),
     "where": lambda w: jnp.where(w > 0, w, 0.1).sum(),
 }
 
@@ -358,6 +359,16 @@ def test_reads_of_a_whole_stack_are_reported(name: str) -> None:
     assert next(read.eqn.primitive.name for read in reads if read.eqn) == name
     assert reads[0].input_indices == {0}
     assert reads[0].spec.shape == (LENGTH, 4)
+
+
+def test_a_slice_that_begins_at_data_reads_the_whole_stack() -> None:
+    """Also where pieces of the stack would be pieces of the slice."""
+
+    def half(w: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(w, jnp.argmax(w[0]), LENGTH // 2, 0)
+
+    piecewise = assert_equal_results(half, [stack(4)], {0: Pieces(0, (2, 4))}, {})
+    assert [read.input_indices for read in piecewise.whole_reads] == [{0}]
 
 
 def test_a_result_that_is_whole_is_reported() -> None:
