@@ -374,3 +374,17 @@ def test_values_computed_once_have_the_gradients_of_a_weighted_loss(
     loss, grads = grad_fn(params, x, weights)
     expected = jax.value_and_grad(whole)(jax.device_get(params))
     ref.assert_close((loss, grads), expected, ref.FLOAT64)
+
+
+def test_an_activation_of_two_readers_has_the_sum_of_their_cotangents(double):
+    rng = np.random.default_rng(0)
+    params, x = list(rng.normal(size=(3, 4, 4))), rng.normal(size=(8, 4))
+
+    def loss(params, x):
+        a = jpipe.boundary(jnp.tanh(x @ params[0]))
+        b = jpipe.boundary(jnp.tanh(a @ params[1]))
+        return jnp.mean((3 * jnp.sin(a) + b @ params[2]) ** 2)
+
+    grad_fn = jpipe.value_and_grad(loss, 2)
+    found = grad_fn(grad_fn.place(params, x), x)
+    ref.assert_close(found, jax.value_and_grad(loss)(params, x), ref.FLOAT64)
