@@ -217,7 +217,8 @@ def _pieces_of(leaf: Any) -> Pieces | None:
         return leaf.pieces
     if not isinstance(leaf, jax.Array) or not _is_over_stages(leaf):
         return None
-    axis = len(leaf.sharding.spec) - 1  # type: ignore[attr-defined]
+    sharding: Any = leaf.sharding
+    axis = len(sharding.spec) - 1
     num_pieces = len(leaf.devices())
     return Pieces(axis, (leaf.shape[axis] // num_pieces,) * num_pieces)
 

@@ -500,6 +500,8 @@ class _Evaluation:
                 for i in rows
             ]
         cuts = Pieces(operand.axis, tuple(map(int, params["sizes"])))
+        if 0 in cuts.sizes:
+            return None
         return [
             self._slice(operand, begin, end)
             for begin, end in zip(cuts.begins, cuts.ends, strict=True)

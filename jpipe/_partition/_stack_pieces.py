@@ -8,7 +8,6 @@ preferred where they cost little: a parameter in equal pieces is one sharded arr
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -48,15 +47,16 @@ def choose_pieces(
         return {}
     trial = _Trial(traced, layer_scans, num_stages, names)
     best_sizes = trial.sizes_of_stages()
-    largest_cost = trial.largest_cost(best_sizes)
-    candidates = list[Any]()
+    most = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
+    equal_sizes = best_sizes
+    equal_cost = math.inf
     for num_pieces in range(num_stages, 1, -1):
         sizes = [_equalize(sizes, num_pieces) for sizes in best_sizes]
-        if sizes != best_sizes:
-            candidates.append((trial.largest_cost(sizes), -num_pieces, sizes))
-    equal_cost, _, equal_sizes = min(candidates, default=(math.inf, 0, best_sizes))
-    are_equal_good = equal_cost <= _EQUAL_PIECES_COST * largest_cost
-    return trial.pieces(equal_sizes if are_equal_good else best_sizes)
+        cost = trial.largest_cost(sizes)
+        if sizes != best_sizes and cost < equal_cost:
+            equal_sizes = sizes
+            equal_cost = cost
+    return trial.pieces(equal_sizes if equal_cost <= most else best_sizes)
 
 
 def _equalize(sizes: Sequence[int], num_pieces: int) -> tuple[int, ...]:

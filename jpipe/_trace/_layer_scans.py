@@ -12,7 +12,7 @@ user's function is traced on whole arrays, and its jaxpr is rewritten: see
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def find_layer_scans(
         eqn = jaxpr.eqns[scan_index]
         xs = eqn.invars[_jaxpr.carry_slice(eqn).stop :]
         axes_of_vars = trace_axes_back(jaxpr, dict.fromkeys(_jaxpr.variables(xs), 0))
-        length = int(eqn.params["length"])  # type: ignore[call-overload]
+        length: Any = eqn.params["length"]
         axes: dict[int, int] = {}
         for i, var in enumerate(traced.params[:num_params]):
             axis = axes_of_vars.get(var)

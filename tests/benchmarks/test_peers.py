@@ -51,7 +51,10 @@ def test_one_side_by_itself_is_printed_and_saved(capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(importlib.util.find_spec("spectrax")), reason="it is there")
+@pytest.mark.skipif(
+    bool(importlib.util.find_spec("spectrax")),
+    reason="spectrax is installed: nothing is refused",
+)
 def test_a_side_that_is_missing_is_left_out_with_what_to_type(capsys):
     with pytest.raises(SystemExit, match="nothing to run"):
         main([*TINY, "--sides", "spectrax", "--remat", "full"])

@@ -213,7 +213,10 @@ def positive(x):
     return x @ x.mT + 2 * jnp.eye(3)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel of CPUs")
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu",
+    reason="the kernel under test is one of XLA for CPUs",
+)
 def test_foreign_kernels_pass_without_a_word():
     jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # registers the kernel
     layers = [nn.Dense(9), positive, logdet, lambda y: y[:, None], nn.Dense(9)]

@@ -346,6 +346,7 @@ JOINED = {
     "argmax": lambda w: jnp.argmax(w, 0).sum(),
     "dynamic_slice": lambda w: jax.lax.dynamic_index_in_dim(w, jnp.argmax(w[0]), 0),
     "scan": lambda w: jax.lax.scan(lambda c, _: (c * w, None), w, length=2)[0].sum(),
+    "split": lambda w: sum(x.sum() for x in jnp.split(w, [0, 3])),
     "while": lambda w: jax.lax.while_loop(
         lambda x: jnp.abs(x).max() < 4, lambda x: x * 2, w
     ),

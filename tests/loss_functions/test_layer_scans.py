@@ -240,6 +240,8 @@ OPTIONS = {
     "zb_h1": {"num_microbatches": 4, "schedule": "zb_h1"},
     "three_sizes": {"num_microbatches": 3},
     "full": {"remat": "full"},
+    "v_half": {"num_stages": 8, "schedule": "v_half", "devices": 4},
+    "replicas": {"num_stages": 3, "replicas": [2, 1, 1], "num_microbatches": 4},
 }
 
 
@@ -251,6 +253,36 @@ def test_scans_under_other_options(name: str) -> None:
         options["devices"] = jax.devices()[: options["devices"]]
     loss, params = FORMS["scan"]
     assert_equals_plain_jax(loss, params(), X, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_scans_on_meshes(axis: str) -> None:
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    options: dict[str, Any] = {"mesh": jax.sharding.Mesh(devices, ("stage", axis))}
+    if axis == "model":
+        spec = jax.sharding.PartitionSpec(None, None, "model")
+        options["sharding"] = lambda path, _: spec if path == ("kernel",) else None
+    loss, params = FORMS["scan"]
+    assert_equals_plain_jax(loss, params(), X, **options)
+
+
+def test_a_scan_in_a_custom_vjp_is_refused() -> None:
+    @jax.custom_vjp
+    def run(w: Any, x: jax.Array) -> jax.Array:
+        return layers(w, x)
+
+    run.defvjp(
+        lambda w, x: jax.vjp(layers, w, x),
+        lambda pullback, cotangent: pullback(cotangent),
+    )
+    grad_fn = jpipe.value_and_grad(
+        lambda w, x: mean_square(run(w, x)), 2, num_stages=STAGES
+    )
+    with pytest.raises(
+        ValueError, match=r"one operation, custom_vjp.*cannot be divided"
+    ):
+        grad_fn.place(stack(), X)
 
 
 class Block(nn.Module):
