@@ -159,6 +159,27 @@ def test_layers_that_only_look_equal_compute_what_they_say():
     ref.assert_close(y, expected, 1e-4)
 
 
+class Begins(nn.Module):
+    """A matrix that begins near an array which the initializer captures."""
+
+    beginning: Any
+
+    @nn.compact
+    def __call__(self, x):
+        def initializer(key):
+            return self.beginning + 1e-3 * jax.random.normal(key, (WIDTH, WIDTH))
+
+        return x @ self.param("matrix", initializer)
+
+
+def test_layers_whose_initializers_capture_other_arrays_begin_at_these():
+    beginnings = jnp.eye(WIDTH), jnp.ones((WIDTH, WIDTH))
+    pipe = jpipe.pipeline([Begins(beginning) for beginning in beginnings], 2)
+    variables = pipe.init(KEY, jnp.ones((8, WIDTH)))
+    for entry, beginning in zip(variables, beginnings, strict=True):
+        ref.assert_close(entry["params"]["matrix"], beginning, 1e-2)
+
+
 @struct.dataclass
 class Numbered:
     """An array, and a number that JAX takes for a part of the structure."""
