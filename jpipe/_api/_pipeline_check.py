@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._arguments import _call, _microbatch, _variables
+from .._arguments import _call, _microbatch, _stacked, _variables
 from .._arguments._objective import Objective
 from .._check._layer_checker import LayerChecker, LayerToCheck
 from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
@@ -55,6 +55,7 @@ def check_pipeline(
     """
     model = pipelined.model
     partition = pipelined.partition
+    variables = _stacked.gather_tree(variables)
     entries = model.entries(variables)
     if len({device.process_index for device in partition.devices}) > 1:
         raise ValueError(

@@ -10,6 +10,7 @@ import jax
 
 from .._arguments import _variables
 from .._arguments._objective import Objective
+from .._arguments._stacked import gather_tree, repeat_for_pieces
 from .._arguments._trainable import Trainable
 from .._instructions import _transfer
 from .._layers import _rng
@@ -246,26 +247,27 @@ class PipelinedModel:
           x: an input.
           is_missing: one bool per leaf; False leaves its spec in its place.
         """
-        specs, tree = jax.tree.flatten(self.model.from_entries(initial.specs))
-        locations = self.layout(tree.unflatten(specs), x).locations
+        layout = self.layout(self.model.from_entries(initial.specs), x)
         if not self.placement.is_one_process:
             agree_on_key(key)
-        devices = [self.placement.devices[stage] for stage, _ in locations]
+        devices = [self.placement.devices[stage] for stage in layout.owner_stages]
+        is_missing = repeat_for_pieces(is_missing, layout.pieces)
         is_drawn_here = [
             missing and is_here(device)
             for missing, device in zip(is_missing, devices, strict=True)
         ]
         first = next(filter(is_here, self.devices), self.devices[0])
-        drawn = initial.leaves(key, _transfer.first_device(first), is_drawn_here)
+        drawn = initial.leaves(
+            key, _transfer.first_device(first), is_drawn_here, layout.pieces
+        )
 
         leaves = []
         for i, leaf in enumerate(drawn):
+            value = layout.specs[i] if leaf is None else leaf
             if is_missing[i]:
-                value = specs[i] if leaf is None else leaf
-                leaves.append(_transfer.put_leaf(value, devices[i], locations[i][1]))
-            else:
-                leaves.append(specs[i])
-        return tree.unflatten(leaves)
+                value = _transfer.put_leaf(value, devices[i], layout.shardings[i])
+            leaves.append(value)
+        return layout.close_params(leaves)
 
     def copy_in_place(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Checks variables, and returns copies of them in place.
@@ -281,17 +283,19 @@ class PipelinedModel:
         self.clear_traces()
         variables = self.checks.move_to_owners(variables, x)
         _variables.check_alive(jax.tree.leaves(variables))
-        locations = self.layout(variables, x).locations
+        layout = self.layout(variables, x)
         copies = _transfer.put_tree(
-            variables, self.placement.devices, locations, may_alias=False
+            layout.open_params(variables),
+            self.placement.devices,
+            layout.locations,
+            may_alias=False,
         )
-        return jax.tree.map(strong, copies)
+        return layout.close_params(jax.tree.leaves(jax.tree.map(strong, copies)))
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Returns variables in place."""
         variables = self.model.from_entries(self.model.entries(variables))
-        locations = self.layout(variables, x).locations
-        return _transfer.put_tree(variables, self.placement.devices, locations)
+        return self.layout(variables, x).place(variables)
 
     def layout(self, variables: PyTree, x: PyTree = None) -> ParamLayout:
         """Returns the layout of variables between steps.
@@ -317,5 +321,5 @@ class PipelinedModel:
         check_unchanged(self.model.layers, self.model.label)
         entries = self.model.entries(variables)
         _variables.check_alive(jax.tree.leaves(variables))
-        modules = self.model.parent.modules(entries)
+        modules = self.model.parent.modules(gather_tree(tuple(entries)))
         return modules if self.model.is_list else modules[0]

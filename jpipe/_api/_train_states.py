@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from .._arguments import _microbatch, _variables
+from .._arguments._stacked import repeat_for_pieces
 from .._arguments._trainable import Trainable
 from .._instructions import _transfer
-from .._instructions._sharding import Sharding
 from .._layers import _rng
 from .._messages import warn
 from .._partition._stage_placement import StagePlacement
@@ -20,26 +20,27 @@ from .._train._train_state import TrainState
 from ._pipelined_model import PipelinedModel
 
 PyTree = Any
-# The stage of each leaf, and its sharding there.
-Locations = list[tuple[int, Sharding]]
 
 
 def place_train_state(
     pipelined: PipelinedModel, state: TrainState, x: PyTree
 ) -> TrainState:
     """Puts a train state in place: see `Pipeline.place`."""
+    layout = pipelined.layout(state.variables, x)
     placement = pipelined.placement
-    devices = placement.devices
-    param_locations, state_locations = _locations(pipelined, state.variables, x)
+    variables = layout.place(state.variables)
     step, rng = _put_on_first(placement, [state.step, state.rng])
     step, rng = _replicate(placement, [step, rng])
     return TrainState(
         step=step,
-        params=_transfer.put_tree(state.params, devices, param_locations),
+        params=_variables.params(variables),
         opt_state=place_opt_state(
-            state.opt_state, state.params, placement, param_locations
+            state.opt_state,
+            _variables.params(layout.open_params(state.variables)),
+            placement,
+            layout.param_locations,
         ),
-        model_state=_transfer.put_tree(state.model_state, devices, state_locations),
+        model_state=_variables.model_state(variables),
         rng=rng,
     )
 
@@ -64,10 +65,14 @@ def initial_train_state(
       trainable: the selection of parameters that are trained.
     """
     _rng.check_key(key)
+    layout = pipelined.layout(variables, x)
     placement = pipelined.placement
-    params = _variables.params(variables)
-    is_trained = _variables.params(pipelined.model.is_trained(variables, trainable))
-    if not jax.tree.leaves(params):
+    is_trained = repeat_for_pieces(
+        jax.tree.leaves(pipelined.model.is_trained(variables, trainable)),
+        layout.pieces,
+    )
+    inner_params = _variables.params(layout.open_params(variables))
+    if not jax.tree.leaves(inner_params):
         warn(
             "nothing here has parameters, so steps with this state train nothing; a "
             "function holds arrays, or calls a module, as constants: list the module "
@@ -79,34 +84,23 @@ def initial_train_state(
     first_key, step = _put_on_first(placement, [key, np.int32(0)])
     step, rng = _replicate(placement, [step, _rng.training_key(first_key)])
 
-    locations, _ = _locations(pipelined, variables, x)
     optimizer = Optimizer(
         tx,
-        _microbatch.array_specs(params, "params"),
-        trained=jax.tree.leaves(is_trained),
+        _microbatch.array_specs(inner_params, "params"),
+        trained=[is_trained[i] for i in layout.params],
         placement=placement,
-        locations=locations,
+        locations=layout.param_locations,
     )
     # Without jit, zeros would be on the default device.
     with jax.disable_jit(disable=False):
-        opt_state = optimizer.init(params)
+        opt_state = optimizer.init(inner_params)
     return TrainState(
         step=step,
-        params=params,
+        params=_variables.params(variables),
         opt_state=opt_state,
         model_state=_variables.model_state(variables),
         rng=rng,
     )
-
-
-def _locations(
-    pipelined: PipelinedModel, variables: PyTree, x: PyTree
-) -> tuple[Locations, Locations]:
-    """The locations of the parameters, and of the other leaves of the variables."""
-    layout = pipelined.layout(variables, x)
-    param_locations = [layout.locations[index] for index in layout.params]
-    state_locations = [layout.locations[index] for index in layout.state]
-    return param_locations, state_locations
 
 
 def _put_on_first(placement: StagePlacement, leaves: list[Any]) -> list[Any]:

@@ -232,17 +232,31 @@ def pieces_of_leaves(tree: PyTree) -> dict[int, Pieces]:
     return pieces
 
 
+def repeat_for_pieces(values: Sequence[Any], pieces: Mapping[int, Pieces]) -> list[Any]:
+    """One value for each leaf inside, from one for each leaf of a user.
+
+    Args:
+      values: the values.
+      pieces: index of a leaf of the user's tree -> its pieces.
+    """
+    repeated = list[Any]()
+    for i, value in enumerate(values):
+        repeated += [value] * (len(pieces[i].sizes) if i in pieces else 1)
+    return repeated
+
+
 def close_specs(tree: PyTree) -> PyTree:
     """Specs of the leaves of a user, from specs with nodes of pieces."""
+    return jax.tree.map(
+        lambda x: _close_spec(x) if is_node(x) else x, tree, is_leaf=is_node
+    )
 
-    def close(node: Any) -> Any:
-        if not is_node(node):
-            return node
-        whole = Stacked(node.arrays, node.axis)
-        weak_type = node.arrays[0].weak_type
-        return jax.ShapeDtypeStruct(whole.shape, whole.dtype, weak_type=weak_type)
 
-    return jax.tree.map(close, tree, is_leaf=is_node)
+def _close_spec(node: PieceNode) -> jax.ShapeDtypeStruct:
+    """The spec of a user's leaf, from those of its pieces."""
+    whole = Stacked(node.arrays, node.axis)
+    weak_type = node.arrays[0].weak_type
+    return jax.ShapeDtypeStruct(whole.shape, whole.dtype, weak_type=weak_type)
 
 
 def gather_tree(tree: PyTree) -> PyTree:
@@ -302,8 +316,12 @@ def _is_over_stages(array: jax.Array) -> bool:
 def _close(node: PieceNode) -> Any:
     """The leaf of a user for a node of pieces."""
     arrays = node.arrays
-    if None in arrays:
+    if any(array is None for array in arrays):
         return None
+    if isinstance(arrays[0], jax.ShapeDtypeStruct):
+        return _close_spec(node)
+    if isinstance(arrays[0], np.ndarray):  # such as the gradient of integers
+        return np.concatenate(arrays, node.axis)
     device_sets = [array.devices() for array in arrays]
     devices = tuple(device for devices in device_sets for device in devices)
     are_equal = len({array.shape for array in arrays}) == 1

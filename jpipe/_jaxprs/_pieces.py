@@ -113,6 +113,21 @@ def find_target_pieces(
     return targets
 
 
+def first_inner_indices(num_arrays: int, pieces: Mapping[int, Pieces]) -> list[int]:
+    """The index of the first piece of each array, or of itself if it is whole.
+
+    Args:
+      num_arrays: the number of arrays.
+      pieces: index of an array -> its pieces.
+    """
+    indices = list[int]()
+    inner_index = 0
+    for index in range(num_arrays):
+        indices.append(inner_index)
+        inner_index += len(pieces[index].sizes) if index in pieces else 1
+    return indices
+
+
 def scale_sizes(sizes: Sequence[int], length: int) -> tuple[int, ...] | None:
     """Sizes of pieces for an axis of another length; ``None`` if no integers."""
     scaled = [Fraction(size * length, sum(sizes)) for size in sizes]

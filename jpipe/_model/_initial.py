@@ -1,13 +1,18 @@
-"""Initial variables, leaf by leaf: each needs room for itself alone."""
+"""Initial variables, leaf by leaf: each needs room for itself alone.
+
+A variable in pieces, each in another stage, is drawn piece by piece: no device ever
+holds all of it. See `_jaxprs/_piecewise`.
+"""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from .._instructions import _transfer
@@ -20,6 +25,8 @@ from .._instructions._compiler import (
 from .._instructions._sharding import WHOLE
 from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
 from .._jaxprs._jaxpr import zeros
+from .._jaxprs._pieces import Pieces
+from .._jaxprs._piecewise import run_in_pieces
 from .._layers._linen import DATA_DEPENDENT_ADVICE
 from .._layers._sequence import Sequential
 from .._trace._folded_numbers import lift_folded_numbers
@@ -36,7 +43,7 @@ class _Draw(NamedTuple):
     """
 
     executable: Executable
-    numbers: list[Any]
+    numbers: Sequence[Any]
 
 
 class Initial:
@@ -86,9 +93,9 @@ class Initial:
         _check_follows_from_shapes(
             closed, specs, fixed_specs, is_list=layers.parent.is_list
         )
-        self._closed, self._numbers = _function_of_key(closed, key_spec)
+        self._function = _function_of_key(closed, key_spec)
         self.routes = tuple(routes)
-        self.draws = bool(_jaxpr.used_inputs(self._closed)[0])
+        self.draws = bool(_jaxpr.used_inputs(self._function.closed)[0])
 
         # A module of nnx holds values already: these are its initial variables.
         held_entries = layers.parent.held_entries(fixed_specs)
@@ -107,42 +114,45 @@ class Initial:
         self.specs: tuple[PyTree, ...] = tuple(entries)
         # The source of each leaf: its value, or the variable of the jaxpr that it is.
         self._sources: list[Any] = []
-        outvars = iter(self._closed.jaxpr.outvars)
+        outvars = iter(self._function.closed.jaxpr.outvars)
         for held_entry, drawn_entry in zip(held_entries, specs, strict=True):
             drawn_vars = [next(outvars) for _ in jax.tree.leaves(drawn_entry)]
             self._sources += jax.tree.leaves(held_entry) or drawn_vars
 
-    @cached_property
-    def _producer(self) -> dict[core.Var, int]:
-        """The index of the equation that makes each variable."""
-        return _jaxpr.producers(self._closed.jaxpr)
-
     def leaves(
-        self, key: chex.PRNGKey, device: Any, is_drawn: Sequence[bool]
+        self,
+        key: chex.PRNGKey,
+        device: Any,
+        is_drawn: Sequence[bool],
+        pieces: Mapping[int, Pieces],
     ) -> Iterator[jax.Array | None]:
         """Yields the leaves one after the other, on a device.
 
         Args:
           key: the key.
           device: the device.
-          is_drawn: one bool per leaf; False yields ``None`` in its place.
+          is_drawn: one bool per leaf or piece; False yields ``None`` in its place.
+          pieces: index of a leaf -> its pieces, which are yielded in its place.
         """
         key = _transfer.put_tree(key, [device], [(0, WHOLE)])
-        # For each leaf its draw, or its value, or None.
+        sources = list[Any]()
+        for index, source in enumerate(self._sources):
+            sources += self._sources_of_pieces(source, pieces.get(index))
+        # For each leaf or piece its draw, or its value, or None.
         draws = list[Any]()
         executables: dict[Any, Executable] = {}  # structural key of a jaxpr -> it
         with compile_side_by_side() as compile_ahead:
-            for source, is_leaf_drawn in zip(self._sources, is_drawn, strict=True):
+            for source, is_leaf_drawn in zip(sources, is_drawn, strict=True):
                 if not is_leaf_drawn:
                     draws.append(None)
                     continue
-                if not isinstance(source, core.Var | core.Literal):
+                if not isinstance(source, _KeyFunction):
                     draws.append(source)
                     continue
-                closed, numbers = self._function_of_leaf(source)
-                structural_key = _structural_key.structural_key(closed)
+                numbers = source.numbers
+                structural_key = _structural_key.structural_key(source.closed)
                 if structural_key not in executables:
-                    draw = jax.jit(_named_draw(core.jaxpr_as_fun(closed)))
+                    draw = jax.jit(_named_draw(core.jaxpr_as_fun(source.closed)))
                     if may_compile_ahead():
                         executables[structural_key] = compile_ahead(
                             functools.partial(draw.trace, key, *numbers),
@@ -159,9 +169,51 @@ class Initial:
             else:  # a copy: a step overwrites its arguments
                 yield None if draw is None else jnp.copy(strong(draw))
 
-    def _function_of_leaf(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
-        """The jaxpr ``(key, *numbers) -> leaf``, and the numbers."""
-        jaxpr = self._closed.jaxpr
+    def _sources_of_pieces(self, source: Any, pieces: Pieces | None) -> list[Any]:
+        """The sources of the pieces of a leaf; of itself, if it is whole.
+
+        Args:
+          source: the variable of the jaxpr that it is, or its value.
+          pieces: its pieces; ``None`` if it is whole.
+
+        Returns:
+          For each piece its function of the key, or its value.
+        """
+        if isinstance(source, core.Var | core.Literal):
+            function = self._function.of_result(source)
+            return [function] if pieces is None else function.in_pieces(pieces)
+        if pieces is None:
+            return [source]
+        return [
+            jax.lax.slice_in_dim(source, begin, end, axis=pieces.axis)
+            for begin, end in zip(pieces.begins, pieces.ends, strict=True)
+        ]
+
+
+class _KeyFunction:
+    """A jaxpr ``(key, *numbers) -> arrays``, and the numbers.
+
+    Args:
+      closed: the jaxpr.
+      numbers: the numbers, such as those that are folded into the key.
+
+    Attributes:
+      closed: likewise.
+      numbers: likewise.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, numbers: Sequence[Any]) -> None:
+        self.closed = closed
+        self.numbers = numbers
+
+    @cached_property
+    def _producer(self) -> dict[core.Var, int]:
+        """The index of the equation that makes each variable."""
+        return _jaxpr.producers(self.closed.jaxpr)
+
+    def of_result(self, var: Any) -> "_KeyFunction":
+        """The function that computes one variable, and only what it needs."""
+        jaxpr = self.closed.jaxpr
         needed = _jaxpr.variables([var])
         eqn_indices = set[int]()
         todo = [*needed]
@@ -176,23 +228,37 @@ class Initial:
 
         key, *folded = jaxpr.invars
         number_indices = [i for i, invar in enumerate(folded) if invar in needed]
-        constants = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        constants = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         constvars = [constvar for constvar in jaxpr.constvars if constvar in needed]
-        leaf_jaxpr = jaxpr.replace(
+        result_jaxpr = jaxpr.replace(
             constvars=constvars,
             invars=[key, *(folded[i] for i in number_indices)],
             outvars=[var],
             eqns=[jaxpr.eqns[index] for index in sorted(eqn_indices)],
             effects=set(),
         )
-        closed = core.ClosedJaxpr(leaf_jaxpr, [constants[var] for var in constvars])
-        return closed, [self._numbers[i] for i in number_indices]
+        closed = core.ClosedJaxpr(result_jaxpr, [constants[var] for var in constvars])
+        return _KeyFunction(closed, [self.numbers[i] for i in number_indices])
+
+    def in_pieces(self, pieces: Pieces) -> "list[_KeyFunction]":
+        """The functions of the pieces of the only result.
+
+        The numbers of a function tell where its piece begins: equal pieces have equal
+        functions.
+        """
+        piecewise = run_in_pieces(
+            _jaxpr.prune_scans(self.closed),
+            {},
+            output_pieces={0: pieces},
+            num_fixed=0,
+        )
+        numbers = [*self.numbers, *map(np.int32, piecewise.begins)]
+        function = _KeyFunction(piecewise.closed, numbers)
+        return [function.of_result(var) for var in piecewise.closed.jaxpr.outvars]
 
 
-def _function_of_key(
-    closed: core.ClosedJaxpr, key_spec: Any
-) -> tuple[core.ClosedJaxpr, list[Any]]:
-    """The jaxpr ``(key, *numbers) -> leaves``, and numbers that are folded into keys.
+def _function_of_key(closed: core.ClosedJaxpr, key_spec: Any) -> _KeyFunction:
+    """The function ``(key, *numbers) -> leaves``; numbers are folded into keys.
 
     No leaf follows from values of the other inputs. Some equations have them among
     their operands all the same, as a jax.checkpoint has: they are zeros.
@@ -200,7 +266,7 @@ def _function_of_key(
     other_specs = [*map(_jaxpr.spec, closed.in_avals[1:])]
     run = core.jaxpr_as_fun(_jaxpr.recomputation(closed, closed.jaxpr.outvars, []))
     on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(other_specs)), key_spec)
-    return lift_folded_numbers(on_zeros)
+    return _KeyFunction(*lift_folded_numbers(on_zeros))
 
 
 def _fixed_if_equal(specs: PyTree, fixed_specs: PyTree) -> PyTree:

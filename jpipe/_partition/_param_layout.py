@@ -82,6 +82,17 @@ class ParamLayout:
         tree = self._structure.unflatten(leaves)
         return _stacked.close_tree(tree) if self.pieces else tree
 
+    def place(self, params: PyTree) -> PyTree:
+        """Puts each leaf of a user's tree onto the devices of its stage.
+
+        Args:
+          params: the tree, on the host or any devices.
+        """
+        placed = _transfer.put_tree(
+            self.open_params(params), self._placement.devices, self.locations
+        )
+        return self.close_params(jax.tree.leaves(placed))
+
     @property
     def param_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the parameters, as their user has them."""
@@ -100,6 +111,11 @@ class ParamLayout:
     def locations(self) -> list[tuple[int, Sharding]]:
         """The owner stage of each leaf, and its sharding there."""
         return [*zip(self.owner_stages, self.shardings, strict=True)]
+
+    @property
+    def param_locations(self) -> list[tuple[int, Sharding]]:
+        """The owner stage of each leaf of `params`, and its sharding there."""
+        return [(self.owner_stages[i], self.shardings[i]) for i in self.params]
 
     @property
     def keys(self) -> list[list[str]]:

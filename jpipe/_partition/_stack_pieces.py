@@ -6,19 +6,21 @@ preferred where they cost little: a parameter in equal pieces is one sharded arr
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
 
-from .._jaxprs._pieces import Pieces
+from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._messages import WarnOnce
 from .._trace import _boundaries, _eqn_order
-from .._trace._layer_scans import LayerScan, find_layer_scans, with_params_in_pieces
+from .._trace._layer_scans import LayerScan, find_layer_scans
 from .._trace._traced_function import TracedFunction
 from . import _balanced_cuts
 from ._cut_points import count_reads_before
 
+# ``{index of a parameter: its pieces} -> the function of parameters in these pieces``
+InPieces = Callable[[Mapping[int, Pieces]], TracedFunction]
 # A scan of a smaller part of a stage stays whole.
 _LEAST_PART = 0.5
 # Equal pieces may make the largest stage larger by this.
@@ -26,14 +28,14 @@ _EQUAL_PIECES_COST = 1.1
 
 
 def choose_pieces(
-    traced: TracedFunction, num_stages: int, names: Sequence[str]
+    traced: TracedFunction, num_stages: int, in_pieces: InPieces
 ) -> dict[int, Pieces]:
     """Chooses the pieces of parameters that scans over layers go along.
 
     Args:
       traced: the function, traced on whole parameters.
       num_stages: the number of stages.
-      names: the name of each parameter in errors.
+      in_pieces: ``pieces -> the function of parameters in these pieces``.
 
     Returns:
       Index of a parameter -> its pieces, if a scan along it is divided.
@@ -45,7 +47,7 @@ def choose_pieces(
     layer_scans = find_layer_scans(traced, scan_indices)
     if not layer_scans:
         return {}
-    trial = _Trial(traced, layer_scans, num_stages, names)
+    trial = _Trial(traced, layer_scans, num_stages, in_pieces)
     best_sizes = trial.sizes_of_stages()
     most = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
     equal_sizes = best_sizes
@@ -74,7 +76,7 @@ class _Trial:
       traced: the function of whole parameters.
       layer_scans: the scans that are divided.
       num_stages: the number of stages.
-      names: the name of each parameter in errors.
+      in_pieces: ``pieces -> the function of parameters in these pieces``.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class _Trial:
         traced: TracedFunction,
         layer_scans: Sequence[LayerScan],
         num_stages: int,
-        names: Sequence[str],
+        in_pieces: InPieces,
     ) -> None:
         self._traced = traced
         self._layer_scans = layer_scans
         self._num_stages = num_stages
-        self._names = names
+        self._in_pieces = in_pieces
         self._num_params = traced.num_params - len(traced.captured_arrays)
 
     def pieces(self, sizes_of_scans: Sequence[Sequence[int]]) -> dict[int, Pieces]:
@@ -103,7 +105,7 @@ class _Trial:
         unit_sizes = [(1,) * scan.length for scan in self._layer_scans]
         pieces = self.pieces(unit_sizes)
         traced, cuts = self._cut(pieces)
-        positions = _first_inner_indices(self._num_params, pieces)
+        positions = first_inner_indices(self._num_params, pieces)
         num_pieces = sum(len(x.sizes) - 1 for x in pieces.values())
         reads_before = count_reads_before(traced, self._num_params + num_pieces)
 
@@ -128,8 +130,7 @@ class _Trial:
 
     def _cut(self, pieces: Mapping[int, Pieces]) -> tuple[TracedFunction, list[int]]:
         """The function with parameters in pieces, and its cuts."""
-        in_pieces = with_params_in_pieces(self._traced, pieces, self._names)
-        (traced,) = _eqn_order.sink_equations({0: in_pieces}).values()
+        (traced,) = _eqn_order.sink_equations({0: self._in_pieces(pieces)}).values()
         cuts = _balanced_cuts.choose_cuts(
             traced,
             self._num_stages,
@@ -137,13 +138,3 @@ class _Trial:
             warnings=WarnOnce(is_muted=True),
         )
         return traced, cuts
-
-
-def _first_inner_indices(num_params: int, pieces: Mapping[int, Pieces]) -> list[int]:
-    """The index of the first piece of each parameter, or of itself if it is whole."""
-    positions = list[int]()
-    position = 0
-    for index in range(num_params):
-        positions.append(position)
-        position += len(pieces[index].sizes) if index in pieces else 1
-    return positions

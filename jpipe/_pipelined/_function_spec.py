@@ -1,7 +1,7 @@
 """A function of parameters and a mini-batch, and all that a pipeline knows of it."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax.tree_util import tree_leaves_with_path
 from .._arguments import _call, _microbatch, _variables
 from .._arguments._batch import Batch
 from .._instructions._sharding import Sharding
+from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._layers import _rng
 from .._lower._join import Join
 from .._model._model import Model
@@ -170,6 +171,27 @@ class FunctionSpec:
             text = self.model.name_written(paths[i])
             leaves.append(StateLeaf(i, path=paths[i], text=text))
         return len(jax.tree.leaves(aux)), leaves
+
+    def aux_in_pieces(
+        self, traced: TracedFunction, pieces: Mapping[int, Pieces], *, num_params: int
+    ) -> PyTree:
+        """Specs of all results besides the loss, if parameters are in pieces.
+
+        Args:
+          traced: a trace of the function of whole parameters.
+          pieces: index of a parameter -> its pieces.
+          num_params: the number of whole parameters.
+        """
+        if self.model is None:
+            return traced.aux
+        aux, changed = traced.aux
+        inner_indices = first_inner_indices(num_params, pieces)
+        # index of a leaf of the parameters, of which each piece is one -> its new value
+        changed_inside: dict[int, jax.ShapeDtypeStruct] = {}
+        for i, spec in changed.items():
+            specs = pieces[i].specs(spec) if i in pieces else [spec]
+            changed_inside |= dict(enumerate(specs, inner_indices[i]))
+        return aux, changed_inside
 
     def aux_of(self, traced: TracedFunction) -> PyTree:
         """Returns specs of aux (of outputs), without the state that a model writes."""

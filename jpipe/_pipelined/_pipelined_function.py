@@ -6,7 +6,7 @@ There is one `Specialization` for each signature of the arguments. It is cached 
 that it depends on, so that a second call of the same signature traces nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,7 @@ import jax
 from .._arguments import _microbatch, _signature, _stacked, _variables
 from .._arguments._batch import Batch, explain_sizes
 from .._arguments._cache import RecentCache
-from .._instructions import _transfer
 from .._instructions._garbage_collector import pause_collector
-from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition
@@ -79,14 +77,7 @@ class PipelinedFunction:
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        specialization = self(params, *args)
-        layout = specialization.layout
-        placed = _transfer.put_tree(
-            layout.open_params(params),
-            specialization.placement.devices,
-            layout.locations,
-        )
-        return layout.close_params(jax.tree.leaves(placed))
+        return self(params, *args).layout.place(params)
 
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns the layout of parameters, the same for all functions of a partition.
@@ -111,7 +102,9 @@ class PipelinedFunction:
         owner_stages = partition.owner_stages(params)
         assert owner_stages is not None
         assert partition.num_stages is not None
-        count = len(jax.tree.leaves(params))
+        specs = _microbatch.array_specs(params, "params")
+        inner_specs = _stacked.open_tree(specs, partition.pieces or {})
+        count = len(jax.tree.leaves(inner_specs))
         if len(owner_stages) != count:
             raise ValueError(
                 f"the variables have {count} arrays, those of the model "
@@ -119,7 +112,7 @@ class PipelinedFunction:
             )
         return self._layout(
             partition.placement(partition.num_stages),
-            params,
+            inner_specs,
             owner_stages=owner_stages,
             is_trained=[False] * count,
         )
@@ -209,11 +202,14 @@ class PipelinedFunction:
             explain_sizes(batch),
             _batch_norm.merge_statistics(are_merged=are_merged),
         ):
-            traced_functions, state = self._trace(specs, batch, runs=runs)
+            traced_functions = trace_sizes(spec, self._partition, specs, batch)
             self._check_planned(specs)
             pieces = self._partition.pieces or {}
-            is_trained = _repeat(is_trained, pieces)
+            is_trained = _stacked.repeat_for_pieces(is_trained, pieces)
             inner_specs = _stacked.open_tree(specs, pieces)
+            traced_functions, state = self._find_state(
+                traced_functions, inner_specs, batch, runs=runs
+            )
             count = len(is_trained)
             cuts, positions = self._partition.cut(traced_functions, count)
             num_stages = len(positions[batch.sizes[0]]) + 1
@@ -258,17 +254,27 @@ class PipelinedFunction:
             joins=joins,
         )
 
-    def _trace(
-        self, specs: PyTree, batch: Batch, *, runs: bool
+    def _find_state(
+        self,
+        traced_functions: dict[int, TracedFunction],
+        specs: PyTree,
+        batch: Batch,
+        *,
+        runs: bool,
     ) -> tuple[dict[int, TracedFunction], StateUpdate]:
-        """Traces the function on micro-batches of each size.
+        """Finds the state that a function writes.
+
+        Args:
+          traced_functions: micro-batch size -> its trace.
+          specs: the parameters, with nodes for those in pieces.
+          batch: the mini-batch.
+          runs: True if it has enough examples to run.
 
         Returns:
-          The traces by these sizes, and the state that they write. All other aux that
-          could be written is returned unchanged.
+          The traces without aux that could be written and is returned unchanged, and
+          the state.
         """
         spec = self._spec
-        traced_functions = trace_sizes(spec, self._partition, specs, batch)
         state = StateUpdate()
         if spec.model is None:
             return traced_functions, state
@@ -303,11 +309,3 @@ class PipelinedFunction:
             sizes=sizes,
             trace_whole=lambda: trace_whole(self._spec, specs, batch),
         )
-
-
-def _repeat(is_trained: Sequence[bool], pieces: Mapping[int, Pieces]) -> list[bool]:
-    """One bool per leaf inside, where a parameter in pieces is several leaves."""
-    repeated = list[bool]()
-    for i, flag in enumerate(is_trained):
-        repeated += [flag] * (len(pieces[i].sizes) if i in pieces else 1)
-    return repeated

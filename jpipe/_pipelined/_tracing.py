@@ -5,12 +5,14 @@ loss. Then for all: close over equal arrays, sink equations to their first reade
 agree on which equations run once per step.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from .._arguments._batch import Batch
+from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
 from .._partition._partition import Partition
 from .._partition._stack_pieces import choose_pieces
@@ -68,22 +70,46 @@ def _in_pieces(
 ) -> dict[int, TracedFunction]:
     """Divides scans over stacked layers, in the pieces that the first function has.
 
-    In a model they stay whole, and in a pipeline over several processes.
+    In a pipeline over several processes they stay whole.
     """
     processes = {device.process_index for device in partition.devices}
-    if spec.model is not None or len(processes) > 1:
+    if len(processes) > 1:
         return traced_functions
+    if partition.pieces is None:
+        first = next(iter(traced_functions.values()))
+        partition.pieces = choose_pieces(
+            first,
+            partition.num_traced_stages,
+            lambda pieces: _with_params_in_pieces(spec, params, first, pieces),
+        )
+    pieces = partition.pieces
+    return {
+        size: _with_params_in_pieces(spec, params, traced, pieces)
+        for size, traced in traced_functions.items()
+    }
+
+
+def _with_params_in_pieces(
+    spec: FunctionSpec,
+    params: PyTree,
+    traced: TracedFunction,
+    pieces: Mapping[int, Pieces],
+) -> TracedFunction:
+    """A function of parameters in pieces; state that it writes is in pieces too."""
+    if not pieces:
+        return traced
     names = [
         f"{spec.params_name}{jax.tree_util.keystr(path)}"
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
-    if partition.pieces is None:
-        first = next(iter(traced_functions.values()))
-        partition.pieces = choose_pieces(first, partition.num_traced_stages, names)
-    return {
-        size: with_params_in_pieces(traced, partition.pieces, names)
-        for size, traced in traced_functions.items()
+    first_index, leaves = spec.state_leaves(traced, params)
+    written_params = {
+        index: leaf.param_index for index, leaf in enumerate(leaves, first_index)
     }
+    return replace(
+        with_params_in_pieces(traced, pieces, names, written_params),
+        aux=spec.aux_in_pieces(traced, pieces, num_params=len(names)),
+    )
 
 
 def trace_whole(

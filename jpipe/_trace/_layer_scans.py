@@ -92,7 +92,10 @@ def _join_scans(layer_scans: Sequence[LayerScan]) -> list[LayerScan]:
 
 
 def with_params_in_pieces(
-    traced: TracedFunction, pieces: Mapping[int, Pieces], names: Sequence[str]
+    traced: TracedFunction,
+    pieces: Mapping[int, Pieces],
+    names: Sequence[str],
+    written_params: Mapping[int, int],
 ) -> TracedFunction:
     """The function of parameters of which some are in pieces.
 
@@ -100,14 +103,20 @@ def with_params_in_pieces(
       traced: the function of whole parameters.
       pieces: index of a parameter -> its pieces.
       names: the name of each parameter in errors.
+      written_params: index of a leaf of aux -> the parameter whose new value it is, and
+        in whose pieces it comes.
 
     Raises:
       ValueError: with the parameters in pieces that are read as a whole.
     """
-    if not pieces:
-        return traced
+    first_aux = traced.has_loss + traced.is_weighted
+    output_pieces = {
+        first_aux + i: pieces[param]
+        for i, param in written_params.items()
+        if param in pieces
+    }
     piecewise = run_in_pieces(
-        traced.closed, pieces, output_pieces={}, num_fixed=traced.num_params
+        traced.closed, pieces, output_pieces, num_fixed=traced.num_params
     )
     raise_all(
         "a parameter that a scan goes along is in pieces, one in each stage that runs "

@@ -68,30 +68,34 @@ class ValueAndGrad:
         x, targets = self.feed(x, targets, rngs)
         specialization = self.pipelined_loss(variables, x, targets, rngs, train=train)
         program = self._program(specialization)
-        outputs = program(specialization.check_arguments(variables, (x, targets, rngs)))
+        leaves = specialization.check_arguments(variables, (x, targets, rngs))
+        outputs = program(leaves)
         # An iterator over the gradients, then the new state.
         loss, aux, results = specialization.split_outputs(outputs)
 
-        leaves, structure = jax.tree.flatten(variables)
         layout = specialization.layout
-        grads: list[Any] = []
+        # The variables, with gradients in place of parameters.
+        result_leaves = leaves[: len(layout.specs)]
         for index, is_trained in zip(
             layout.params, layout.is_param_trained, strict=True
         ):
-            grads.append(next(results) if is_trained else self._no_grad(leaves[index]))
+            result_leaves[index] = (
+                next(results) if is_trained else self._no_grad(leaves[index])
+            )
+        if self.has_state:
+            for index in layout.state:
+                result_leaves[index] = next(results)
+        result_tree = layout.close_params(result_leaves)
 
         extra = [aux] if self.has_aux else []
         if self.has_state:
-            for index in layout.state:
-                leaves[index] = next(results)
-            extra.append(_variables.model_state(structure.unflatten(leaves)))
+            extra.append(_variables.model_state(result_tree))
         elif specialization.written and not self.has_warned:
             self.has_warned = True
             written = [index for index, _ in specialization.written]
             _warn_of_state(_variables.collections(variables, written))
         value = (loss, *extra) if extra else loss
-        params_structure = jax.tree.structure(_variables.params(variables))
-        return value, params_structure.unflatten(grads)
+        return value, _variables.params(result_tree)
 
     @outside_of_meshes
     def program(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from .._arguments import _signature, _variables
+from .._arguments import _signature, _stacked, _variables
 from .._instructions import _transfer
 from .._instructions._agreement import layer_facts
 from .._instructions._program import Program
@@ -15,7 +15,7 @@ from .._jaxprs._jaxpr import nbytes
 from .._layers._text import shape_text
 from .._messages import raise_all
 from .._partition._stage_placement import StagePlacement
-from .._placed._mirrored_places import MirroredPlaces, leaves_at
+from .._placed._mirrored_places import MirroredPlaces, leaves_at, mirrored_pieces
 from .._placed._placed_function import PlacedFunction
 from ._transformation import Transformation, place_init, place_update
 
@@ -43,13 +43,14 @@ class Optimizer:
 
     Args:
       tx: the optax transformation.
-      params: specs of the parameters.
-      trained: one bool per leaf of the parameters; True if it is trained.
+      params: specs of the parameters, with a node of pieces for each in pieces.
+      trained: one bool per leaf of these; True if it is trained.
       placement: the devices of the stages.
       locations: the stage of each leaf, and its sharding there.
 
     Attributes:
-      state: specs of the leaves of the state, with their places.
+      state: specs of the leaves of the state, with their places; a leaf in pieces is
+        as many leaves here as it has pieces.
       update: ``(params, state, grads) -> (params, state)`` of the trained leaves.
     """
 
@@ -78,15 +79,21 @@ class Optimizer:
         self._placement = placement
         # ``None`` in place of leaves that are not trained.
         self._trained_params = _hide_frozen(params, trained)
-        state = jax.eval_shape(self._transformation.init, self._trained_params)
-        self._state_signature = _signature_of(state)
-        self._state_structure = jax.tree.structure(state)
-
         trained_locations = [
             (placement.place(stage), sharding)
             for stage, sharding in _selected(locations, trained)
         ]
         self._param_leaves = leaves_at(0, self._trained_params, trained_locations)
+        self._init = PlacedFunction(
+            self._transformation.init,
+            [self._trained_params],
+            place_init(self._param_leaves),
+            "optimizer_init",
+        )
+        state = self._init.result
+        self._state_structure = jax.tree.structure(state)
+        self._state_pieces = _stacked.pieces_of_leaves(state)
+        self._expected_state = _stacked.close_specs(state)
         self.state = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
         self.update = PlacedFunction(
@@ -96,26 +103,32 @@ class Optimizer:
             "optimizer_update",
         )
 
+    def open_state(self, state: PyTree) -> PyTree:
+        """A user's state, with nodes of pieces for leaves in pieces."""
+        return _stacked.open_tree(state, self._state_pieces)
+
     def init(self, params: PyTree) -> PyTree:
-        """The optimizer's state for parameters that are in place."""
+        """The optimizer's state for parameters that are in place.
+
+        Args:
+          params: the parameters, with a node of pieces for each in pieces.
+        """
         graph = self._placement.graph()
         if self._placement.layers:
             graph.facts |= layer_facts(self._placement.layers, self._trained_params)
         else:
             graph.facts["parameters"] = shape_text(self._trained_params)
-        function = PlacedFunction(
-            self._transformation.init,
-            [self._trained_params],
-            place_init(self._param_leaves),
-            "optimizer_init",
-        )
         inputs = [leaf.add_to(graph) for leaf in self._param_leaves]
-        program = Program(graph, function.into(graph, inputs))
+        program = Program(graph, self._init.into(graph, inputs))
         trained_leaves = _selected(jax.tree.leaves(params), self._trained)
-        return self._state_structure.unflatten(program(trained_leaves))
+        state = self._state_structure.unflatten(program(trained_leaves))
+        return _stacked.close_tree(state)
 
     def check_places(self, state: PyTree) -> None:
         """Checks that a state of this optimizer is in place.
+
+        Args:
+          state: the state, with a node of pieces for each leaf in pieces.
 
         Raises:
           ValueError: if it is not.
@@ -133,16 +146,15 @@ class Optimizer:
         Raises:
           ValueError: with the differences, if it is that of another one.
         """
-        if _signature_of(state) == self._state_signature:
+        expected = self._expected_state
+        if _signature_of(state) == _signature_of(expected):
             return
-        leaves = [leaf.value for leaf in self.state]
-        expected = self._state_structure.unflatten(leaves)
         faults = _variables.differences(
             _descriptions(expected),
             _descriptions(state),
             "{path}: given {actual}, needs {expected}",
         )
-        if jax.tree.structure(state) == self._state_structure:
+        if jax.tree.structure(state) == jax.tree.structure(expected):
             title = (
                 "state.opt_state does not fit the optimizer of this step; write "
                 "hyperparameters as jnp.asarray(value, dtype)"
@@ -192,7 +204,7 @@ def place_opt_state(
 
     Args:
       state: the state, on the host or any devices.
-      params: the parameters.
+      params: the parameters, with a node of pieces for each in pieces.
       placement: the devices of the stages.
       locations: the stage of each leaf of the parameters, and its sharding there.
 
@@ -202,14 +214,17 @@ def place_opt_state(
     param_locations = [
         (placement.place(stage), sharding) for stage, sharding in locations
     ]
-    mirrored = MirroredPlaces(leaves_at(0, params, param_locations))
+    param_leaves = leaves_at(0, params, param_locations)
+    result_pieces = mirrored_pieces(param_leaves)(state)
+    pieces = {i: x for i, x in result_pieces.items() if x is not None}
+    opened = _stacked.open_tree(state, pieces)
     arrays = [
         _transfer.put_leaf(
             leaf.value, placement.devices_of_places[leaf.place], leaf.sharding
         )
-        for leaf in mirrored.leaves_of(1, state)
+        for leaf in MirroredPlaces(param_leaves).leaves_of(1, opened)
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), arrays)
+    return _stacked.close_tree(jax.tree.structure(opened).unflatten(arrays))
 
 
 def _selected(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:

@@ -24,11 +24,13 @@ class StateOrigin(NamedTuple):
       train_step: the step, whose programs the state does not keep alive.
       signature_index: the index of the state's signature in the step.
       leaves: the leaves of the state as the step returned it.
+      inner_leaves: the same, with the pieces in place of each leaf in pieces.
     """
 
     train_step: weakref.ref[Any]
     signature_index: int
     leaves: Sequence[Any]
+    inner_leaves: Sequence[Any]
 
     def matches(self, train_step: Any, leaves: Sequence[Any]) -> bool:
         """True if this step returned the state, and nobody changed its leaves since."""

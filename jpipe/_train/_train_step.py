@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import optax
 
-from .._arguments import _microbatch, _signature, _variables
+from .._arguments import _microbatch, _signature, _stacked, _variables
 from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Value
@@ -128,15 +128,19 @@ class TrainStep:
         step = self._lower(signature_index, state, x, targets)
         if origin is None:
             _variables.check_concrete(leaves)
+            inner_state = step.open_state(state)
+            leaves = jax.tree.leaves(inner_state)
             variables = [leaves[i] for i in step.variable_indices]
             step.specialization.layout.check(variables, "state")
-            step.optimizer.check_places(state.opt_state)
-            check_apart(state, step.program)
+            step.optimizer.check_places(inner_state.opt_state)
+            check_apart(inner_state, step.program)
+        else:
+            leaves = origin.inner_leaves
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
 
         with Interrupts() as interrupts:
-            outputs = step.program(leaves + batch, overwriting=interrupts.hold)
+            outputs = step.program([*leaves, *batch], overwriting=interrupts.hold)
             new_state, metrics = step.result(outputs, self)
             new_states.append(new_state)
         return new_state, metrics
@@ -205,8 +209,9 @@ class _LoweredStep:
     Attributes:
       specialization: the loss and its gradients for one signature.
       optimizer: the update.
-      variable_indices: the index of each leaf of the variables among those of a state.
-      program: ``(*state, *x, *targets) -> (*state, loss, *aux)``.
+      variable_indices: the index of each leaf of the variables among those of a state
+        that `open_state` returns.
+      program: ``(*state, *x, *targets) -> (*state, loss, *aux)``, of these leaves.
     """
 
     def __init__(
@@ -221,6 +226,7 @@ class _LoweredStep:
         self.specialization = specialization
         self.optimizer = optimizer
         self._has_aux = has_aux
+        state = self.open_state(state)
         self._structure = jax.tree.structure(state)
         # A state whose leaves are their indices.
         indices = jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
@@ -228,12 +234,23 @@ class _LoweredStep:
         self._signature_index: int | None = None
         self.program = self._lower(state, indices, donate=donate)
 
+    def open_state(self, state: TrainState) -> TrainState:
+        """A user's state, with a node of pieces for each leaf in pieces."""
+        if not self.specialization.layout.pieces:
+            return state
+        variables = self.specialization.layout.open_params(state.variables)
+        return state.replace(
+            params=_variables.params(variables),
+            opt_state=self.optimizer.open_state(state.opt_state),
+            model_state=_variables.model_state(variables),
+        )
+
     @pause_collector()
     def _lower(self, state: TrainState, indices: Any, *, donate: bool) -> Program:
         """Writes the step into a graph.
 
         Args:
-          state: a state.
+          state: a state, with nodes of pieces.
           indices: a state whose leaves are their indices.
           donate: True if the step overwrites its state.
         """
@@ -313,11 +330,21 @@ class _LoweredStep:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The state and the metrics that a step returns, from the program's outputs."""
         num_leaves = self._structure.num_leaves
-        leaves = outputs[:num_leaves]
-        state = jax.tree.unflatten(self._structure, leaves)
+        inner_leaves = outputs[:num_leaves]
+        leaves = inner_leaves
+        state = jax.tree.unflatten(self._structure, inner_leaves)
+        if self.specialization.layout.pieces:
+            state = _stacked.close_tree(state)
+            leaves = jax.tree.leaves(state)
         if self._signature_index is None:  # weak types may differ from the input's
-            self._signature_index = train_step.signature_index(self._structure, leaves)
-        origin = StateOrigin(weakref.ref(train_step), self._signature_index, leaves)
+            structure = jax.tree.structure(state)
+            self._signature_index = train_step.signature_index(structure, leaves)
+        origin = StateOrigin(
+            train_step=weakref.ref(train_step),
+            signature_index=self._signature_index,
+            leaves=leaves,
+            inner_leaves=inner_leaves,
+        )
         set_origin(state, origin)
 
         loss, aux, _ = self.specialization.split_outputs(outputs[num_leaves:])
@@ -332,13 +359,13 @@ def _make_optimizer(
 ) -> Optimizer:
     """The optimizer of the parameters of a state."""
     layout = specialization.layout
-    locations = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
+    specs = _microbatch.array_specs(state.variables, "params")
     return Optimizer(
         tx,
-        params=_microbatch.array_specs(state.params, "params"),
+        params=_variables.params(layout.open_params(specs)),
         trained=layout.is_param_trained,
         placement=specialization.placement,
-        locations=locations,
+        locations=layout.param_locations,
     )
 
 

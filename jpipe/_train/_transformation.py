@@ -1,8 +1,9 @@
 """An optax optimizer as two functions of trees, evaluated where the parameters are."""
 
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from .._arguments._static import StaticArgument
 from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
+from .._jaxprs._pieces import Pieces
 from .._placed._jit import Jitted
 from .._placed._mirrored_places import ArgumentLeaf, MirroredPlaces, mirrored_pieces
 from .._placed._placed_function import LeafPlacement, place_results
@@ -121,7 +123,9 @@ def _is_function(value: Any) -> bool:
 
 def place_init(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     """The state of an optimizer is where its parameters are."""
-    return place_results(leaves, stay=False)
+    return replace(
+        place_results(leaves, stay=False), result_pieces=_pieces_or_whole(leaves)
+    )
 
 
 def place_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
@@ -139,8 +143,25 @@ def place_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     return LeafPlacement(
         places,
         lambda result: mirrored.of(*result),
-        result_pieces=mirrored_pieces(leaves),
+        result_pieces=_pieces_or_whole(leaves),
     )
+
+
+def _pieces_or_whole(
+    leaves: Sequence[ArgumentLeaf],
+) -> Callable[[PyTree], dict[int, Pieces | None]]:
+    """Makes ``specs of a result -> {index of a leaf: its pieces, or None}``.
+
+    A leaf of another shape than its parameter, such as a factor, is whole: `Pipeline.
+    place`, which does not know the optimizer, puts a state where a step needs it.
+    """
+    of = mirrored_pieces(leaves)
+
+    def pieces_or_whole(result: PyTree) -> dict[int, Pieces | None]:
+        pieces = of(result)
+        return {i: pieces.get(i) for i in range(len(jax.tree.leaves(result)))}
+
+    return pieces_or_whole
 
 
 def _floating(tree: PyTree) -> PyTree:

@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """Two dense layers, and a block in a loop or in checkpoints."""
+    """Dense layers, then one block in a loop, or several in checkpoints."""
 
     has_loop: bool
 
@@ -79,7 +79,7 @@ class Layers(nn.Module):
     def __call__(self, x):
         for _ in range(3):
             x = jnp.tanh(nn.Dense(64)(x))
-        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        options = {"variable_broadcast": "params", "split_rngs": {"params": False}}
         if self.has_loop:
             return nn.scan(Block, length=3, **options)()(x, None)[0]
         for _ in range(2):
