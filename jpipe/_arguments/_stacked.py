@@ -186,6 +186,13 @@ def is_node(x: Any) -> bool:
     return isinstance(x, PieceNode)
 
 
+def drop_empty_nodes(tree: PyTree) -> PyTree:
+    """A tree with ``None`` in place of nodes whose pieces are ``None``."""
+    return jax.tree.map(
+        lambda x: None if is_node(x) and None in x.arrays else x, tree, is_leaf=is_node
+    )
+
+
 def open_tree(tree: PyTree, pieces: Mapping[int, Pieces]) -> PyTree:
     """A user's tree as it is inside.
 

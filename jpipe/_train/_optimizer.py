@@ -234,11 +234,18 @@ def _selected(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:
 
 
 def _hide_frozen(params: PyTree, trained: Sequence[bool]) -> PyTree:
-    """The parameters, ``None`` in place of leaves that are not trained."""
+    """The parameters, ``None`` in place of leaves that are not trained.
+
+    Args:
+      params: the parameters, with a node of pieces for each in pieces.
+      trained: one bool per leaf; all pieces of a parameter are trained, or none is.
+    """
     leaves, structure = jax.tree.flatten(params)
     pairs = zip(leaves, trained, strict=True)
-    return structure.unflatten(
-        [leaf if is_trained else None for leaf, is_trained in pairs]
+    return _stacked.drop_empty_nodes(
+        structure.unflatten(
+            [leaf if is_trained else None for leaf, is_trained in pairs]
+        )
     )
 
 

@@ -139,6 +139,29 @@ class ScannedViT(nn.Module):
         return Dense(3)(LayerNorm()(x).mean(1) + middle)
 
 
+class PlainLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Feedforward()(x), None
+
+
+class ScannedMLP(nn.Module):
+    """Feed-forward layers, and a layer before and behind them."""
+
+    layers: int = LAYERS
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            PlainLayer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        x, _ = scanned(name="layers")(Dense(WIDTH)(x), None)
+        return Dense(3)(x)
+
+
 class RematScan(nn.Module):
     """Scans in scans: two blocks of two layers."""
 
