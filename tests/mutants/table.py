@@ -35,8 +35,8 @@ REACHED_BY = {
     "_instructions/_stage_bytes": "instructions/test_step_profile.py planning matrix",
     "_jaxprs": "planning/test_printed_plan.py jaxprs stage matrix instructions",
     "_jaxprs/_axis_maps": "jaxprs/test_pieces.py",
-    "_jaxprs/_loops": "matrix",
     "_jaxprs/_piece": "jaxprs/test_pieces.py",
+    "_jaxprs/_scans": "matrix",
     "_jaxprs/_structural_key": "layers/test_equal_layers.py layers/test_unequal_layers.py",
     "_layers": "matrix layers",
     "_layers/_batch_norm": "layers/test_batchnorm.py matrix",
@@ -111,9 +111,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("a + (a >= new_axis)", "a"),
         ("if slice_sizes[a] == shape[a]", "if True"),
     ],
-    "_jaxprs/_loops": [
-        ('params["reverse"],', "False,"),
-    ],
     "_jaxprs/_min_cut": [
         ("0 if var in stored_inputs else nbytes(var)", "nbytes(var)"),
         ("if size(stored_vars) > size(", "if size(stored_vars) < size("),
@@ -124,6 +121,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("total = combine(total,", "total = jax.lax.add(total,"),
         ("start - first, stop - first", "start, stop"),
         ("ends.update(target.ends)\n        if", "pass\n        if"),
+    ],
+    "_jaxprs/_scans": [
+        ('params["reverse"],', "False,"),
     ],
     "_jaxprs/_structural_key": [
         ("_value_key(atom.val) if is_literal", "0 if is_literal"),
