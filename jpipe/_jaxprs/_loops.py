@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from . import _jaxpr, _min_cut
+from . import _jaxpr, _min_cut, _scans
 
 # A name that begins so ends with the index of an equation of the body.
 _PREFIX = "jpipe residual"
@@ -41,27 +41,16 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def _evaluate_scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates a scan, with a body that stores chosen residuals."""
-    params: Any = eqn.params
+    body: Any = eqn.params["jaxpr"]
     carry_slice = _jaxpr.carry_slice(eqn)
-    num_carry = carry_slice.stop - carry_slice.start
-    consts = list(operands[: carry_slice.start])
-    init = list(operands[carry_slice])
-    xs = list(operands[carry_slice.stop :])
-    body = _with_fewest_residuals(params["jaxpr"], carry_slice)
-
-    def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
-        results = body(*consts, *carry, *x)
-        return results[:num_carry], results[num_carry:]
-
-    carry, ys = jax.lax.scan(
-        step,
-        init,
-        xs,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    indices = range(len(operands))
+    return _scans.run_scan(
+        _with_fewest_residuals(body, carry_slice),
+        operands,
+        carried=indices[carry_slice],
+        along=indices[carry_slice.stop :],
+        like=eqn,
     )
-    return [*carry, *ys]
 
 
 def _with_fewest_residuals(body: core.ClosedJaxpr, carry_slice: slice) -> Body:

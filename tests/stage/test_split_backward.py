@@ -166,9 +166,13 @@ def products(wrap, remat):
     return [round(each / PRODUCT) for each in flops]
 
 
-@pytest.mark.parametrize("wrap", ["plain", "jit", "custom_vjp"])
-def test_first_half_has_the_products_of_dx_and_second_those_of_dw(wrap):
-    assert products(wrap, "none") == [2, 2, 4]
+@pytest.mark.parametrize(
+    ("wrap", "num_products"),
+    # XLA counts one iteration of a loop.
+    [("plain", 2), ("jit", 2), ("custom_vjp", 2), ("scan", 1)],
+)
+def test_first_half_has_the_products_of_dx_and_second_those_of_dw(wrap, num_products):
+    assert products(wrap, "none") == [num_products, num_products, 2 * num_products]
 
 
 @pytest.mark.parametrize(("wrap", "remat"), [("plain", "full"), ("checkpoint", "none")])
@@ -176,12 +180,6 @@ def test_recomputed_products_are_recomputed_once(wrap, remat):
     first, second, whole = products(wrap, remat)
     assert second == 2
     assert first + second == whole in (5, 6)  # of the forward again
-
-
-def test_scan_stays_whole_in_the_first_half():
-    _, flops = compiled([nn.Dense(WIDTH), Chain("scan"), nn.Dense(WIDTH)], remat="none")
-    assert flops["stage1_input_grad"] >= 2 * PRODUCT
-    assert flops["stage1_weight_grad_add_grads"] < PRODUCT
 
 
 def test_halves_that_have_nothing_to_compute_are_left_out():
