@@ -47,6 +47,32 @@ class Block(nn.Module):
         return x + nn.Dropout(self.drop)(h, deterministic=not train)
 
 
+class TurnOfScan(nn.Module):
+    """A block as `nn.scan` calls it."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        """Float ``[batch, time, width]`` to the same, and no result of its own."""
+        return Block(causal=True)(x), None
+
+
+class ScannedBlocks(nn.Module):
+    """Equal blocks whose parameters are stacked."""
+
+    count: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Float ``[batch, time, width]`` to the same."""
+        scanned = nn.scan(
+            TurnOfScan,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.count,
+        )
+        return scanned()(x, None)[0]
+
+
 class Embed(nn.Module):
     """Tokens or patches, with their positions."""
 
@@ -103,7 +129,10 @@ def _vit() -> Model:
 
 
 def _gpt(drops: Sequence[float]) -> Model:
-    blocks = [Block(drop, causal=True) for drop in drops]
+    return _language_model([Block(drop, causal=True) for drop in drops])
+
+
+def _language_model(blocks: Sequence[Any]) -> Model:
     layers = [Embed(True), *blocks, Head(False, VOCABULARY)]
     tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
     return Model(layers, tokens, jnp.roll(tokens, -1, 1))
@@ -115,6 +144,11 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt": lambda: _gpt([0.0] * 4),
     "gpt-dropout": lambda: _gpt([0.1] * 4),
     "unequal-drops": lambda: _gpt([0.02 * (i + 1) for i in range(8)]),
+    "loop-8": lambda: _gpt([0.0] * 8),
+    "loop-32": lambda: _gpt([0.0] * 32),
+    "scan-8": lambda: _language_model([ScannedBlocks(8)]),
+    "scan-32": lambda: _language_model([ScannedBlocks(32)]),
+    "scan-128": lambda: _language_model([ScannedBlocks(128)]),
 }
 
 

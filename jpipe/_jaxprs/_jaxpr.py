@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 PyTree = Any
 # ``(flat arguments, flat results) -> new flat results``.
@@ -361,15 +360,6 @@ def dce_jaxpr(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJa
     eqns = _find_needed(closed.jaxpr, outvars).eqns
     jaxpr = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, closed.consts)
-
-
-def prune_scans(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same computation, whose scans carry and return only what results need."""
-    jaxpr = closed.jaxpr
-    pruned, _ = partial_eval.dce_jaxpr(
-        jaxpr, [True] * len(jaxpr.outvars), instantiate=True
-    )
-    return core.ClosedJaxpr(pruned, closed.consts)
 
 
 def used_inputs(closed: core.ClosedJaxpr) -> list[bool]:

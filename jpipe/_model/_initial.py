@@ -23,7 +23,13 @@ from .._instructions._compiler import (
     may_compile_ahead,
 )
 from .._instructions._sharding import WHOLE
-from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
+from .._jaxprs import (
+    _dataflow,
+    _jaxpr,
+    _scans,
+    _sharding_constraints,
+    _structural_key,
+)
 from .._jaxprs._jaxpr import zeros
 from .._jaxprs._pieces import Pieces
 from .._jaxprs._piecewise import run_in_pieces
@@ -247,7 +253,7 @@ class _KeyFunction:
         functions.
         """
         piecewise = run_in_pieces(
-            _jaxpr.prune_scans(self.closed),
+            _scans.prune_scans(self.closed),
             {},
             output_pieces={0: pieces},
             num_fixed=0,

@@ -516,6 +516,21 @@ def test_more_optimizers_see_whole_parameters(name: str, num_layers: int) -> Non
     assert_trains_like_optax(name, num_layers)
 
 
+def test_a_last_activation_that_nobody_reads_leaves_stages_equal() -> None:
+    """Fewer bytes cross behind the last layers than before them."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        def turn(h: jax.Array, of_layer: Any) -> Any:
+            return layer(h, of_layer)[0], mean_square(h @ of_layer["kernel"])
+
+        return jax.lax.scan(turn, x, w)[1].sum()
+
+    grad_fn = assert_equals_plain_jax(loss, stack(), X)
+    assert [stage.work for stage in grad_fn.plan.stages] == pytest.approx(
+        [0.25] * 4, rel=0.01
+    )
+
+
 # -------------------------------------------------------------------------- refusals
 
 
