@@ -91,10 +91,18 @@ def _operand_axes(
 
 
 def find_target_pieces(
-    jaxpr: core.Jaxpr, output_pieces: Mapping[int, Pieces | None]
+    jaxpr: core.Jaxpr,
+    output_pieces: Mapping[int, Pieces | None],
+    targets: Mapping[core.Var, Pieces],
 ) -> dict[core.Var, Pieces]:
-    """The pieces in which variables are made, so that results are in pieces."""
-    targets: dict[core.Var, Pieces] = {}
+    """Finds the pieces in which variables are made, so that others are in pieces.
+
+    Args:
+      jaxpr: the jaxpr.
+      output_pieces: index of a result -> its pieces; ``None`` if it is whole.
+      targets: variable -> its pieces, of further ones.
+    """
+    targets = dict(targets)
     for i, pieces in output_pieces.items():
         atom = jaxpr.outvars[i]
         if pieces is not None and not isinstance(atom, core.Literal):
