@@ -34,9 +34,12 @@ REACHED_BY = {
     "_instructions/_program": "train/test_interrupts.py instructions matrix",
     "_instructions/_stage_bytes": "instructions/test_step_profile.py planning matrix",
     "_jaxprs": "planning/test_printed_plan.py jaxprs stage matrix instructions",
-    "_jaxprs/_axis_maps": "jaxprs/test_pieces.py",
+    "_jaxprs/_axis_maps": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
+    "_jaxprs/_concatenation": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
+    "_jaxprs/_counted_rows": "jaxprs/test_counted_rows.py",
+    "_jaxprs/_divided_bodies": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_loops": "matrix",
-    "_jaxprs/_piece": "jaxprs/test_pieces.py",
+    "_jaxprs/_piece": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_structural_key": "layers/test_equal_layers.py layers/test_unequal_layers.py",
     "_layers": "matrix layers",
     "_layers/_batch_norm": "layers/test_batchnorm.py matrix",
@@ -111,6 +114,29 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("a + (a >= new_axis)", "a"),
         ("if slice_sizes[a] == shape[a]", "if True"),
     ],
+    "_jaxprs/_concatenation": [
+        ("start - first, stop - first", "start, stop"),
+    ],
+    "_jaxprs/_counted_rows": [
+        ("np.array_equal(value, np.arange(length))", "value[0] == 0"),
+        ("and shape[axis] == length", "and shape[axis] >= length"),
+        (
+            '        reverse=params["reverse"],\n    )\n    return [np',
+            "    )\n    return [np",
+        ),
+        ("        if all(is_counter[", "        if any(is_counter["),
+        (
+            "            and not _jaxpr.variables([body",
+            "            and _jaxpr.variables([body",
+        ),
+    ],
+    "_jaxprs/_divided_bodies": [
+        ("            if len(parts) > 1:\n                return None\n", ""),
+        ("new.add(self.first_carry + i)", "pass"),
+        ("remaining += [k for k in", "_ = [k for k in"),
+        ("if computed.setdefault(i, pieces) != pieces:", "if False:"),
+        ("computed[i] = all_input_pieces[carry_index]", "pass"),
+    ],
     "_jaxprs/_loops": [
         ('params["reverse"],', "False,"),
     ],
@@ -122,7 +148,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("            order.reverse()\n", "            pass\n"),
         ("            carry = results[:num_carry]\n", ""),
         ("total = combine(total,", "total = jax.lax.add(total,"),
-        ("start - first, stop - first", "start, stop"),
         ("ends.update(target.ends)\n        if", "pass\n        if"),
     ],
     "_jaxprs/_structural_key": [
