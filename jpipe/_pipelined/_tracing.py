@@ -13,9 +13,9 @@ import jax
 from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
-from .._partition._stack_pieces import choose_pieces
+from .._partition._stack_pieces import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
-from .._trace._layer_scans import with_params_in_pieces
+from .._trace._layer_scans import divide_scans
 from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
@@ -77,11 +77,12 @@ def _in_pieces(
         f"{spec.params_name}{jax.tree_util.keystr(path)}"
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
-    if partition.pieces is None:
+    if partition.division is None:
         first = next(iter(traced_functions.values()))
-        partition.pieces = choose_pieces(first, partition.num_traced_stages, names)
+        num_stages = partition.num_traced_stages
+        partition.division = choose_division(first, num_stages, names)
     return {
-        size: with_params_in_pieces(traced, partition.pieces, names)
+        size: divide_scans(traced, partition.division, names)
         for size, traced in traced_functions.items()
     }
 
