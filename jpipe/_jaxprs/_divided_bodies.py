@@ -24,9 +24,7 @@ import jax
 from jax.extend import core
 
 from . import _jaxpr
-from ._pieces import Pieces
-
-_DIVIDED = frozenset(["cond", "scan", *_jaxpr.CHECKPOINTS])
+from ._pieces import DIVIDED_BODIES, Pieces, first_stacked
 
 # index of an input or result -> its pieces, of those that are in pieces
 _PiecesOf = Mapping[int, Pieces]
@@ -60,17 +58,14 @@ def divide_bodies(
     Returns:
       The equations; ``None`` if it is another equation, or cannot be divided.
     """
-    if eqn.primitive.name not in _DIVIDED or eqn.effects:
+    if eqn.primitive.name not in DIVIDED_BODIES or eqn.effects:
         return None
     bodies = _jaxpr.bodies(eqn)
     num_leading = len(eqn.invars) - len(bodies[0].in_avals)
     carry = _jaxpr.carry_slice(eqn)
     num_carry = carry.stop - (carry.start or 0)
     # The slices that a scan goes along, or gives, have one axis less in its body.
-    is_scan = eqn.primitive.name == "scan"
-    first_xs = carry.stop if is_scan else len(eqn.invars)
-    first_ys = num_carry if is_scan else len(eqn.outvars)
-
+    first_xs, first_ys = first_stacked(eqn)
     input_pieces = {
         i - num_leading: _with_axis(pieces, -(i >= first_xs))
         for i, pieces in operand_pieces.items()
