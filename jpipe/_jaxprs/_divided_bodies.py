@@ -24,7 +24,7 @@ import jax
 from jax.extend import core
 
 from . import _jaxpr
-from ._pieces import DIVIDED_BODIES, Pieces, first_stacked
+from ._pieces import DIVIDED_BODIES, Pieces, first_stacked, inlined_bodies
 
 # index of an input or result -> its pieces, of those that are in pieces
 _PiecesOf = Mapping[int, Pieces]
@@ -60,7 +60,7 @@ def divide_bodies(
     """
     if eqn.primitive.name not in DIVIDED_BODIES or eqn.effects:
         return None
-    bodies = _jaxpr.bodies(eqn)
+    bodies = inlined_bodies(eqn)
     num_leading = len(eqn.invars) - len(bodies[0].in_avals)
     carry = _jaxpr.carry_slice(eqn)
     num_carry = carry.stop - (carry.start or 0)

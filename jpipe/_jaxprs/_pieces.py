@@ -77,13 +77,15 @@ def _operand_axes(
 ) -> Iterable[tuple[core.Var, int]]:
     """Yields the operands, and their axes, that results follow from slice by slice."""
     operand_axes = list[int | None]()
+    if axes.keys().isdisjoint(eqn.outvars):
+        return
     first_xs, first_ys = first_stacked(eqn)
     if any(axes.get(var) == 0 for var in eqn.outvars[first_ys:]):
         num_xs = len(eqn.invars) - first_xs
         operand_axes = [None] * first_xs + [0] * num_xs
     elif eqn.primitive.name in DIVIDED_BODIES:
         operand_axes = _body_operand_axes(eqn, axes)
-    elif len(eqn.outvars) == 1 and eqn.outvars[0] in axes:
+    elif len(eqn.outvars) == 1:
         result_axis = axes[eqn.outvars[0]]
         for i in range(len(eqn.invars)):
             operand_axes.append(_axis_maps.source_axis(eqn, i, result_axis))
@@ -100,7 +102,7 @@ def _body_operand_axes(
     operand_axes: list[int | None] = [None] * len(eqn.invars)
     first_xs, first_ys = first_stacked(eqn)
     carry = range(len(eqn.invars))[_jaxpr.carry_slice(eqn)]
-    for body in _jaxpr.bodies(eqn):
+    for body in inlined_bodies(eqn):
         num_leading = len(eqn.invars) - len(body.in_avals)
         body_axes: dict[core.Var, int] = {}
         for i, var in enumerate(eqn.outvars):
@@ -115,6 +117,11 @@ def _body_operand_axes(
         if var in axes:
             operand_axes[i] = axes[var]
     return operand_axes
+
+
+def inlined_bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The bodies of a loop or a branch, with calls of `jax.jit` inlined."""
+    return [_jaxpr.inline_eqns(body, ()) for body in _jaxpr.bodies(eqn)]
 
 
 def first_stacked(eqn: core.JaxprEqn) -> tuple[int, int]:

@@ -8,6 +8,7 @@ which it passes through an equation of a jaxpr:
     scan(f, c, concatenate([x0, x1]))   = scan(f, scan(f, c, x0), x1)
     f(concatenate([x0, x1]))            = concatenate([f(x0), f(x1)])
     sum(concatenate([x0, x1]), axis)    = sum(x0, axis) + sum(x1, axis)
+    concatenate([x0, x1]) @ concatenate([y0, y1])       = x0 @ y0 + x1 @ y1
     concatenate([x0, x1])[i]            = x1[i - len(x0)]
     cond(p, f, g, concatenate([x0, x1]))
                         = concatenate([cond(p, f, g, x0), cond(p, f, g, x1)])
@@ -29,6 +30,7 @@ All is evaluated under a new trace. Sums over pieces are added in another order 
 one reduction; nothing else differs.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -296,6 +298,7 @@ class _Evaluation:
         else:
             rules = {
                 "concatenate": self._join,
+                "dot_general": self._contract,
                 "dynamic_slice": self._dynamic_slice,
                 "slice": self._static_slice,
                 "stack": self._join,
@@ -390,6 +393,25 @@ class _Evaluation:
         for array in operand.arrays[1:]:
             total = combine(total, *self._bind(eqn, [array]))
         return total
+
+    def _contract(self, eqn: core.JaxprEqn) -> jax.Array | None:
+        """A product that sums along the axis of pieces: of each, and then of these."""
+        params: Any = eqn.params
+        (contracted, _) = params["dimension_numbers"]
+        summed_axes = list(zip(*contracted, strict=True))
+        operands = self._concatenations(eqn)
+        for axes in summed_axes if operands else []:
+            if any(operand.axis != axes[i] for i, operand in operands.items()):
+                continue
+            ends = {end for x in operands.values() for end in x.pieces.ends}
+            sizes = sizes_between(ends)
+            columns = [
+                self.cut(atom, Pieces(axis, sizes), eqn)
+                for atom, axis in zip(eqn.invars, axes, strict=True)
+            ]
+            products = [self._bind(eqn, x)[0] for x in zip(*columns, strict=True)]
+            return functools.reduce(jax.lax.add, products)
+        return None
 
     def _static_slice(self, eqn: core.JaxprEqn) -> _Value | None:
         """A slice along the axis of the pieces: of the pieces that it spans."""

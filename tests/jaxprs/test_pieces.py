@@ -65,6 +65,9 @@ KEPT = {
     "unstacked": lambda w: sum(jnp.unstack(w)),
     "divided_elsewhere": lambda w: [x.sum() for x in jnp.split(w, [1, 3])],
     "layers_as_a_batch": lambda w: jnp.einsum("li,lj->lij", w, w).sum(),
+    "product_over_layers": lambda w: jnp.vdot(w, jnp.sin(w)),
+    "layers_weighted_by_numbers": lambda w: jnp.arange(6.0) @ w,
+    "products_along_two_axes": lambda w: jnp.einsum("la,mb,lc->mbac", w, w, w).sum(),
     "product_with_a_matrix": lambda w: (w @ jnp.ones((4, 2))).sum(),
     "new_axes": lambda w: (w[:, None] * jnp.ones((LENGTH, 3, 4))).sum(),
     "joined_axes": lambda w: w.reshape(-1).sum(),
@@ -85,7 +88,7 @@ KEPT = {
         3, lambda i, c: (c[0] * c[1] + w, c[1] + c[2], c[2] * 2), (w, 1.0, 1.0)
     )[0],
     "loop_that_exchanges": lambda w: fori(
-        3, lambda _, c: (c[1], c[0] + 1), (w, jnp.zeros_like(w))
+        3, lambda _, c: (c[1], jax.jit(jnp.sin)(c[0])), (w, jnp.zeros_like(w))
     ),
     "loop_along_another_axis": lambda w: jax.lax.scan(
         lambda c, x: (c * 0.5 + x, c + x), jnp.zeros(LENGTH), w.T, reverse=True
@@ -189,7 +192,7 @@ def largest_array(closed: core.ClosedJaxpr) -> int:
 
 def test_wanted_zeros_are_made_in_pieces() -> None:
     def moments(w: jax.Array) -> Any:
-        return jnp.zeros_like(w), jnp.ones((4, LENGTH)).T * 2
+        return jnp.zeros_like(w), jnp.ones((LENGTH, 2)) @ jnp.ones((2, 4)) * 2
 
     wanted = {0: PIECES, 1: PIECES}
     piecewise = assert_equal_results(moments, [stack(4)], {0: PIECES}, wanted)

@@ -124,6 +124,8 @@ def multiply_matrices(draw: Any, x: jax.Array) -> jax.Array:
     flat = x.reshape(x.shape[0], -1)
     if draw(strategies.booleans()):
         product = jnp.einsum("li,lj->lij", flat, flat).mean(2)  # the layers as a batch
+    elif draw(strategies.booleans()):
+        product = flat @ jnp.cos(flat.T @ flat)  # a sum over the layers
     else:
         weights = jnp.sin(jnp.arange(flat.shape[1] ** 2, dtype=x.dtype))
         product = flat @ weights.reshape(flat.shape[1], -1)

@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jpipe
+from jpipe._instructions._program import Program
 from jpipe._jaxprs import _jaxpr
+from jpipe._placed import _jit
 
 from .. import reference as ref
 from .test_layer_scans import (
@@ -279,8 +282,75 @@ def test_results_of_layers_as_aux() -> None:
     assert scans_of_stages(grad_fn) == [[2]] * STAGES
 
 
+# ------------------------------------------------------------- what optimizers join
+
+
+def of_matrices(params: Any) -> Any:
+    """The weights that muon takes: matrices of layers, stacked."""
+    numbers = optax.contrib.MuonDimensionNumbers((-2,), (-1,))
+    return jax.tree.map(lambda leaf: numbers if leaf.ndim == 3 else None, params)
+
+
+def muon(preconditioning: str) -> optax.GradientTransformation:
+    return optax.contrib.muon(
+        1e-2,
+        preconditioning=preconditioning,  # pyright: ignore[reportArgumentType]
+        muon_weight_dimension_numbers=of_matrices,
+    )
+
+
+KEEP_PIECES = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "muon": lambda: muon("frobenius"),
+    "muon_with_a_branch": lambda: muon("aol"),
+    "prodigy": lambda: optax.contrib.prodigy(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_PIECES)
+def test_optimizers_that_put_no_stack_together(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates are those of optax; no value has the bytes of all layers."""
+    programs = list[Program]()
+
+    def keep_program(*args: Any) -> Program:
+        programs.append(Program(*args))
+        return programs[-1]
+
+    monkeypatch.setattr(_jit, "Program", keep_program)
+    tx = KEEP_PIECES[name]()
+    grad_fn = jpipe.value_and_grad(
+        lambda w, x: mean_square(layers(w, x)), 2, num_stages=STAGES
+    )
+    params = grad_fn.place(stack(7), X)
+    init = grad_fn.jit(tx.init)
+    update = grad_fn.jit(tx.update)
+    plain_params: Any = stack(7)
+    plain_state = tx.init(plain_params)
+    plain_update = jax.jit(tx.update)
+    state = init(params)
+    for _ in range(2):
+        _, grads = grad_fn(params, X)
+        updates, state = update(grads, state, params)
+        plain_updates, plain_state = plain_update(
+            jax.tree.map(np.asarray, grads), plain_state, plain_params
+        )
+        found = jax.tree.map(np.asarray, (updates, state))
+        expected = jax.tree.map(np.asarray, (plain_updates, plain_state))
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10)
+    assert len(programs) >= 2
+    largest = max(max(program.nbytes) for program in programs)
+    assert largest < stack(7)["kernel"].nbytes
+
+
 def test_keys_of_layers() -> None:
-    def loss(w: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    def loss(w: Any, x: Any, key: jax.Array) -> jax.Array:
         def turn(h: jax.Array, xs: Any) -> Any:
             of_layer, key = xs
             h = layer(h, of_layer)[0]
@@ -289,8 +359,8 @@ def test_keys_of_layers() -> None:
         keys = jax.random.split(key, LAYERS)
         return mean_square(jax.lax.scan(turn, x, (w, keys))[0])
 
-    def plain(w: Any) -> jax.Array:
-        halves = [
+    def plain(w: Any) -> Any:
+        halves: list[Any] = [
             loss(w, X[20 * m : 20 * m + 20], jpipe.microbatch_key(KEY, m))
             for m in range(2)
         ]

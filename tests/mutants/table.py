@@ -59,6 +59,7 @@ REACHED_BY = {
     "_partition": "loss_functions/test_value_and_grad.py loss_functions models",
     "_partition/_balanced_cuts": "models/test_calls.py loss_functions models",
     "_partition/_cut_points": "models/test_calls.py loss_functions models planning/test_model_plans.py",
+    "_partition/_stack_pieces": "loss_functions/test_layer_scan_forms.py",
     "_partition/_param_sharding": "train/test_reductions.py matrix instructions stage mesh",
     "_pipelined": "loss_functions/test_value_and_grad.py loss_functions models pipelined",
     "_pipelined/_pipelined_function": "layers loss_functions models matrix mesh",
@@ -70,6 +71,7 @@ REACHED_BY = {
     "_stage/_stages": "layers/test_equal_layers.py stage/test_remat_modes.py loss_functions models matrix",
     "_stage/_vjp": "train/test_reductions.py matrix stage train",
     "_trace": "loss_functions/test_value_and_grad.py loss_functions models",
+    "_trace/_layer_scans": "loss_functions/test_layer_scan_forms.py",
     "_trace/_accumulation": "train/test_reductions.py matrix stage train",
     "_trace/_boundaries": "planning/test_estimate.py loss_functions models layers/test_skip.py matrix",
     "_trace/_eqn_order": "models/test_calls.py loss_functions models",
@@ -144,11 +146,28 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("0 if var in stored_inputs else nbytes(var)", "nbytes(var)"),
         ("if size(stored_vars) > size(", "if size(stored_vars) < size("),
     ],
+    "_jaxprs/_pieces": [
+        ("operand_axes = _body_operand_axes(eqn, axes)", "pass"),
+    ],
     "_jaxprs/_piecewise": [
+        ("functools.reduce(jax.lax.add, products)", "products[0]"),
+        ("return joined.regroup(target) if target and is_target else", "return"),
         ("            order.reverse()\n", "            pass\n"),
         ("            carry = results[:num_carry]\n", ""),
         ("total = combine(total,", "total = jax.lax.add(total,"),
         ("ends.update(target.ends)\n        if", "pass\n        if"),
+    ],
+    "_partition/_stack_pieces": [
+        ("if len(sizes) > 1:", "if False:"),
+        (
+            "                    scans |= dict.fromkeys(scan.scan_indices, sizes)",
+            "                    pass",
+        ),
+        ("params += [positions[i] for i in", "_ = [positions[i] for i in"),
+    ],
+    "_trace/_layer_scans": [
+        ("layer_params[i * length // len(rows)] |= row", "layer_params[0] |= row"),
+        ("targets.setdefault(var, Pieces(0, tuple(sizes)))", "pass"),
     ],
     "_jaxprs/_structural_key": [
         ("_value_key(atom.val) if is_literal", "0 if is_literal"),
