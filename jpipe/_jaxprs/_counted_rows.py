@@ -182,22 +182,24 @@ def _run_constant_part(
         eqns=[inner for inner in outside.eqns if not inner.effects],
         effects=set(),
     )
-    operands = core.jaxpr_as_fun(core.ClosedJaxpr(outside, closed.consts))()
+    run_outside = core.jaxpr_as_fun(core.ClosedJaxpr(outside, closed.consts))
     num_consts = sum(i < carry.start for i in constant)
     num_fixed = num_consts + len(carried)
-    consts = operands[:num_consts]
+    # Also within a trace, such as that of a caller.
+    with jax.ensure_compile_time_eval():
+        operands = run_outside()
 
-    def step(state: Sequence[Any], xs: Sequence[Any]) -> Any:
-        values = run_body(*consts, *state, *xs)
-        return values[: len(carried)], values[len(carried) :]
+        def step(state: Sequence[Any], xs: Sequence[Any]) -> Any:
+            values = run_body(*operands[:num_consts], *state, *xs)
+            return values[: len(carried)], values[len(carried) :]
 
-    _, ys = jax.lax.scan(
-        step,
-        operands[num_consts:num_fixed],
-        operands[num_fixed:],
-        length=params["length"],
-        reverse=params["reverse"],
-    )
+        _, ys = jax.lax.scan(
+            step,
+            operands[num_consts:num_fixed],
+            operands[num_fixed:],
+            length=params["length"],
+            reverse=params["reverse"],
+        )
     return [np.asarray(y) for y in ys]
 
 
@@ -245,6 +247,8 @@ def _of_one_row(closed: core.ClosedJaxpr, axes: Mapping[int, int]) -> core.Close
       closed: the jaxpr.
       axes: index of an input -> the axis along which it has one row.
     """
+    # What nothing needs may read all rows.
+    closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
     axis_of_var = {closed.jaxpr.invars[i]: axis for i, axis in axes.items()}
 
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:

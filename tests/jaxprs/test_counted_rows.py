@@ -67,7 +67,17 @@ custom_turn.defjvp(
 )
 
 
+def with_unused_reads(w: jax.Array, x: jax.Array) -> jax.Array:
+    @jax.jit
+    def block(w: jax.Array, i: Any, x: jax.Array) -> jax.Array:
+        w.reshape(-1, 1)
+        return turn(row(w, i), x)
+
+    return fori(lambda i, x: block(w, i, x), x)
+
+
 COUNTED = {
+    "with_unused_reads": with_unused_reads,
     "fori": lambda w, x: fori(lambda i, x: turn(row(w, i), x), x),
     "arange": lambda w, x: along(jnp.arange(LENGTH), lambda i, x: turn(w[i], x), x),
     "numpy": lambda w, x: along(np.arange(LENGTH), lambda i, x: turn(w[i], x), x),
@@ -166,6 +176,16 @@ def test_counters_of_any_steps(
     indices = indices[::-1] if reverse else indices
     is_count = np.array_equal(indices, np.arange(LENGTH))
     assert counted_arrays(apply, W, X) == is_count
+
+
+def test_a_loop_within_a_trace() -> None:
+    closed, _ = _jaxpr.trace(COUNTED["carried"], W, X)
+
+    def apply(w: jax.Array, x: jax.Array) -> Any:
+        return core.jaxpr_as_fun(scan_along_counted(closed))(w, x)
+
+    for a, b in zip(jax.jit(apply)(W, X), apply(W, X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_a_gradient_through_rows() -> None:

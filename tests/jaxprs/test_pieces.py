@@ -322,3 +322,31 @@ def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
     }
     axes = _pieces.trace_axes_back(closed.jaxpr, xs)
     assert [axes.get(var) for var in closed.jaxpr.invars] == [None, 1, 0, 0]
+
+
+def test_the_axis_of_layers_is_traced_back_through_bodies() -> None:
+    """Through branches, what loops carry, go along and read, and checkpoints."""
+
+    def apply(params: dict[str, jax.Array]) -> jax.Array:
+        def turn(carry: jax.Array, x: jax.Array) -> Any:
+            return jax.jit(jnp.sin)(carry) * x[:, None], carry + params["constant"].T
+
+        carried = jax.lax.cond(
+            params["flag"], jnp.cos, lambda x: x * 2, params["branch"]
+        )
+        carried, ys = jax.lax.scan(turn, carried, params["along"])
+        checked = jax.checkpoint(lambda x: x.reshape(LENGTH, -1))(params["checked"])
+        return layer_scan(jnp.ones(4), carried + ys[1] + checked)[0]
+
+    params = {
+        "along": jnp.ones((3, LENGTH)),
+        "branch": jnp.ones((LENGTH, 4)),
+        "checked": jnp.ones((LENGTH, 2, 2)),
+        "constant": jnp.ones((4, LENGTH)),
+        "flag": jnp.bool_(True),
+    }
+    closed, _ = _jaxpr.trace(apply, params)
+    (*_, scan) = scans_of(closed)
+    axes = _pieces.trace_axes_back(closed.jaxpr, {scan.invars[-1]: 0})  # pyright: ignore[reportArgumentType]
+    found = [axes.get(var) for var in closed.jaxpr.invars]
+    assert found == [1, 0, 0, 1, None]

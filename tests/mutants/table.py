@@ -123,8 +123,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("np.array_equal(value, np.arange(length))", "value[0] == 0"),
         ("and shape[axis] == length", "and shape[axis] >= length"),
         (
-            '        reverse=params["reverse"],\n    )\n    return [np',
-            "    )\n    return [np",
+            '            reverse=params["reverse"],\n        )\n    return [np',
+            "        )\n    return [np",
         ),
         ("        if all(is_counter[", "        if any(is_counter["),
         (
