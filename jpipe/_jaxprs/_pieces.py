@@ -16,6 +16,9 @@ from jax.extend import core
 
 from . import _axis_maps, _jaxpr
 
+# Loops, branches and calls that may be divided by pieces: see `_divided_bodies`.
+DIVIDED_BODIES = frozenset(["cond", "scan", *_jaxpr.CHECKPOINTS])
+
 
 class Pieces(NamedTuple):
     """The pieces in which an array lies.
@@ -74,13 +77,15 @@ def _operand_axes(
 ) -> Iterable[tuple[core.Var, int]]:
     """Yields the operands, and their axes, that results follow from slice by slice."""
     operand_axes = list[int | None]()
-    if eqn.primitive.name == "scan":
-        carry_slice = _jaxpr.carry_slice(eqn)
-        num_carry = carry_slice.stop - carry_slice.start
-        if any(axes.get(var) == 0 for var in eqn.outvars[num_carry:]):
-            num_xs = len(eqn.invars) - carry_slice.stop
-            operand_axes = [None] * carry_slice.stop + [0] * num_xs
-    elif len(eqn.outvars) == 1 and eqn.outvars[0] in axes:
+    if axes.keys().isdisjoint(eqn.outvars):
+        return
+    first_xs, first_ys = first_stacked(eqn)
+    if any(axes.get(var) == 0 for var in eqn.outvars[first_ys:]):
+        num_xs = len(eqn.invars) - first_xs
+        operand_axes = [None] * first_xs + [0] * num_xs
+    elif eqn.primitive.name in DIVIDED_BODIES:
+        operand_axes = _body_operand_axes(eqn, axes)
+    elif len(eqn.outvars) == 1:
         result_axis = axes[eqn.outvars[0]]
         for i in range(len(eqn.invars)):
             operand_axes.append(_axis_maps.source_axis(eqn, i, result_axis))
@@ -90,11 +95,59 @@ def _operand_axes(
             yield atom, axis
 
 
+def _body_operand_axes(
+    eqn: core.JaxprEqn, axes: Mapping[core.Var, int]
+) -> list[int | None]:
+    """The axes of operands that results of a loop or a branch follow from by slices."""
+    operand_axes: list[int | None] = [None] * len(eqn.invars)
+    first_xs, first_ys = first_stacked(eqn)
+    carry = range(len(eqn.invars))[_jaxpr.carry_slice(eqn)]
+    for body in inlined_bodies(eqn):
+        num_leading = len(eqn.invars) - len(body.in_avals)
+        body_axes: dict[core.Var, int] = {}
+        for i, var in enumerate(eqn.outvars):
+            result = body.jaxpr.outvars[i]
+            if var in axes and not isinstance(result, core.Literal):
+                body_axes[result] = axes[var] - (i >= first_ys)
+        body_axes = trace_axes_back(body.jaxpr, body_axes)
+        for i, var in enumerate(body.jaxpr.invars, start=num_leading):
+            if var in body_axes:
+                operand_axes[i] = body_axes[var] + (i >= first_xs)
+    for i, var in zip(carry, eqn.outvars, strict=False):
+        if var in axes:
+            operand_axes[i] = axes[var]
+    return operand_axes
+
+
+def inlined_bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The bodies of a loop or a branch, with calls of `jax.jit` inlined."""
+    return [_jaxpr.inline_eqns(body, ()) for body in _jaxpr.bodies(eqn)]
+
+
+def first_stacked(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """The first operand, and result, with an axis more than in the body of a scan.
+
+    Other loops and branches have none.
+    """
+    if eqn.primitive.name != "scan":
+        return len(eqn.invars), len(eqn.outvars)
+    carry = _jaxpr.carry_slice(eqn)
+    return carry.stop, carry.stop - carry.start
+
+
 def find_target_pieces(
-    jaxpr: core.Jaxpr, output_pieces: Mapping[int, Pieces | None]
+    jaxpr: core.Jaxpr,
+    output_pieces: Mapping[int, Pieces | None],
+    targets: Mapping[core.Var, Pieces],
 ) -> dict[core.Var, Pieces]:
-    """The pieces in which variables are made, so that results are in pieces."""
-    targets: dict[core.Var, Pieces] = {}
+    """Finds the pieces in which variables are made, so that others are in pieces.
+
+    Args:
+      jaxpr: the jaxpr.
+      output_pieces: index of a result -> its pieces; ``None`` if it is whole.
+      targets: variable -> its pieces, of further ones.
+    """
+    targets = dict(targets)
     for i, pieces in output_pieces.items():
         atom = jaxpr.outvars[i]
         if pieces is not None and not isinstance(atom, core.Literal):

@@ -8,24 +8,32 @@ which it passes through an equation of a jaxpr:
     scan(f, c, concatenate([x0, x1]))   = scan(f, scan(f, c, x0), x1)
     f(concatenate([x0, x1]))            = concatenate([f(x0), f(x1)])
     sum(concatenate([x0, x1]), axis)    = sum(x0, axis) + sum(x1, axis)
+    concatenate([x0, x1]) @ concatenate([y0, y1])       = x0 @ y0 + x1 @ y1
     concatenate([x0, x1])[i]            = x1[i - len(x0)]
+    cond(p, f, g, concatenate([x0, x1]))
+                        = concatenate([cond(p, f, g, x0), cond(p, f, g, x1)])
 
 The second one is for an `f` that keeps the axis, such as one element by element: see
-`_axis_maps`.
+`_axis_maps`. The last one is for branches, and for bodies of loops, that do: see
+`_divided_bodies`.
 
 Where there is no rule the concatenation is done, and if it is of inputs, reported: no
-device may have room for all of a stack. Results may be wanted in pieces too. Then what
-makes them runs in pieces, so that a device makes no more than it keeps:
+device may have room for all of a stack. Results may be wanted in pieces too, and so may
+be what scans go along. Then what makes them runs in pieces, so that a device makes no
+more than it keeps:
 
     slice(broadcast(c, shape))      = broadcast(c, shape of the slice)
+    slice(stack([a, b, c]))         = stack([b, c])
     slice(ys of a scan)             = ys of one scan of the row
 
 All is evaluated under a new trace. Sums over pieces are added in another order than in
 one reduction; nothing else differs.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +42,8 @@ import numpy as np
 from jax.extend import core
 
 from . import _axis_maps, _jaxpr
+from ._concatenation import Concatenation
+from ._divided_bodies import divide_bodies
 from ._pieces import Pieces, find_target_pieces, scale_sizes, sizes_between
 
 # The operations that combine reductions of pieces along the axis of these.
@@ -79,24 +89,6 @@ class PiecewiseJaxpr(NamedTuple):
     whole_reads: list[WholeRead]
 
 
-class _Concatenation(NamedTuple):
-    """An array as its pieces.
-
-    Attributes:
-      arrays: the pieces.
-      axis: the axis along which they are concatenated.
-      input_indices: the inputs in pieces that it follows from piece by piece.
-    """
-
-    arrays: list[jax.Array]
-    axis: int
-    input_indices: frozenset[int]
-
-    @property
-    def pieces(self) -> Pieces:
-        return Pieces(self.axis, tuple(x.shape[self.axis] for x in self.arrays))
-
-
 # An array, or a concatenation of arrays.
 _Value = Any
 
@@ -106,6 +98,7 @@ def run_in_pieces(
     input_pieces: Mapping[int, Pieces],
     output_pieces: Mapping[int, Pieces | None],
     *,
+    targets: Mapping[core.Var, Pieces] = MappingProxyType({}),
     keeps_pieces: bool = False,
     num_fixed: int | None = None,
 ) -> PiecewiseJaxpr:
@@ -115,6 +108,7 @@ def run_in_pieces(
       closed: the jaxpr.
       input_pieces: index of an input -> its pieces.
       output_pieces: index of a result -> its pieces; ``None`` if it is whole.
+      targets: variable -> the pieces in which it is made, if it can be.
       keeps_pieces: True if all other results come in the pieces in which they are
         computed; False if they are put together.
       num_fixed: the number of first inputs that are parameters: what follows from them
@@ -123,7 +117,7 @@ def run_in_pieces(
     """
     jaxpr = closed.jaxpr
     fixed_vars = _jaxpr.descendants(jaxpr, jaxpr.invars[:num_fixed])
-    target_pieces = find_target_pieces(jaxpr, output_pieces)
+    target_pieces = find_target_pieces(jaxpr, output_pieces, targets)
     begins = list[int]()
     if num_fixed is not None:
         all_pieces = [*input_pieces.values(), *target_pieces.values()]
@@ -149,7 +143,7 @@ def run_in_pieces(
                 values[var] = next(arrays)
             else:
                 parts = list(itertools.islice(arrays, len(pieces.sizes)))
-                values[var] = _Concatenation(parts, pieces.axis, frozenset([i]))
+                values[var] = Concatenation(parts, pieces.axis, frozenset([i]))
 
         evaluation = _Evaluation(jaxpr, values, target_pieces, fixed_vars, begin_args)
         evaluation.run()
@@ -211,7 +205,7 @@ class _Evaluation:
     def pieces_of(self, atom: Any) -> Pieces | None:
         """Returns the pieces of a variable or literal; ``None`` if it is whole."""
         value = self.read(atom)
-        return value.pieces if isinstance(value, _Concatenation) else None
+        return value.pieces if isinstance(value, Concatenation) else None
 
     def run(self) -> None:
         """Evaluates all equations; those on whole arrays many at a time, for speed."""
@@ -229,7 +223,7 @@ class _Evaluation:
     def _is_piecewise(self, eqn: core.JaxprEqn) -> bool:
         variables = _jaxpr.variables(eqn.invars)
         reads_pieces = any(
-            isinstance(self._values.get(var), _Concatenation) for var in variables
+            isinstance(self._values.get(var), Concatenation) for var in variables
         )
         return reads_pieces or any(var in self._target_pieces for var in eqn.outvars)
 
@@ -247,7 +241,7 @@ class _Evaluation:
           value: the value.
           eqn: the equation that reads it; ``None`` if it is a result.
         """
-        if not isinstance(value, _Concatenation):
+        if not isinstance(value, Concatenation):
             return value
         array = jax.lax.concatenate(value.arrays, value.axis)
         if value.input_indices:
@@ -266,12 +260,9 @@ class _Evaluation:
           eqn: the equation that reads them; ``None`` if they are a result.
         """
         value = self.read(atom)
-        if isinstance(value, _Concatenation):
+        if isinstance(value, Concatenation):
             if value.axis == pieces.axis:
-                return [
-                    self._whole_slice(value, begin, end)
-                    for begin, end in zip(pieces.begins, pieces.ends, strict=True)
-                ]
+                return value.regroup(pieces).arrays
             value = self.whole(value, eqn)
         if len(pieces.sizes) == 1:
             return [jnp.asarray(value)]
@@ -295,51 +286,29 @@ class _Evaluation:
             )
         return arrays
 
-    def _slice(self, value: _Concatenation, begin: int, end: int) -> _Value:
-        """A slice of a concatenation along its axis, in as many pieces as it spans."""
-        arrays = list[jax.Array]()
-        pieces = value.pieces
-        for array, first, last in zip(
-            value.arrays, pieces.begins, pieces.ends, strict=True
-        ):
-            start = max(begin, first)
-            stop = min(end, last)
-            if start == first and stop == last:
-                arrays.append(array)
-            elif start < stop:
-                arrays.append(
-                    jax.lax.slice_in_dim(
-                        array, start - first, stop - first, axis=value.axis
-                    )
-                )
-        return arrays[0] if len(arrays) == 1 else value._replace(arrays=arrays)
-
-    def _whole_slice(self, value: _Concatenation, begin: int, end: int) -> jax.Array:
-        """A slice of a concatenation as one array."""
-        part = self._slice(value, begin, end)
-        if isinstance(part, _Concatenation):
-            return jax.lax.concatenate(part.arrays, part.axis)
-        return part
-
     # ---------------------------------------------------------------------------- rules
 
     def _evaluate(self, eqn: core.JaxprEqn) -> Sequence[_Value]:
         """Evaluates an equation by a rule, or else on whole arrays."""
         name = eqn.primitive.name
         if name == "scan":
-            return self._scan(eqn)
-        if name in ("split", "unstack"):
+            results = self._scan(eqn)
+        elif name in ("split", "unstack"):
             results = self._split(eqn)
         else:
             rules = {
-                "concatenate": self._concatenate,
+                "concatenate": self._join,
+                "dot_general": self._contract,
                 "dynamic_slice": self._dynamic_slice,
                 "slice": self._static_slice,
+                "stack": self._join,
             }
             rule = rules.get(name, self._combine if name in _COMBINE else None)
             result = rule(eqn) if rule else None
             result = self._piece_by_piece(eqn) if result is None else result
             results = None if result is None else [result]
+        if results is None:
+            results = self._divide_bodies(eqn)
         return self._bind_whole(eqn) if results is None else results
 
     def _bind_whole(self, eqn: core.JaxprEqn) -> list[jax.Array]:
@@ -361,12 +330,12 @@ class _Evaluation:
         eqn = eqn.replace(invars=invars, params=dict(params or eqn.params))
         return _jaxpr.bind(self._jaxpr, eqn, operands)
 
-    def _concatenations(self, eqn: core.JaxprEqn) -> dict[int, _Concatenation]:
+    def _concatenations(self, eqn: core.JaxprEqn) -> dict[int, Concatenation]:
         """Operand index -> the operand, for those that are in pieces."""
         operands = enumerate(map(self.read, eqn.invars))
-        return {i: x for i, x in operands if isinstance(x, _Concatenation)}
+        return {i: x for i, x in operands if isinstance(x, Concatenation)}
 
-    def _piece_by_piece(self, eqn: core.JaxprEqn) -> _Concatenation | None:
+    def _piece_by_piece(self, eqn: core.JaxprEqn) -> Concatenation | None:
         """An equation that keeps the axis of the pieces: see `_axis_maps`."""
         result_pieces = self._result_pieces(eqn)
         if result_pieces is None or not _axis_maps.can_resize(eqn, result_pieces.axis):
@@ -389,7 +358,7 @@ class _Evaluation:
         input_indices = frozenset[int]().union(
             *[x.input_indices for x in self._concatenations(eqn).values()]
         )
-        return _Concatenation(arrays, result_pieces.axis, input_indices)
+        return Concatenation(arrays, result_pieces.axis, input_indices)
 
     def _result_pieces(self, eqn: core.JaxprEqn) -> Pieces | None:
         """The pieces of the result: all cuts of operands, and those of its target."""
@@ -417,7 +386,7 @@ class _Evaluation:
         """A reduction along the axis of the pieces: of each, and then of these."""
         operand = self.read(eqn.invars[0])
         axes: Any = eqn.params["axes"]
-        if not isinstance(operand, _Concatenation) or operand.axis not in axes:
+        if not isinstance(operand, Concatenation) or operand.axis not in axes:
             return None
         combine = _COMBINE[eqn.primitive.name]
         (total,) = self._bind(eqn, operand.arrays[:1])
@@ -425,10 +394,29 @@ class _Evaluation:
             total = combine(total, *self._bind(eqn, [array]))
         return total
 
+    def _contract(self, eqn: core.JaxprEqn) -> jax.Array | None:
+        """A product that sums along the axis of pieces: of each, and then of these."""
+        params: Any = eqn.params
+        (contracted, _) = params["dimension_numbers"]
+        summed_axes = list(zip(*contracted, strict=True))
+        operands = self._concatenations(eqn)
+        for axes in summed_axes if operands else []:
+            if any(operand.axis != axes[i] for i, operand in operands.items()):
+                continue
+            ends = {end for x in operands.values() for end in x.pieces.ends}
+            sizes = sizes_between(ends)
+            columns = [
+                self.cut(atom, Pieces(axis, sizes), eqn)
+                for atom, axis in zip(eqn.invars, axes, strict=True)
+            ]
+            products = [self._bind(eqn, x)[0] for x in zip(*columns, strict=True)]
+            return functools.reduce(jax.lax.add, products)
+        return None
+
     def _static_slice(self, eqn: core.JaxprEqn) -> _Value | None:
         """A slice along the axis of the pieces: of the pieces that it spans."""
         operand = self.read(eqn.invars[0])
-        if not isinstance(operand, _Concatenation):
+        if not isinstance(operand, Concatenation):
             return None
         params: Any = eqn.params
         begin = params["start_indices"][operand.axis]
@@ -438,8 +426,8 @@ class _Evaluation:
         is_whole = begin == 0 and end == length
         if is_whole or begin == end or (strides and strides[operand.axis] != 1):
             return None
-        part = self._slice(operand, begin, end)
-        arrays = part.arrays if isinstance(part, _Concatenation) else [part]
+        part = operand.slice(begin, end)
+        arrays = part.arrays if isinstance(part, Concatenation) else [part]
         results = list[jax.Array]()
         for array in arrays:
             size = array.shape[operand.axis]
@@ -452,7 +440,7 @@ class _Evaluation:
     def _dynamic_slice(self, eqn: core.JaxprEqn) -> _Value | None:
         """A slice that begins at a constant along the axis of the pieces."""
         operand = self.read(eqn.invars[0])
-        if not isinstance(operand, _Concatenation):
+        if not isinstance(operand, Concatenation):
             return None
         start = eqn.invars[1 + operand.axis]
         slice_sizes: Any = eqn.params["slice_sizes"]
@@ -461,8 +449,8 @@ class _Evaluation:
         if not isinstance(start, core.Literal) or size == length:
             return None
         begin = min(max(int(start.val), 0), length - size)
-        part = self._slice(operand, begin, begin + size)
-        is_one = not isinstance(part, _Concatenation)
+        part = operand.slice(begin, begin + size)
+        is_one = not isinstance(part, Concatenation)
         starts = list(map(self.read, eqn.invars[1:]))
         starts[operand.axis] = 0
         results = list[jax.Array]()
@@ -471,43 +459,85 @@ class _Evaluation:
             results += self._bind(eqn, [array, *starts], params)
         return results[0] if is_one else operand._replace(arrays=results)
 
-    def _concatenate(self, eqn: core.JaxprEqn) -> _Concatenation | None:
-        """A concatenation with further arrays along the axis of its pieces."""
-        axis: Any = eqn.params["dimension"]
+    def _join(self, eqn: core.JaxprEqn) -> Concatenation | None:
+        """A concatenation along the axis of pieces of operands, or of its target.
+
+        So it is with a stack, which has no operands along its new axis.
+        """
+        params: Any = eqn.params
+        is_stack = eqn.primitive.name == "stack"
+        axis = params["axis"] if is_stack else params["dimension"]
+        target = self._target_pieces.get(eqn.outvars[0])
+        is_target = target is not None and target.axis == axis
         operands = self._concatenations(eqn)
-        if not operands or any(operand.axis != axis for operand in operands.values()):
+        if is_stack and operands:
             return None
+        if any(operand.axis != axis for operand in operands.values()):
+            return None
+        if not operands and not is_target:
+            return None
+
         arrays = list[jax.Array]()
         input_indices = frozenset[int]()
         for i, atom in enumerate(eqn.invars):
             if i in operands:
                 arrays += operands[i].arrays
                 input_indices |= operands[i].input_indices
+            elif is_stack:
+                arrays.append(jax.lax.expand_dims(self.read(atom), [axis]))
             else:
                 arrays.append(self.read(atom))
-        return _Concatenation(arrays, axis, input_indices)
+        joined = Concatenation(arrays, axis, input_indices)
+        return joined.regroup(target) if target and is_target else joined
 
     def _split(self, eqn: core.JaxprEqn) -> list[_Value] | None:
         """A split along the axis of the pieces, into slices or into single rows."""
         params: Any = eqn.params
         operand = self.read(eqn.invars[0])
-        if not isinstance(operand, _Concatenation) or operand.axis != params["axis"]:
+        if not isinstance(operand, Concatenation) or operand.axis != params["axis"]:
             return None
         if eqn.primitive.name == "unstack":
             rows = range(sum(operand.pieces.sizes))
             return [
-                jax.lax.squeeze(self._whole_slice(operand, i, i + 1), [operand.axis])
+                jax.lax.squeeze(operand.slice_whole(i, i + 1), [operand.axis])
                 for i in rows
             ]
         cuts = Pieces(operand.axis, tuple(map(int, params["sizes"])))
         if 0 in cuts.sizes:
             return None
         return [
-            self._slice(operand, begin, end)
+            operand.slice(begin, end)
             for begin, end in zip(cuts.begins, cuts.ends, strict=True)
         ]
 
-    def _scan(self, eqn: core.JaxprEqn) -> list[_Value]:
+    def _divide_bodies(self, eqn: core.JaxprEqn) -> list[_Value] | None:
+        """A loop or a branch for each piece, if no body reads several pieces."""
+        operands = self._concatenations(eqn)
+        pieces = {i: operand.pieces for i, operand in operands.items()}
+        divided = divide_bodies(eqn, pieces, run_in_pieces) if operands else None
+        if divided is None:
+            return None
+        flat_operands = list[jax.Array]()
+        for i, atom in enumerate(eqn.invars):
+            if i in divided.operand_pieces:
+                flat_operands += self.cut(atom, divided.operand_pieces[i], eqn)
+            else:
+                flat_operands.append(self.read(atom))
+        arrays = iter(divided.bind(flat_operands))
+        input_indices = frozenset[int]().union(
+            *[operand.input_indices for operand in operands.values()]
+        )
+        results = list[_Value]()
+        for i in range(len(eqn.outvars)):
+            if (pieces_of_result := divided.result_pieces.get(i)) is None:
+                results.append(next(arrays))
+                continue
+            parts = list(itertools.islice(arrays, len(pieces_of_result.sizes)))
+            axis = pieces_of_result.axis
+            results.append(Concatenation(parts, axis, input_indices))
+        return results
+
+    def _scan(self, eqn: core.JaxprEqn) -> list[_Value] | None:
         """A scan along pieces: one for each, which goes on where the last one ended."""
         params: Any = eqn.params
         carry_slice = _jaxpr.carry_slice(eqn)
@@ -515,7 +545,7 @@ class _Evaluation:
         xs = eqn.invars[carry_slice.stop :]
         pieces = self._scan_pieces(eqn, xs, eqn.outvars[num_carry:])
         if pieces is None:
-            return self._bind_whole(eqn)
+            return None
 
         fixed = [
             self.whole(self.read(atom), eqn) for atom in eqn.invars[: carry_slice.stop]
@@ -541,7 +571,7 @@ class _Evaluation:
         ys = list[_Value]()
         for i in range(len(eqn.outvars) - num_carry):
             arrays = [ys_of_pieces[k][i] for k in range(len(order))]
-            ys.append(_Concatenation(arrays, axis=0, input_indices=frozenset()))
+            ys.append(Concatenation(arrays, axis=0, input_indices=frozenset()))
         return [*carry, *ys]
 
     def _scan_pieces(
@@ -549,12 +579,12 @@ class _Evaluation:
     ) -> Pieces | None:
         """The pieces of a scan: all cuts of what it goes along, and of its results.
 
-        An array that is in pieces along another axis is read as a whole.
+        They are none if it goes along no pieces: these are constants, or carried.
         """
         ends = set[int]()
         for atom in xs:
             value = self.read(atom)
-            if isinstance(value, _Concatenation) and value.axis == 0:
+            if isinstance(value, Concatenation) and value.axis == 0:
                 ends.update(value.pieces.ends)
         for var in ys:
             if (target := self._target_pieces.get(var)) and target.axis == 0:

@@ -17,10 +17,9 @@ Where no gap agrees in all of this, the one that differs least is taken: see
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from jax.extend import core
 
 from .._jaxprs._pieces import Pieces
 from .._trace import _boundaries
+from .._trace._layer_scans import WHOLE, ScanDivision
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
 
@@ -49,6 +49,18 @@ class ParamPieces(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class ScanSizes(NamedTuple):
+    """The pieces of a scan over layers that the function stacks itself.
+
+    Attributes:
+      scan_index: the index of the equation among those that are scans.
+      sizes: the iterations of each piece.
+    """
+
+    scan_index: int
+    sizes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class CutPoints:
     """The cuts between the stages of a program.
@@ -66,6 +78,7 @@ class CutPoints:
       num_traced_stages: the number of stages for which calls of `jax.checkpoint` were
         inlined in that trace, and have to be in others: see `_checkpoints`.
       pieces: the parameters that are in pieces, each of which counts as a parameter.
+      scan_sizes: the scans that are in pieces of what the function stacks itself.
     """
 
     positions: tuple[int, ...]
@@ -76,6 +89,7 @@ class CutPoints:
     total_reads: ReadCounts
     num_traced_stages: int
     pieces: tuple[ParamPieces, ...] = ()
+    scan_sizes: tuple[ScanSizes, ...] = ()
 
     @classmethod
     def from_trace(
@@ -85,7 +99,7 @@ class CutPoints:
         *,
         num_params: int,
         num_traced_stages: int,
-        pieces: Mapping[int, Pieces] = MappingProxyType({}),
+        division: ScanDivision = WHOLE,
     ) -> "CutPoints":
         """The cuts of a program.
 
@@ -94,7 +108,7 @@ class CutPoints:
           positions: the indices of the equations with which stages begin.
           num_params: the number of its parameters that other traces have too.
           num_traced_stages: the number of stages for which it was traced.
-          pieces: index of a parameter of the user -> its pieces.
+          division: the pieces of its scans and parameters.
         """
         if not positions:
             return cls.without_cuts(num_traced_stages)
@@ -110,14 +124,21 @@ class CutPoints:
             num_traced_stages=num_traced_stages,
             pieces=tuple(
                 ParamPieces(param_index, axis, sizes)
-                for param_index, (axis, sizes) in sorted(pieces.items())
+                for param_index, (axis, sizes) in sorted(division.params.items())
+            ),
+            scan_sizes=tuple(
+                ScanSizes(scan_index, tuple(sizes))
+                for scan_index, sizes in sorted(division.scans.items())
             ),
         )
 
     @property
-    def pieces_of_params(self) -> dict[int, Pieces]:
-        """Index of a parameter of the user -> its pieces."""
-        return {x.param_index: Pieces(x.axis, x.sizes) for x in self.pieces}
+    def division(self) -> ScanDivision:
+        """The pieces of scans, and of parameters of the user."""
+        return ScanDivision(
+            params={x.param_index: Pieces(x.axis, x.sizes) for x in self.pieces},
+            scans={x.scan_index: x.sizes for x in self.scan_sizes},
+        )
 
     @classmethod
     def without_cuts(cls, num_traced_stages: int) -> "CutPoints":

@@ -16,6 +16,7 @@ from .._jaxprs._pieces import Pieces
 from .._layers._layer_group import LayerGroup
 from .._messages import WarnOnce
 from .._trace import _boundaries
+from .._trace._layer_scans import WHOLE
 from .._trace._traced_function import TracedFunction
 from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
@@ -40,8 +41,8 @@ class Partition:
       config: the checked options.
       stage_of_layer: the stage of each layer of a list; ``None``: found by cutting.
       cuts: the cut points, after the first function was cut; ``None`` for a list.
-      pieces: index of a parameter -> its pieces, if a scan over layers goes along it;
-        ``None`` before the first function was traced.
+      division: the pieces of scans over layers, and of the parameters that these go
+        along; ``None`` before the first function was traced.
       warnings: the warnings of all functions in these stages.
     """
 
@@ -54,9 +55,7 @@ class Partition:
     ) -> None:
         self.config = config
         self.cuts = config.cuts
-        self.pieces: Mapping[int, Pieces] | None = None
-        if self.cuts is not None:
-            self.pieces = self.cuts.pieces_of_params
+        self.division = None if self.cuts is None else self.cuts.division
         self.warnings = WarnOnce(
             is_muted=any(isinstance(device, AbstractDevice) for device in config.ranks)
         )
@@ -109,6 +108,11 @@ class Partition:
         return self.config.num_stages or len(self.config.replicas or self.config.ranks)
 
     @property
+    def pieces(self) -> Mapping[int, Pieces]:
+        """Index of a parameter -> its pieces, if a scan over layers goes along it."""
+        return (self.division or WHOLE).params
+
+    @property
     def moves_equations(self) -> bool:
         """True if equations move to the stage that first reads their results."""
         return self._groups is None
@@ -152,7 +156,7 @@ class Partition:
                 first_positions,
                 num_params=num_params,
                 num_traced_stages=num_traced_stages,
-                pieces=self.pieces or {},
+                division=self.division or WHOLE,
             )
         if cuts.positions and len(cuts.total_reads) != num_params:
             raise ValueError(
@@ -170,7 +174,7 @@ class Partition:
             positions[first_size],
             num_params=num_params,
             num_traced_stages=num_traced_stages,
-            pieces=self.pieces or {},
+            division=self.division or WHOLE,
         )
         for size, traced in traced_functions.items():
             if size != first_size:

@@ -1,4 +1,4 @@
-"""Chooses the pieces in which stages hold parameters that a scan goes along.
+"""Chooses the pieces in which stages run scans, and hold what these go along.
 
 Each iteration of a scan is a piece of its own at first. Such a program is cut as any
 other; the iterations of a scan that one stage runs become one piece. Equal pieces are
@@ -6,7 +6,7 @@ preferred where they cost little: a parameter in equal pieces is one sharded arr
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -14,40 +14,37 @@ import numpy as np
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._messages import WarnOnce
 from .._trace import _boundaries, _eqn_order
-from .._trace._layer_scans import LayerScan, find_layer_scans
+from .._trace._layer_scans import WHOLE, LayerScan, ScanDivision, find_layer_scans
 from .._trace._traced_function import TracedFunction
 from . import _balanced_cuts
 from ._cut_points import count_reads_before
 
-# ``{index of a parameter: its pieces} -> the function of parameters in these pieces``
-InPieces = Callable[[Mapping[int, Pieces]], TracedFunction]
+# ``division -> the function with its scans in pieces``
+Divide = Callable[[ScanDivision], TracedFunction]
 # A scan of a smaller part of a stage stays whole.
 _LEAST_PART = 0.5
 # Equal pieces may make the largest stage larger by this.
 _EQUAL_PIECES_COST = 1.1
 
 
-def choose_pieces(
-    traced: TracedFunction, num_stages: int, in_pieces: InPieces
-) -> dict[int, Pieces]:
-    """Chooses the pieces of parameters that scans over layers go along.
+def choose_division(
+    traced: TracedFunction, num_stages: int, divide: Divide
+) -> ScanDivision:
+    """Chooses the pieces of scans over layers, and of parameters that they go along.
 
     Args:
       traced: the function, traced on whole parameters.
       num_stages: the number of stages.
-      in_pieces: ``pieces -> the function of parameters in these pieces``.
-
-    Returns:
-      Index of a parameter -> its pieces, if a scan along it is divided.
+      divide: ``division -> the function with its scans in pieces``.
     """
     has_marks = bool(_boundaries.boundary_positions(traced.closed))
     if num_stages == 1 or has_marks:
-        return {}
+        return WHOLE
     scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
     layer_scans = find_layer_scans(traced, scan_indices)
     if not layer_scans:
-        return {}
-    trial = _Trial(traced, layer_scans, num_stages, in_pieces)
+        return WHOLE
+    trial = _Trial(traced, layer_scans, num_stages, divide)
     best_sizes = trial.sizes_of_stages()
     most = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
     equal_sizes = best_sizes
@@ -58,7 +55,7 @@ def choose_pieces(
         if sizes != best_sizes and cost < equal_cost:
             equal_sizes = sizes
             equal_cost = cost
-    return trial.pieces(equal_sizes if equal_cost <= most else best_sizes)
+    return trial.division(equal_sizes if equal_cost <= most else best_sizes)
 
 
 def _equalize(sizes: Sequence[int], num_pieces: int) -> tuple[int, ...]:
@@ -76,7 +73,7 @@ class _Trial:
       traced: the function of whole parameters.
       layer_scans: the scans that are divided.
       num_stages: the number of stages.
-      in_pieces: ``pieces -> the function of parameters in these pieces``.
+      divide: ``division -> the function with its scans in pieces``.
     """
 
     def __init__(
@@ -84,38 +81,44 @@ class _Trial:
         traced: TracedFunction,
         layer_scans: Sequence[LayerScan],
         num_stages: int,
-        in_pieces: InPieces,
+        divide: Divide,
     ) -> None:
         self._traced = traced
         self._layer_scans = layer_scans
         self._num_stages = num_stages
-        self._in_pieces = in_pieces
+        self._divide = divide
         self._num_params = traced.num_params - len(traced.captured_arrays)
 
-    def pieces(self, sizes_of_scans: Sequence[Sequence[int]]) -> dict[int, Pieces]:
-        """Index of a parameter -> its pieces, for scans in pieces of such sizes."""
-        pieces: dict[int, Pieces] = {}
+    def division(self, sizes_of_scans: Sequence[Sequence[int]]) -> ScanDivision:
+        """The pieces of parameters and scans, for scans in pieces of such sizes."""
+        params: dict[int, Pieces] = {}
+        scans: dict[int, Sequence[int]] = {}
         for scan, sizes in zip(self._layer_scans, sizes_of_scans, strict=True):
             if len(sizes) > 1:
-                pieces |= scan.pieces(self._traced, sizes)
-        return pieces
+                params |= scan.pieces(self._traced, sizes)
+                if scan.layer_params:
+                    scans |= dict.fromkeys(scan.scan_indices, sizes)
+        return ScanDivision(params, scans)
 
     def sizes_of_stages(self) -> list[tuple[int, ...]]:
         """For each scan the numbers of iterations that stages run, if cut anywhere."""
-        unit_sizes = [(1,) * scan.length for scan in self._layer_scans]
-        pieces = self.pieces(unit_sizes)
-        traced, cuts = self._cut(pieces)
-        positions = first_inner_indices(self._num_params, pieces)
-        num_pieces = sum(len(x.sizes) - 1 for x in pieces.values())
+        division = self.division([(1,) * scan.length for scan in self._layer_scans])
+        traced, cuts = self._cut(division)
+        positions = first_inner_indices(self._num_params, division.params)
+        num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
         reads_before = count_reads_before(traced, self._num_params + num_pieces)
+        # for each parameter inside, the equation that reads it first
+        first_readers = np.argmax(reads_before > 0, axis=0) - 1
 
         sizes_of_scans = list[tuple[int, ...]]()
         for scan in self._layer_scans:
             stages = list[int]()
             for unit in range(scan.length):
-                # The parameters of a unit are all read by its scan.
-                reads = [reads_before[:, positions[i] + unit] for i in scan.axes]
-                reader = min(int(np.argmax(column > 0)) for column in reads) - 1
+                params = [positions[i] + unit for i in scan.axes]
+                if scan.layer_params:
+                    params += [positions[i] for i in scan.layer_params[unit]]
+                # The scan reads all of them, and some may be read before it.
+                reader = max(first_readers[params])
                 stages.append(sum(cut <= reader for cut in cuts))
             sizes_of_scans.append(tuple(len(list(run)) for _, run in groupby(stages)))
         return sizes_of_scans
@@ -123,14 +126,14 @@ class _Trial:
     def largest_cost(self, sizes_of_scans: Sequence[Sequence[int]]) -> float:
         """The operations of the largest stage, for scans in pieces of such sizes."""
         try:
-            traced, cuts = self._cut(self.pieces(sizes_of_scans))
+            traced, cuts = self._cut(self.division(sizes_of_scans))
         except ValueError:  # a piece is too large to be a stage
             return math.inf
         return _balanced_cuts.largest_stage_cost(traced, cuts)
 
-    def _cut(self, pieces: Mapping[int, Pieces]) -> tuple[TracedFunction, list[int]]:
-        """The function with parameters in pieces, and its cuts."""
-        (traced,) = _eqn_order.sink_equations({0: self._in_pieces(pieces)}).values()
+    def _cut(self, division: ScanDivision) -> tuple[TracedFunction, list[int]]:
+        """The function with its scans in pieces, and its cuts."""
+        (traced,) = _eqn_order.sink_equations({0: self._divide(division)}).values()
         cuts = _balanced_cuts.choose_cuts(
             traced,
             self._num_stages,

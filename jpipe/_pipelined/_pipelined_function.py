@@ -103,7 +103,7 @@ class PipelinedFunction:
         assert owner_stages is not None
         assert partition.num_stages is not None
         specs = _microbatch.array_specs(params, "params")
-        inner_specs = _stacked.open_tree(specs, partition.pieces or {})
+        inner_specs = _stacked.open_tree(specs, partition.pieces)
         count = len(jax.tree.leaves(inner_specs))
         if len(owner_stages) != count:
             raise ValueError(
@@ -128,7 +128,7 @@ class PipelinedFunction:
         return ParamLayout(
             placement,
             specs,
-            pieces=self._partition.pieces or {},
+            pieces=self._partition.pieces,
             owner_stages=owner_stages,
             shardings=self._spec.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
@@ -204,7 +204,7 @@ class PipelinedFunction:
         ):
             traced_functions = trace_sizes(spec, self._partition, specs, batch)
             self._check_planned(specs)
-            pieces = self._partition.pieces or {}
+            pieces = self._partition.pieces
             is_trained = _stacked.repeat_for_pieces(is_trained, pieces)
             inner_specs = _stacked.open_tree(specs, pieces)
             traced_functions, state = self._find_state(

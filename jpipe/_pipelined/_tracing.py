@@ -5,19 +5,17 @@ loss. Then for all: close over equal arrays, sink equations to their first reade
 agree on which equations run once per step.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from .._arguments._batch import Batch
-from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
 from .._partition._partition import Partition
-from .._partition._stack_pieces import choose_pieces
+from .._partition._stack_pieces import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
-from .._trace._layer_scans import with_params_in_pieces
+from .._trace._layer_scans import WHOLE, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
@@ -75,28 +73,27 @@ def _in_pieces(
     processes = {device.process_index for device in partition.devices}
     if len(processes) > 1:
         return traced_functions
-    if partition.pieces is None:
+    if partition.division is None:
         first = next(iter(traced_functions.values()))
-        partition.pieces = choose_pieces(
+        partition.division = choose_division(
             first,
             partition.num_traced_stages,
-            lambda pieces: _with_params_in_pieces(spec, params, first, pieces),
+            lambda division: _divide_scans(spec, params, first, division),
         )
-    pieces = partition.pieces
     return {
-        size: _with_params_in_pieces(spec, params, traced, pieces)
+        size: _divide_scans(spec, params, traced, partition.division)
         for size, traced in traced_functions.items()
     }
 
 
-def _with_params_in_pieces(
+def _divide_scans(
     spec: FunctionSpec,
     params: PyTree,
     traced: TracedFunction,
-    pieces: Mapping[int, Pieces],
+    division: ScanDivision,
 ) -> TracedFunction:
-    """A function of parameters in pieces; state that it writes is in pieces too."""
-    if not pieces:
+    """A function with its scans in pieces; state that it writes is in pieces too."""
+    if division == WHOLE:
         return traced
     names = [
         f"{spec.params_name}{jax.tree_util.keystr(path)}"
@@ -107,8 +104,8 @@ def _with_params_in_pieces(
         index: leaf.param_index for index, leaf in enumerate(leaves, first_index)
     }
     return replace(
-        with_params_in_pieces(traced, pieces, names, written_params),
-        aux=spec.aux_in_pieces(traced, pieces, num_params=len(names)),
+        divide_scans(traced, division, names, written_params),
+        aux=spec.aux_in_pieces(traced, division.params, num_params=len(names)),
     )
 
 

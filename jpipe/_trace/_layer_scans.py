@@ -7,7 +7,9 @@
 
 Inside, a parameter that a scan goes along is as many parameters as it has pieces. The
 user's function is traced on whole arrays, and its jaxpr is rewritten: see
-`_jaxprs/_piecewise`.
+`_jaxprs/_piecewise`. Where the function stacks the parameters of layers itself, as in
+``scan(layer, x, stack([a, b, c, d, e]))``, these stay as they are, and each piece is a
+stack of its own: ``stack([a, b])``, ``stack([c, d, e])``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend import core
 
 from .._jaxprs import _axis_maps, _eqn_source, _jaxpr
 from .._jaxprs._pieces import Pieces, trace_axes_back
@@ -28,15 +31,21 @@ _FEW_BYTES = 1024
 
 
 class LayerScan(NamedTuple):
-    """A scan along parameters, or several that go along the same ones.
+    """A scan over layers, or several over the same ones.
 
     Attributes:
-      length: the number of its iterations.
-      axes: index of a parameter -> the axis along which the scan goes.
+      scan_indices: the indices of the equations, among those that are scans.
+      length: the number of iterations.
+      axes: index of a parameter that stacks those of all layers -> the axis along which
+        the scan goes.
+      layer_params: for each iteration the parameters that the function stacks itself;
+        empty if it stacks none.
     """
 
+    scan_indices: list[int]
     length: int
     axes: dict[int, int]
+    layer_params: list[set[int]]
 
     def pieces(self, traced: TracedFunction, sizes: Sequence[int]) -> dict[int, Pieces]:
         """The pieces of its parameters, for pieces of so many iterations."""
@@ -48,60 +57,138 @@ class LayerScan(NamedTuple):
         return pieces
 
 
+class ScanDivision(NamedTuple):
+    """The pieces in which scans over layers are.
+
+    Attributes:
+      params: index of a parameter that a scan goes along -> its pieces.
+      scans: index of an equation, among those that are scans and go along what the
+        function stacks itself -> the iterations of each piece.
+    """
+
+    params: Mapping[int, Pieces]
+    scans: Mapping[int, Sequence[int]]
+
+
+WHOLE = ScanDivision(params={}, scans={})
+
+
 def find_layer_scans(
-    traced: TracedFunction, scan_indices: Sequence[int]
+    traced: TracedFunction, eqn_indices: Sequence[int]
 ) -> list[LayerScan]:
     """Finds the parameters that scans go along.
 
     Args:
       traced: the function, traced on whole parameters.
-      scan_indices: the indices of the equations that are scans to divide.
+      eqn_indices: the indices of the equations that are scans to divide.
     """
     jaxpr = traced.closed.jaxpr
     num_params = traced.num_params - len(traced.captured_arrays)
+    scan_indices = [i for i, eqn in enumerate(jaxpr.eqns) if _is_scan(eqn)]
     layer_scans = list[LayerScan]()
-    for scan_index in scan_indices:
-        eqn = jaxpr.eqns[scan_index]
-        xs = eqn.invars[_jaxpr.carry_slice(eqn).stop :]
-        axes_of_vars = trace_axes_back(jaxpr, dict.fromkeys(_jaxpr.variables(xs), 0))
+    for eqn_index in eqn_indices:
+        eqn = jaxpr.eqns[eqn_index]
+        axes_of_vars = trace_axes_back(jaxpr, dict.fromkeys(_xs(eqn), 0))
         length: Any = eqn.params["length"]
         axes: dict[int, int] = {}
         for i, var in enumerate(traced.params[:num_params]):
             axis = axes_of_vars.get(var)
             if axis is not None and _axis_maps.shape_of(var)[axis] % length == 0:
                 axes[i] = axis
-        if axes:
-            layer_scans.append(LayerScan(length, axes))
+        layer_params = _find_layer_params(traced, axes_of_vars, length)
+        if axes or layer_params:
+            scan_index = scan_indices.index(eqn_index)
+            layer_scans.append(LayerScan([scan_index], length, axes, layer_params))
     return _join_scans(layer_scans)
+
+
+def _is_scan(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan"
+
+
+def _xs(eqn: core.JaxprEqn) -> set[core.Var]:
+    """The variables that a scan goes along."""
+    return _jaxpr.variables(eqn.invars[_jaxpr.carry_slice(eqn).stop :])
+
+
+def _find_layer_params(
+    traced: TracedFunction, axes_of_vars: Mapping[core.Var, int], length: int
+) -> list[set[int]]:
+    """Finds the parameters that the function stacks itself, for each iteration.
+
+    Args:
+      traced: the function.
+      axes_of_vars: variable from which what a scan goes along follows slice by slice ->
+        the axis of its slices.
+      length: the number of iterations.
+
+    Returns:
+      Parameters of each iteration; none, if no stack of several parameters is made.
+    """
+    layer_params = list[set[int]]()
+    num_params = traced.num_params - len(traced.captured_arrays)
+    # variable -> the parameters that it follows from, and from nothing of the batch
+    params_of = {var: {i} for i, var in enumerate(traced.params[:num_params])}
+    for eqn in traced.closed.jaxpr.eqns:
+        operands = _jaxpr.variables(eqn.invars)
+        if not operands.isdisjoint(traced.vars_of_batch):
+            continue
+        params = set[int]().union(*[params_of.get(var, ()) for var in operands])
+        params_of.update(dict.fromkeys(eqn.outvars, params))
+        if len(params) < 2 or not _is_stacked_along(eqn, axes_of_vars):
+            continue
+        rows = list[set[int]]()
+        for atom in eqn.invars:
+            num_rows = 1
+            if eqn.primitive.name == "concatenate":
+                num_rows = _axis_maps.shape_of(atom)[axes_of_vars[eqn.outvars[0]]]
+            rows += [params_of.get(atom, set())] * num_rows
+        layer_params = layer_params or [set() for _ in range(length)]
+        for i, row in enumerate(rows):
+            layer_params[i * length // len(rows)] |= row
+    return layer_params
+
+
+def _is_stacked_along(eqn: core.JaxprEqn, axes: Mapping[core.Var, int]) -> bool:
+    """True if an equation puts arrays together along the axis of its result."""
+    params: Any = eqn.params
+    names = {"concatenate": "dimension", "stack": "axis"}
+    if eqn.primitive.name not in names:
+        return False
+    return axes.get(eqn.outvars[0]) == params[names[eqn.primitive.name]]
 
 
 def _join_scans(layer_scans: Sequence[LayerScan]) -> list[LayerScan]:
     """Joins scans that go along a common parameter, if their lengths are equal."""
     joined = list[LayerScan]()
     for scan in layer_scans:
+        scan_indices = scan.scan_indices
         axes = dict(scan.axes)
+        layer_params = scan.layer_params
         for other in list(joined):
-            if not axes.keys().isdisjoint(other.axes):
-                if other.length != scan.length:
-                    axes = {i: a for i, a in axes.items() if i not in other.axes}
-                    continue
+            is_common = not axes.keys().isdisjoint(other.axes)
+            if is_common and other.length != scan.length:
+                axes = {i: a for i, a in axes.items() if i not in other.axes}
+            elif is_common or (layer_params and layer_params == other.layer_params):
                 joined.remove(other)
+                scan_indices = other.scan_indices + scan_indices
                 axes = other.axes | axes
-        joined.append(LayerScan(scan.length, axes))
+                layer_params = other.layer_params or layer_params
+        joined.append(LayerScan(scan_indices, scan.length, axes, layer_params))
     return joined
 
 
-def with_params_in_pieces(
+def divide_scans(
     traced: TracedFunction,
-    pieces: Mapping[int, Pieces],
+    division: ScanDivision,
     names: Sequence[str],
     written_params: Mapping[int, int],
 ) -> TracedFunction:
-    """The function of parameters of which some are in pieces.
+    """Divides scans over layers. The parameters that they go along are in pieces then.
 
     Args:
       traced: the function of whole parameters.
-      pieces: index of a parameter -> its pieces.
+      division: the pieces.
       names: the name of each parameter in errors.
       written_params: index of a leaf of aux -> the parameter whose new value it is, and
         in whose pieces it comes.
@@ -111,12 +198,16 @@ def with_params_in_pieces(
     """
     first_aux = traced.has_loss + traced.is_weighted
     output_pieces = {
-        first_aux + i: pieces[param]
+        first_aux + i: division.params[param]
         for i, param in written_params.items()
-        if param in pieces
+        if param in division.params
     }
     piecewise = run_in_pieces(
-        traced.closed, pieces, output_pieces, num_fixed=traced.num_params
+        traced.closed,
+        division.params,
+        output_pieces,
+        targets=_find_targets(traced, division),
+        num_fixed=traced.num_params,
     )
     raise_all(
         "a parameter that a scan goes along is in pieces, one in each stage that runs "
@@ -128,7 +219,7 @@ def with_params_in_pieces(
             if _jaxpr.nbytes(read.spec) > _FEW_BYTES
         ],
     )
-    num_pieces = sum(len(x.sizes) - 1 for x in pieces.values())
+    num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
     return replace(
         traced,
         closed=piecewise.closed,
@@ -136,6 +227,22 @@ def with_params_in_pieces(
         folded_numbers=[*traced.folded_numbers, *map(np.int32, piecewise.begins)],
         has_pieces=True,
     )
+
+
+def _find_targets(
+    traced: TracedFunction, division: ScanDivision
+) -> dict[core.Var, Pieces]:
+    """The pieces in which the function makes what scans go along.
+
+    A function of another batch size may have other scans: those stay whole.
+    """
+    targets: dict[core.Var, Pieces] = {}
+    scans = [eqn for eqn in traced.closed.jaxpr.eqns if _is_scan(eqn)]
+    for index, sizes in division.scans.items():
+        if index < len(scans) and scans[index].params["length"] == sum(sizes):
+            for var in _xs(scans[index]):
+                targets.setdefault(var, Pieces(0, tuple(sizes)))
+    return targets
 
 
 def _describe_read(read: WholeRead, names: Sequence[str]) -> str:

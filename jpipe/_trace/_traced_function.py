@@ -25,6 +25,7 @@ from jax.extend import core
 
 from .._arguments._objective import as_loss_weight
 from .._jaxprs import _jaxpr, _min_cut
+from .._jaxprs._counted_rows import scan_along_counted
 from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers import _rng
@@ -278,6 +279,8 @@ def trace_function(
         closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
     num_params = len(jax.tree.leaves(params))
     closed = _checkpoints.inline_checkpoints(closed, num_stages)
+    if num_stages > 1:
+        closed = scan_along_counted(closed)
     closed = _with_raw_keys_folded(closed, 0 if folds_params else num_params)
     closed, numbers = lift_folded_numbers(closed)
     closed, constants = _with_arrays_as_inputs(closed, num_params)

@@ -1,11 +1,5 @@
-"""A computation on arrays in pieces is the one on whole arrays.
+"""A computation on arrays in pieces is the one on whole arrays: rule by rule."""
 
-Programs are drawn operation by operation, on a stack whose layers are along any axis.
-No operation knows of pieces. What the rewritten program computes is compared with
-plain evaluation: only sums over layers are added in another order.
-"""
-
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,286 +13,33 @@ from jax.extend import core
 
 from jpipe._jaxprs import _jaxpr, _pieces, _piecewise
 from jpipe._jaxprs._pieces import Pieces
-from jpipe._jaxprs._piecewise import PiecewiseJaxpr
 
-# Of the largest number in any result: sums of some hundred numbers in another order.
-TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
-
-
-def specs(*arrays: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-
-
-def cut(array: Any, pieces: Pieces) -> list[Any]:
-    return np.split(np.asarray(array), pieces.ends[:-1], pieces.axis)
-
-
-def rewritten(
-    function: Callable[..., Any],
-    args: list[Any],
-    input_pieces: dict[int, Pieces],
-    output_pieces: dict[int, Pieces] | None = None,
-) -> PiecewiseJaxpr:
-    closed, _ = _jaxpr.trace(function, *specs(*args))
-    return _piecewise.run_in_pieces(
-        closed,
-        input_pieces,
-        output_pieces or {},
-        keeps_pieces=output_pieces is None,
-        num_fixed=0,
-    )
-
-
-def evaluated(
-    piecewise: PiecewiseJaxpr, args: list[Any], input_pieces: dict[int, Pieces]
-) -> list[np.ndarray]:
-    """The results as whole arrays, from whole arguments."""
-    flat = list[Any]()
-    for i, arg in enumerate(args):
-        flat += cut(arg, input_pieces[i]) if i in input_pieces else [arg]
-    flat += map(np.int32, piecewise.begins)
-    arrays = iter(jax.jit(core.jaxpr_as_fun(piecewise.closed))(*flat))
-    results = list[np.ndarray]()
-    num_results = len(piecewise.closed.jaxpr.outvars) - sum(
-        len(pieces.sizes) - 1 for pieces in piecewise.output_pieces.values()
-    )
-    for i in range(num_results):
-        if (pieces := piecewise.output_pieces.get(i)) is None:
-            results.append(np.asarray(next(arrays)))
-            continue
-        parts = [np.asarray(next(arrays)) for _ in pieces.sizes]
-        assert [part.shape[pieces.axis] for part in parts] == [*pieces.sizes]
-        results.append(np.concatenate(parts, pieces.axis))
-    return results
-
-
-def assert_equal_results(
-    function: Callable[..., Any],
-    args: list[Any],
-    input_pieces: dict[int, Pieces],
-    output_pieces: dict[int, Pieces] | None = None,
-) -> PiecewiseJaxpr:
-    piecewise = rewritten(function, args, input_pieces, output_pieces)
-    expected = jax.tree.leaves(jax.jit(function)(*args))
-    actual = evaluated(piecewise, args, input_pieces)
-    largest = max(float(abs(x).max()) for x in expected)
-    for x, y in zip(actual, expected, strict=True):
-        assert x.dtype == y.dtype
-        tolerance = TOLERANCES.get(str(x.dtype), 0) * largest
-        np.testing.assert_allclose(
-            x.astype(float), y.astype(float), rtol=0, atol=tolerance
-        )
-    return piecewise
-
-
-# ------------------------------------------------------------------- random programs
-
-
-def scan(draw: Any, x: jax.Array) -> jax.Array:
-    """A scan over the first axis; its carry may be a literal, or a constant as well."""
-    row = jnp.cos(jnp.arange(math.prod(x.shape[1:]), dtype=x.dtype)).reshape(
-        x.shape[1:]
-    )
-    init = draw(strategies.sampled_from(["literal", "row", "first"]))
-    carry = {"literal": 0.5, "row": row, "first": x[0]}[init]
-    is_doubled = draw(strategies.booleans())
-
-    def body(carry: Any, xs: Any) -> Any:
-        a, b, i = xs
-        new_carry = jnp.tanh(jnp.mean(carry + a) + row * 0.1 + b)
-        if init == "literal":
-            new_carry = new_carry.mean()
-        return new_carry, (new_carry * i, a + row)
-
-    last, (ys, zs) = jax.lax.scan(
-        body,
-        carry,
-        (x, x if is_doubled else jnp.sin(x), jnp.arange(x.shape[0], dtype=x.dtype)),
-        reverse=draw(strategies.booleans()),
-        unroll=draw(strategies.sampled_from([1, 2])),
-    )
-    ys = ys.reshape(ys.shape + (1,) * (x.ndim - ys.ndim))
-    return zs + ys + last
-
-
-def transpose(draw: Any, x: jax.Array) -> jax.Array:
-    return x.transpose(draw(strategies.permutations(range(x.ndim))))
-
-
-def reduce(draw: Any, x: jax.Array) -> jax.Array:
-    axis = draw(strategies.integers(0, x.ndim - 1))
-    reduction = draw(strategies.sampled_from([jnp.sum, jnp.mean, jnp.max, jnp.min]))
-    return x - reduction(x, axis=axis, keepdims=True)
-
-
-def arg_extreme(draw: Any, x: jax.Array) -> jax.Array:
-    axis = draw(strategies.integers(0, x.ndim - 1))
-    return x + jnp.expand_dims(jnp.argmax(x, axis), axis).astype(x.dtype)
-
-
-def accumulate(draw: Any, x: jax.Array) -> jax.Array:
-    axis = draw(strategies.integers(0, x.ndim - 1))
-    operation = draw(strategies.sampled_from([jnp.cumsum, jnp.sort]))
-    return operation(x, axis=axis)
-
-
-def join_or_divide_axes(draw: Any, x: jax.Array) -> jax.Array:
-    shapes = [(x.size,), (*x.shape, 1), (1, *x.shape)]
-    if x.ndim > 1:
-        shapes += [(x.shape[0] * x.shape[1], *x.shape[2:])]
-    if x.shape[0] % 2 == 0:
-        shapes += [
-            (2, x.shape[0] // 2, *x.shape[1:]),
-            (x.shape[0] // 2, 2, *x.shape[1:]),
-        ]
-    return x.reshape(draw(strategies.sampled_from(shapes)))
-
-
-def broadcast(draw: Any, x: jax.Array) -> jax.Array:
-    axis = draw(strategies.integers(0, x.ndim))
-    expanded = jnp.expand_dims(x, axis)
-    shape = list(expanded.shape)
-    shape[axis] = 2
-    return jnp.broadcast_to(expanded, shape).sum(axis) + expanded.squeeze(axis)
-
-
-def take(draw: Any, x: jax.Array) -> jax.Array:
-    """Slices along an axis: one row, several, or by a start that is an array."""
-    axis = draw(strategies.integers(0, x.ndim - 1))
-    length = x.shape[axis]
-    begin = draw(strategies.integers(0, length - 1))
-    end = draw(strategies.integers(begin + 1, length))
-    step = draw(strategies.sampled_from([1, 2]))
-    rows = jax.lax.slice_in_dim(x, begin, end, step, axis)
-    if draw(strategies.booleans()):
-        rows = jax.lax.dynamic_slice_in_dim(x, begin, end - begin, axis)
-    return x * rows.mean() + rows.sum(axis, keepdims=True)
-
-
-def index_by_data(draw: Any, x: jax.Array) -> jax.Array:
-    index = jnp.argmax(x.reshape(-1)) % x.shape[0]
-    return x + jax.lax.dynamic_index_in_dim(x, index, 0)
-
-
-def join_arrays(draw: Any, x: jax.Array) -> jax.Array:
-    axis = draw(strategies.integers(0, x.ndim - 1))
-    length = x.shape[axis]
-    joined = jnp.concatenate([x, jnp.cos(x)], axis)
-    return jax.lax.slice_in_dim(joined, 1, length + 1, axis=axis)
-
-
-def divide(draw: Any, x: jax.Array) -> jax.Array:
-    axis = draw(strategies.integers(0, x.ndim - 1))
-    if draw(strategies.booleans()):
-        first, *others = jnp.unstack(x, axis=axis)
-        return (
-            jnp.expand_dims(first, axis) - x * sum(others, jnp.zeros_like(first)).sum()
-        )
-    first, second = jnp.split(x, [x.shape[axis] // 2], axis)
-    return x * (1 + first.sum()) - second.mean()
-
-
-def multiply_matrices(draw: Any, x: jax.Array) -> jax.Array:
-    flat = x.reshape(x.shape[0], -1)
-    if draw(strategies.booleans()):
-        product = jnp.einsum("li,lj->lij", flat, flat).mean(2)  # the layers as a batch
-    else:
-        weights = jnp.sin(jnp.arange(flat.shape[1] ** 2, dtype=x.dtype))
-        product = flat @ weights.reshape(flat.shape[1], -1)
-    return product.reshape(x.shape)
-
-
-def elementwise(draw: Any, x: jax.Array) -> jax.Array:
-    choice = draw(strategies.integers(0, 4))
-    if choice == 0:
-        return x * x
-    if choice == 1:
-        return jnp.where(x > 0.3, 0.5, x)
-    if choice == 2:
-        return x.astype(jnp.float32).astype(x.dtype) + 1
-    if choice == 3:
-        return jnp.clip(x, -0.7, 0.7)
-    return jnp.sin(x) / 2
-
-
-OPERATIONS = [
-    accumulate,
-    arg_extreme,
-    broadcast,
-    divide,
-    elementwise,
-    index_by_data,
-    join_arrays,
-    join_or_divide_axes,
-    multiply_matrices,
-    reduce,
-    scan,
-    take,
-    transpose,
-]
-
-
-@strategies.composite
-def partitions(draw: Any, length: int, axis: int) -> Pieces:
-    inner = list(range(1, length))
-    ends = draw(strategies.sets(strategies.sampled_from(inner), max_size=3))
-    bounds = [0, *sorted(ends), length]
-    return Pieces(axis, tuple(b - a for a, b in itertools.pairwise(bounds)))
-
-
-@given(data=strategies.data())
-def test_random_programs_in_pieces(data: Any) -> None:
-    draw = data.draw
-    length = draw(strategies.integers(2, 6), label="layers")
-    axis = draw(strategies.integers(0, 2), label="axis")
-    shape = (2, 3)
-    shape = (*shape[:axis], length, *shape[axis:])
-    input_pieces = {
-        0: draw(partitions(length, axis), label="pieces of the first"),
-        1: draw(partitions(length, axis), label="pieces of the second"),
-    }
-    operations = draw(
-        strategies.lists(strategies.sampled_from(OPERATIONS), min_size=1, max_size=5)
-    )
-    # What is drawn inside of a function must be the same in each trace of it.
-    choices = list[Any]()
-
-    with jax.enable_x64(True):
-        values = np.random.default_rng(0).normal(size=(2, *shape))
-
-        def function(x: jax.Array, y: jax.Array) -> Any:
-            remaining = iter(list(choices))
-
-            def choose(strategy: Any) -> Any:
-                if (choice := next(remaining, None)) is None:
-                    choice = draw(strategy)
-                    choices.append(choice)
-                return choice
-
-            z = x + y * 0.5
-            results = [z]
-            for operation in operations:
-                z = operation(choose, z)
-                results.append(z)
-            return results, z.sum()
-
-        assert_equal_results(function, [*values], input_pieces)
-
-
-# --------------------------------------------------------------------- rule by rule
-
-
-LENGTH = 6
-PIECES = Pieces(0, (2, 3, 1))
-
-
-def stack(*shape: int) -> jax.Array:
-    size = math.prod(shape)
-    return jnp.cos(jnp.arange(LENGTH * size, dtype=jnp.float32)).reshape(LENGTH, *shape)
+from .in_pieces import (
+    LENGTH,
+    PIECES,
+    assert_equal_results,
+    partitions,
+    scans_of,
+    specs,
+    stack,
+)
 
 
 def layer_scan(carry: Any, xs: Any, **options: Any) -> Any:
     return jax.lax.scan(lambda c, x: (jnp.tanh(c * x), c + x), carry, xs, **options)
+
+
+def fori(steps: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
+    return jax.lax.fori_loop(0, steps, step, init)
+
+
+def newton_schulz(w: jax.Array) -> jax.Array:
+    """The matrices of all layers, made orthogonal as muon does it."""
+
+    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+        return 1.5 * x - (0.5 + 0.01 * i) * x @ x.mT @ x
+
+    return fori(5, step, w.reshape(LENGTH, 2, 2) / 4)
 
 
 # Each reads the stack without ever putting it together.
@@ -324,6 +65,9 @@ KEPT = {
     "unstacked": lambda w: sum(jnp.unstack(w)),
     "divided_elsewhere": lambda w: [x.sum() for x in jnp.split(w, [1, 3])],
     "layers_as_a_batch": lambda w: jnp.einsum("li,lj->lij", w, w).sum(),
+    "product_over_layers": lambda w: jnp.vdot(w, jnp.sin(w)),
+    "layers_weighted_by_numbers": lambda w: jnp.arange(6.0) @ w,
+    "products_along_two_axes": lambda w: jnp.einsum("la,mb,lc->mbac", w, w, w).sum(),
     "product_with_a_matrix": lambda w: (w @ jnp.ones((4, 2))).sum(),
     "new_axes": lambda w: (w[:, None] * jnp.ones((LENGTH, 3, 4))).sum(),
     "joined_axes": lambda w: w.reshape(-1).sum(),
@@ -331,6 +75,28 @@ KEPT = {
     "sorted_in_each_layer": lambda w: jnp.sort(w, 1)[:, 0].sum(),
     "stacked_in_front": lambda w: jnp.stack([w, 2 * w]).sum(0).max(),
     "where": lambda w: jnp.where(w > 0, w, 0.1).sum(),
+    "branches": lambda w: jax.lax.cond(
+        w[0, 0] > 0, lambda w: (w * 2, jnp.zeros_like(w)), lambda w: (w, w + 1), w
+    ),
+    "branch_that_reads_one_layer": lambda w: jax.lax.cond(
+        w[0, 0] > 0, lambda w: w[4], lambda w: jnp.ones(4), w
+    ),
+    "loop_that_carries": newton_schulz,
+    "loop_of_constants": lambda w: fori(3, lambda i, x: x + w * i, jnp.zeros_like(w)),
+    "loop_that_overwrites": lambda w: fori(3, lambda i, _: w * i, jnp.zeros_like(w)),
+    "loop_of_several_counters": lambda w: fori(
+        3, lambda i, c: (c[0] * c[1] + w, c[1] + c[2], c[2] * 2), (w, 1.0, 1.0)
+    )[0],
+    "loop_that_exchanges": lambda w: fori(
+        3, lambda _, c: (c[1], jax.jit(jnp.sin)(c[0])), (w, jnp.zeros_like(w))
+    ),
+    "loop_along_another_axis": lambda w: jax.lax.scan(
+        lambda c, x: (c * 0.5 + x, c + x), jnp.zeros(LENGTH), w.T, reverse=True
+    ),
+    "loops_in_branches": lambda w: jax.lax.cond(
+        w[0, 0] > 0, newton_schulz, lambda w: w.reshape(LENGTH, 2, 2), w
+    ),
+    "checkpoint": lambda w: jax.checkpoint(lambda w: jnp.sin(w) * 2)(w).sum(),
 }
 
 
@@ -345,7 +111,8 @@ JOINED = {
     "cumsum": lambda w: jnp.cumsum(w, 0).sum(),
     "argmax": lambda w: jnp.argmax(w, 0).sum(),
     "dynamic_slice": lambda w: jax.lax.dynamic_index_in_dim(w, jnp.argmax(w[0]), 0),
-    "scan": lambda w: jax.lax.scan(lambda c, _: (c * w, None), w, length=2)[0].sum(),
+    "scan": lambda w: fori(2, lambda _, c: c * w - c.mean(), w).sum(),
+    "cond": lambda w: jax.lax.cond(w[0, 0] > 0, jnp.sum, lambda w: w[0].sum(), w),
     "split": lambda w: sum(x.sum() for x in jnp.split(w, [0, 3])),
     "while": lambda w: jax.lax.while_loop(
         lambda x: jnp.abs(x).max() < 4, lambda x: x * 2, w
@@ -388,6 +155,33 @@ def test_a_result_comes_in_the_pieces_of_its_input() -> None:
     }
 
 
+def test_a_loop_that_gives_other_pieces_is_reported() -> None:
+    """Its carry is in pieces along another axis after each iteration."""
+    square = jnp.cos(jnp.arange(36.0)).reshape(LENGTH, LENGTH)
+    piecewise = assert_equal_results(
+        lambda w: fori(3, lambda _, x: x.T * 2, w), [square], {0: PIECES}
+    )
+    assert [read.input_indices for read in piecewise.whole_reads] == [{0}]
+
+
+def test_loops_and_branches_are_one_for_each_piece() -> None:
+    """A counter that all need is computed by each."""
+
+    def step(carry: Any, factor: jax.Array) -> Any:
+        count, x = carry
+        x = jax.lax.cond(count == 0, lambda x: x * factor, jnp.tanh, x)
+        return (count + 1, x), None
+
+    def apply(w: jax.Array) -> Any:
+        return jax.lax.scan(step, (0, w), jnp.arange(3.0))[0]
+
+    piecewise = assert_equal_results(apply, [stack(4)], {0: PIECES})
+    assert piecewise.output_pieces == {1: PIECES}
+    scans = [e for e in piecewise.closed.jaxpr.eqns if e.primitive.name == "scan"]
+    carried = [eqn.outvars[-1].aval.shape for eqn in scans if len(eqn.outvars) == 2]
+    assert carried == [(2, 4), (3, 4), (1, 4)]
+
+
 def largest_array(closed: core.ClosedJaxpr) -> int:
     return max(
         math.prod(var.aval.shape)
@@ -398,11 +192,51 @@ def largest_array(closed: core.ClosedJaxpr) -> int:
 
 def test_wanted_zeros_are_made_in_pieces() -> None:
     def moments(w: jax.Array) -> Any:
-        return jnp.zeros_like(w), jnp.ones((4, LENGTH)).T * 2
+        return jnp.zeros_like(w), jnp.ones((LENGTH, 2)) @ jnp.ones((2, 4)) * 2
 
     wanted = {0: PIECES, 1: PIECES}
     piecewise = assert_equal_results(moments, [stack(4)], {0: PIECES}, wanted)
     assert largest_array(piecewise.closed) <= 3 * 4
+
+
+@given(data=strategies.data())
+def test_stacks_that_are_made_in_pieces(data: Any) -> None:
+    """Arrays of layers, some of several, are put together along any axis."""
+    draw = data.draw
+    axis = draw(strategies.integers(0, 2), label="axis")
+    is_stack = draw(strategies.booleans(), label="is a stack")
+    lengths = draw(strategies.lists(strategies.integers(1, 2), min_size=2, max_size=5))
+    lengths = [1] * len(lengths) if is_stack else lengths
+    pieces = draw(partitions(sum(lengths), 0), label="pieces")
+    with jax.enable_x64(True):
+        normal = np.random.default_rng(0).normal
+        args = [normal(size=(2, length, 3)) for length in lengths]
+        args = [np.moveaxis(x, 1, axis) for x in args]
+
+        def apply(*layers: Any) -> Any:
+            if is_stack:
+                w = jnp.stack([x.squeeze(axis) for x in layers], axis)
+            else:
+                w = jnp.concatenate(layers, axis)
+            w = jnp.moveaxis(jnp.sin(w), axis, 0)
+            return layer_scan(jnp.ones((2, 3)), w)
+
+        closed, _ = _jaxpr.trace(apply, *specs(*args))
+        (scan,) = scans_of(closed)
+        scanned: Any = scan.invars[-1]
+        piecewise = _piecewise.run_in_pieces(
+            closed, {}, {}, targets={scanned: pieces}, num_fixed=len(args)
+        )
+        begins = map(np.int32, piecewise.begins)
+        results = core.jaxpr_as_fun(piecewise.closed)(*args, *begins)
+        for x, y in zip(results, jax.tree.leaves(apply(*args)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+        assert [e.params["length"] for e in scans_of(piecewise.closed)] == [
+            *pieces.sizes
+        ]
+        largest = max(pieces.sizes)
+        made = [e for e in piecewise.closed.jaxpr.eqns if e.primitive.name == "sin"]
+        assert max(e.outvars[0].aval.shape[axis] for e in made) == largest
 
 
 def test_wanted_layers_are_drawn_in_pieces() -> None:
@@ -488,3 +322,31 @@ def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
     }
     axes = _pieces.trace_axes_back(closed.jaxpr, xs)
     assert [axes.get(var) for var in closed.jaxpr.invars] == [None, 1, 0, 0]
+
+
+def test_the_axis_of_layers_is_traced_back_through_bodies() -> None:
+    """Through branches, what loops carry, go along and read, and checkpoints."""
+
+    def apply(params: dict[str, jax.Array]) -> jax.Array:
+        def turn(carry: jax.Array, x: jax.Array) -> Any:
+            return jax.jit(jnp.sin)(carry) * x[:, None], carry + params["constant"].T
+
+        carried = jax.lax.cond(
+            params["flag"], jnp.cos, lambda x: x * 2, params["branch"]
+        )
+        carried, ys = jax.lax.scan(turn, carried, params["along"])
+        checked = jax.checkpoint(lambda x: x.reshape(LENGTH, -1))(params["checked"])
+        return layer_scan(jnp.ones(4), carried + ys[1] + checked)[0]
+
+    params = {
+        "along": jnp.ones((3, LENGTH)),
+        "branch": jnp.ones((LENGTH, 4)),
+        "checked": jnp.ones((LENGTH, 2, 2)),
+        "constant": jnp.ones((4, LENGTH)),
+        "flag": jnp.bool_(True),
+    }
+    closed, _ = _jaxpr.trace(apply, params)
+    (*_, scan) = scans_of(closed)
+    axes = _pieces.trace_axes_back(closed.jaxpr, {scan.invars[-1]: 0})  # pyright: ignore[reportArgumentType]
+    found = [axes.get(var) for var in closed.jaxpr.invars]
+    assert found == [1, 0, 0, 1, None]
