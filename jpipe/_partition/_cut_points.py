@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend import core
 
-from .._jaxprs._pieces import Pieces
+from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._trace import _boundaries
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
@@ -108,10 +108,7 @@ class CutPoints:
             read_distances=tuple(distances[i] for i in positions),
             total_reads=tuple(reads_before[-1].tolist()),
             num_traced_stages=num_traced_stages,
-            pieces=tuple(
-                ParamPieces(param_index, axis, sizes)
-                for param_index, (axis, sizes) in sorted(pieces.items())
-            ),
+            pieces=_list_pieces(pieces),
         )
 
     @property
@@ -120,7 +117,9 @@ class CutPoints:
         return {x.param_index: Pieces(x.axis, x.sizes) for x in self.pieces}
 
     @classmethod
-    def without_cuts(cls, num_traced_stages: int) -> "CutPoints":
+    def without_cuts(
+        cls, num_traced_stages: int, pieces: Mapping[int, Pieces] = MappingProxyType({})
+    ) -> "CutPoints":
         """The cuts of a program in one stage: none."""
         return cls(
             positions=(),
@@ -130,6 +129,7 @@ class CutPoints:
             read_distances=(),
             total_reads=(),
             num_traced_stages=num_traced_stages,
+            pieces=_list_pieces(pieces),
         )
 
     def faults(self) -> Iterator[str]:
@@ -158,12 +158,44 @@ class CutPoints:
             )
 
     def select(self, indices: Sequence[int]) -> "CutPoints":
-        """The cuts with some indices, without the others."""
-        return replace(
+        """The cuts with some indices, without the others.
+
+        Pieces of a parameter that are read between the same cuts are one piece.
+        """
+        cuts = replace(
             self,
             positions=tuple(self.positions[i] for i in indices),
             reads_before=tuple(self.reads_before[i] for i in indices),
             read_distances=tuple(self.read_distances[i] for i in indices),
+        )
+        return cuts._with_joined_pieces() if self.total_reads else cuts
+
+    def _with_joined_pieces(self) -> "CutPoints":
+        """The same cuts; pieces that are first read in one stage are one piece.
+
+        A scan reads each of its pieces once, and reads what they become once too: the
+        number of its reads is the most of theirs.
+        """
+        reads = np.array([*self.reads_before, self.total_reads])
+        first_stages = (reads[:-1] == 0).sum(axis=0)
+        num_added = sum(len(x.sizes) - 1 for x in self.pieces)
+        columns = first_inner_indices(reads.shape[1] - num_added, self.pieces_of_params)
+        is_begin = np.ones(reads.shape[1], bool)
+        joined_pieces = list[ParamPieces]()
+        for pieces in self.pieces:
+            begin = columns[pieces.param_index]
+            end = begin + len(pieces.sizes)
+            is_begin[begin + 1 : end] = np.diff(first_stages[begin:end]) != 0
+            sizes = np.add.reduceat(pieces.sizes, np.flatnonzero(is_begin[begin:end]))
+            if len(sizes) > 1:
+                joined_pieces.append(pieces._replace(sizes=tuple(sizes.tolist())))
+        reads = np.maximum.reduceat(reads, np.flatnonzero(is_begin), axis=1)
+        *reads_before, total_reads = map(tuple, reads.tolist())
+        return replace(
+            self,
+            reads_before=tuple(reads_before),
+            total_reads=total_reads,
+            pieces=tuple(joined_pieces),
         )
 
     def find_positions(self, traced: TracedFunction) -> list[int]:
@@ -221,6 +253,14 @@ class CutPoints:
             ]
             positions.append(min(ranked)[-1])
         return positions
+
+
+def _list_pieces(pieces: Mapping[int, Pieces]) -> tuple[ParamPieces, ...]:
+    """The pieces in the order of the parameters."""
+    return tuple(
+        ParamPieces(param_index, axis, sizes)
+        for param_index, (axis, sizes) in sorted(pieces.items())
+    )
 
 
 def _digest_primitives(traced: TracedFunction) -> str:

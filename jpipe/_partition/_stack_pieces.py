@@ -40,11 +40,7 @@ def choose_pieces(
     Returns:
       Index of a parameter -> its pieces, if a scan along it is divided.
     """
-    has_marks = bool(_boundaries.boundary_positions(traced.closed))
-    if num_stages == 1 or has_marks:
-        return {}
-    scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
-    layer_scans = find_layer_scans(traced, scan_indices)
+    layer_scans = _find_divided_scans(traced, num_stages)
     if not layer_scans:
         return {}
     trial = _Trial(traced, layer_scans, num_stages, in_pieces)
@@ -59,6 +55,31 @@ def choose_pieces(
             equal_sizes = sizes
             equal_cost = cost
     return trial.pieces(equal_sizes if equal_cost <= most else best_sizes)
+
+
+def unit_pieces(traced: TracedFunction, num_stages: int) -> dict[int, Pieces]:
+    """The finest pieces: each iteration of a scan over layers is one.
+
+    Args:
+      traced: the function, traced on whole parameters.
+      num_stages: the number of stages, of which a smaller part is not divided.
+
+    Returns:
+      Index of a parameter -> its pieces.
+    """
+    pieces: dict[int, Pieces] = {}
+    for scan in _find_divided_scans(traced, num_stages):
+        pieces |= scan.pieces(traced, (1,) * scan.length)
+    return pieces
+
+
+def _find_divided_scans(traced: TracedFunction, num_stages: int) -> list[LayerScan]:
+    """Finds the scans over layers that are divided, for so many stages."""
+    has_marks = bool(_boundaries.boundary_positions(traced.closed))
+    if num_stages == 1 or has_marks:
+        return []
+    scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
+    return find_layer_scans(traced, scan_indices)
 
 
 def _equalize(sizes: Sequence[int], num_pieces: int) -> tuple[int, ...]:
