@@ -62,9 +62,15 @@ def choose_cuts(
         num_stages = default if num_stages is None else num_stages
         return _balanced_cuts(traced, num_stages, warnings)
     if num_stages not in (None, len(marks) + 1):
+        advice = ""
+        if find_scans(traced, 1 / num_stages):
+            advice = (
+                ", or leave out jpipe.boundary: beside marks a scan is not divided "
+                "between its iterations"
+            )
         raise ValueError(
-            f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, "
-            f"so that there are {len(marks) + 1} stages; leave out num_stages"
+            f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, so "
+            f"that there are {len(marks) + 1} stages; leave out num_stages{advice}"
         )
     return marks
 
