@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._arguments import _variables
-from ._arguments._stacked import Stacked, fill_like
+from ._arguments import _stacked, _variables
+from ._arguments._stacked import Stacked
 from ._layers._text import shape_text
 from ._messages import raise_all
 from ._processes._arrays import as_key, as_numbers, is_key, is_non_addressable
@@ -65,9 +65,11 @@ def save(
     """
     folder = _folder(path, "save", "state")
     _variables.check_alive(jax.tree.leaves(state))
-    state = _as_arrays(state, "state")
-
     is_multi_process = jax.process_count() > 1
+    if is_multi_process:  # each piece is sent by the process that has it
+        state = _stacked.open_placed(state)
+    state = _as_arrays(_stacked.gather_tree(state), "state")
+
     exists = folder.exists()
     if is_multi_process:
         # Process 0 writes, so it decides.
@@ -90,7 +92,7 @@ def _write(folder: pathlib.Path, state: PyTree, *, overwrite: bool) -> None:
     import orbax.checkpoint as ocp  # takes a second, which a step does not need
 
     if jax.process_count() > 1:
-        state = gather_to_first(state)
+        state = _stacked.close_tree(gather_to_first(state))
     if jax.process_index() == 0:
         with _checkpointer() as checkpointer:
             checkpointer.save(folder, ocp.args.PyTreeSave(state), force=overwrite)
@@ -190,7 +192,8 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
             _variables.differences(_leaf_texts(like), _leaf_texts(tree), difference),
         )
         local_leaves = jax.tree.map(
-            lambda leaf: ocp.PLACEHOLDER if is_non_addressable(leaf) else leaf, like
+            lambda leaf: ocp.PLACEHOLDER if _is_elsewhere(leaf) else _on_host(leaf),
+            like,
         )
         restore_args = ocp.checkpoint_utils.construct_restore_args(local_leaves)
         return checkpointer.restore(
@@ -218,7 +221,7 @@ def _folder(path: Any, function: str, second: str) -> pathlib.Path:
 
 
 def _as_arrays(tree: PyTree, name: str) -> PyTree:
-    """The tree with an array of NumPy for each number, and for each leaf in pieces.
+    """The tree with an array of NumPy for each number.
 
     Args:
       tree: the argument of the caller.
@@ -242,17 +245,27 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
         error=TypeError,
     )
     return jax.tree.map(
-        lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS | Stacked) else leaf,
-        tree,
+        lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree
     )
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    """True if a leaf has no part in this process."""
+    arrays = leaf.arrays if isinstance(leaf, Stacked) else [leaf]
+    return all(map(is_non_addressable, arrays))
+
+
+def _on_host(leaf: Any) -> Any:
+    """An array of the host like a leaf in pieces; any other leaf as it is."""
+    return np.empty(leaf.shape, leaf.dtype) if isinstance(leaf, Stacked) else leaf
 
 
 def _as_like(restored: Any, like: Any) -> Any:
     """A leaf that was read, as a number or a key where the leaf of `like` is one."""
-    if is_non_addressable(like):
+    if _is_elsewhere(like):
         return like
     if isinstance(like, Stacked):
-        return fill_like(np.asarray(restored), like)
+        return _stacked.fill_like(np.asarray(restored), like)
     if isinstance(like, _NUMBERS):
         return type(like)(restored.item())
     return as_key(restored, like)

@@ -7,6 +7,8 @@ one leaf, as the model has:
 * one `jax.Array`, sharded over the devices, if the pieces are equal and each is on one
   device of its own;
 * a `Stacked` otherwise.
+
+A piece of another process is a non-addressable array, as any parameter there is.
 """
 
 import functools
@@ -17,11 +19,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .._jaxprs._axis_maps import with_size
 from .._jaxprs._pieces import Pieces
+from .._processes._arrays import is_non_addressable, local_copy, placeholder
 
 PyTree = Any
 # The axis of the mesh over which a leaf is sharded: its devices are those of stages.
@@ -115,6 +118,12 @@ class Stacked:
         dtype: Any = None,
         copy: bool | None = None,  # noqa: FBT001
     ) -> np.ndarray:
+        if any(map(is_non_addressable, self.arrays)):
+            raise RuntimeError(
+                f"{self!r} has pieces in other processes; compute with it in "
+                f"pipe.jit(f)(tree) or grad_fn.jit(f)(tree), or save it by "
+                f"jpipe.checkpoint.save"
+            )
         whole = np.concatenate([np.asarray(x) for x in self.arrays], self.axis)
         return whole if dtype is None else whole.astype(dtype)
 
@@ -151,6 +160,9 @@ class PieceNode:
     def __init__(self, arrays: Sequence[Any], axis: int) -> None:
         self.arrays = tuple(arrays)
         self.axis = axis
+
+    def __repr__(self) -> str:
+        return f"PieceNode({list(self.arrays)}, axis={self.axis})"
 
 
 @dataclass(frozen=True)
@@ -277,11 +289,12 @@ def fill_like(whole: np.ndarray, like: Stacked) -> Stacked:
     """A leaf with the pieces of another one, and the values of an array of the host."""
     arrays = list[Any]()
     for part, piece in zip(_cut(whole, like.pieces), like.arrays, strict=True):
-        arrays.append(
-            jax.make_array_from_callback(
+        array = piece
+        if not is_non_addressable(piece):
+            array = jax.make_array_from_callback(
                 piece.shape, piece.sharding, lambda index, part=part: part[index]
             )
-        )
+        arrays.append(array)
     return Stacked(arrays, like.axis)
 
 
@@ -294,24 +307,47 @@ def _cut(leaf: Any, pieces: Pieces) -> list[Any]:
     """The pieces of a user's leaf, or of a spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return list(pieces.specs(leaf))
-    if isinstance(leaf, Stacked):
-        if leaf.pieces == pieces:
-            return list(leaf.arrays)
-        leaf = np.asarray(leaf)
-    elif isinstance(leaf, jax.Array) and _is_over_stages(leaf):
-        shards = sorted(
-            leaf.addressable_shards,
-            key=lambda shard: shard.index[pieces.axis].start or 0,
-        )
-        sizes = tuple(shard.data.shape[pieces.axis] for shard in shards)
-        if sizes == pieces.sizes:
-            return [shard.data for shard in shards]
+    placed_pieces = _pieces_of(leaf)
+    if placed_pieces == pieces:
+        return _placed_arrays(leaf, pieces)
+    leaf = local_copy(leaf)
+    _check_local(leaf)
+    if placed_pieces is not None:
         leaf = np.asarray(leaf)
     before = (slice(None),) * pieces.axis
     return [
         leaf[(*before, slice(begin, end))]
         for begin, end in zip(pieces.begins, pieces.ends, strict=True)
     ]
+
+
+def _check_local(leaf: Any) -> None:
+    """Checks that all of a leaf, which is to be cut in other pieces, is here."""
+    arrays = leaf.arrays if isinstance(leaf, Stacked) else [leaf]
+    if all(getattr(array, "is_fully_addressable", True) for array in arrays):
+        return
+    raise ValueError(
+        f"an array of shape {leaf.shape} is in pieces for other stages, some of them "
+        f"in other processes; to change who has what, save the state and restore it: "
+        f"jpipe.checkpoint.save, jpipe.checkpoint.restore"
+    )
+
+
+def _placed_arrays(leaf: Any, pieces: Pieces) -> list[jax.Array]:
+    """The pieces of a leaf that lies in pieces."""
+    if isinstance(leaf, Stacked):
+        return list(leaf.arrays)
+    shards = sorted(
+        leaf.global_shards, key=lambda shard: shard.index[pieces.axis].start or 0
+    )
+    arrays = list[jax.Array]()
+    for shard, size in zip(shards, pieces.sizes, strict=True):
+        array = shard.data
+        if array is None:  # it is in another process
+            shape = with_size(leaf.shape, pieces.axis, size)
+            array = placeholder(shape, leaf.dtype, SingleDeviceSharding(shard.device))
+        arrays.append(array)
+    return arrays
 
 
 def _is_over_stages(array: jax.Array) -> bool:
@@ -338,7 +374,8 @@ def _close(node: PieceNode) -> Any:
     return jax.make_array_from_single_device_arrays(
         Stacked(arrays, node.axis).shape,
         _stages_sharding(devices, node.axis),
-        list(arrays),
+        [array for array in arrays if not is_non_addressable(array)],
+        dtype=arrays[0].dtype,
     )
 
 

@@ -28,6 +28,8 @@ from ._instruction import Instruction
 PyTree = Any
 # An address in the memory of one process, in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# A set, such as of names in a policy of `jax.checkpoint`, whose order differs too.
+_SET = re.compile(r"frozenset\(\{(.*?)\}\)")
 # Settings of JAX that change numbers; some are seen in no jaxpr.
 _SETTINGS = (
     "jax_enable_x64",
@@ -119,6 +121,12 @@ def _text(function: Computation) -> list[str]:
     """A function in words that are equal in all processes."""
     lines = [function.name, str(function.results)]
     if function.closed is not None:
-        lines.append(_ADDRESS.sub("", str(function.closed.jaxpr)))
+        text = _ADDRESS.sub("", str(function.closed.jaxpr))
+        lines.append(_SET.sub(lambda match: _sort_items(match[1]), text))
         lines += map(array_digest, function.closed.consts)
     return lines
+
+
+def _sort_items(items: str) -> str:
+    """The items of a set, in the order of their texts."""
+    return ", ".join(sorted(items.split(", ")))

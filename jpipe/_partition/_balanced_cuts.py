@@ -12,7 +12,7 @@ is the largest cost of a stage if the equations before candidate j are s + 1 sta
 """
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,7 +25,7 @@ from .._messages import WarnOnce
 from .._trace import _boundaries
 from .._trace._traced_function import EqnKind, TracedFunction
 
-# A piece is at least one of so many parts of a stage.
+# A section is at least one of so many parts of a stage.
 _PARTS_OF_STAGE = 8
 # So much more than an even share of the work is worth a warning.
 _UNEVEN = 1.25
@@ -62,9 +62,15 @@ def choose_cuts(
         num_stages = default if num_stages is None else num_stages
         return _balanced_cuts(traced, num_stages, warnings)
     if num_stages not in (None, len(marks) + 1):
+        advice = ""
+        if find_scans(traced, 1 / num_stages):
+            advice = (
+                ", or leave out jpipe.boundary: beside marks a scan is not divided "
+                "between its iterations"
+            )
         raise ValueError(
-            f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, "
-            f"so that there are {len(marks) + 1} stages; leave out num_stages"
+            f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, so "
+            f"that there are {len(marks) + 1} stages; leave out num_stages{advice}"
         )
     return marks
 
@@ -93,8 +99,8 @@ def largest_stage_cost(traced: TracedFunction, cuts: Sequence[int]) -> float:
     )
 
 
-def find_pieces(traced: TracedFunction, num_stages: int) -> list[int]:
-    """Finds the ends of pieces: marks, or else gaps that few bytes cross.
+def find_sections(traced: TracedFunction, num_stages: int) -> list[int]:
+    """Finds the ends of sections: marks, or else gaps that few bytes cross.
 
     Between two gaps there is something to compute, at least a part of a stage.
     """
@@ -110,9 +116,9 @@ def find_pieces(traced: TracedFunction, num_stages: int) -> list[int]:
         cost_before=cost_before,
         num_stages=num_stages,
     ):
-        cost_of_piece = cost_before[index] - cost_before[begins[-1]]
+        cost_of_section = cost_before[index] - cost_before[begins[-1]]
         cost_after = total_cost - cost_before[index]
-        if cost_of_piece >= least_cost and cost_after >= least_cost:
+        if cost_of_section >= least_cost and cost_after >= least_cost:
             begins.append(index)
     return begins[1:]
 
@@ -237,7 +243,9 @@ def _candidates(
 
     Of neighbours that are equal the first is taken, right behind the equation that
     makes the value that crosses: so equal blocks are cut alike. Around a call of many
-    equations, such as a block in `jax.checkpoint`, gaps are no neighbours.
+    equations, such as a block in `jax.checkpoint`, gaps are no neighbours. Around a
+    piece of a scan they are not compared either: results of all its layers may cross,
+    so that each gap between two pieces is crossed by more bytes than the one before.
 
     Args:
       traced: the function that is cut.
@@ -254,13 +262,19 @@ def _candidates(
     last = of_stages[-1]
     stage_cost = cost_before[-1] / num_stages
     reach = stage_cost / 4
+    scans = [i for i, eqn in enumerate(eqns) if _is_piece(traced, eqn)]
 
     candidates: list[int] = []
     for index in range(first, last + 1):
         if kinds[index - 1] != EqnKind.STAGE:
             continue
         begin = max(bisect_left(cost_before, cost_before[index] - reach), first)
-        end = min(bisect_right(cost_before, cost_before[index] + reach) - 1, last)
+        end = min(bisect_left(cost_before, cost_before[index] + reach), last)
+        next_scan = bisect_left(scans, index)
+        if next_scan > 0:
+            begin = max(begin, scans[next_scan - 1] + 1)
+        if next_scan < len(scans):
+            end = min(end, scans[next_scan])
         nearby = crossing[begin : end + 1] if begin <= end else [crossing[index]]
         if crossing[index] > _AS_FEW_BYTES * min(nearby):
             continue
@@ -268,13 +282,18 @@ def _candidates(
             candidates[-1:] == [index - 1] and crossing[index] == crossing[index - 1]
         )
         cost_of_eqn = cost_before[index] - cost_before[index - 1]
-        is_behind_call = (
+        is_behind_call = _is_piece(traced, eqns[index - 1]) or (
             bool(_jaxpr.bodies(eqns[index - 1]))
             and cost_of_eqn >= stage_cost / _PARTS_OF_STAGE
         )
         if is_behind_call or not follows_equal:
             candidates.append(index)
     return candidates
+
+
+def _is_piece(traced: TracedFunction, eqn: core.JaxprEqn) -> bool:
+    """True if an equation may be a piece of a scan over layers."""
+    return traced.has_pieces and eqn.primitive.name == "scan"
 
 
 def _check_largest_equation(
@@ -314,8 +333,8 @@ def _warn_of_large_equation(
         return
 
     eqn = traced.closed.jaxpr.eqns[largest]
-    if traced.has_pieces and eqn.primitive.name == "scan":
-        return  # it is a piece of a scan, which has no smaller ones
+    if _is_piece(traced, eqn):
+        return  # there is no smaller one
     fewer_stages = max(int(_UNEVEN / share), 1)
     loop = "write the loop in Python, or " if _jaxpr.inner_jaxprs(eqn) else ""
     warnings(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend import core
 
-from .._jaxprs._pieces import Pieces
+from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._trace import _boundaries
 from .._trace._layer_scans import WHOLE, ScanDivision
 from .._trace._traced_function import EqnKind, TracedFunction
@@ -122,14 +122,8 @@ class CutPoints:
             read_distances=tuple(distances[i] for i in positions),
             total_reads=tuple(reads_before[-1].tolist()),
             num_traced_stages=num_traced_stages,
-            pieces=tuple(
-                ParamPieces(param_index, axis, sizes)
-                for param_index, (axis, sizes) in sorted(division.params.items())
-            ),
-            scan_sizes=tuple(
-                ScanSizes(scan_index, tuple(sizes))
-                for scan_index, sizes in sorted(division.scans.items())
-            ),
+            pieces=_list_pieces(division),
+            scan_sizes=_list_scan_sizes(division),
         )
 
     @property
@@ -141,7 +135,9 @@ class CutPoints:
         )
 
     @classmethod
-    def without_cuts(cls, num_traced_stages: int) -> "CutPoints":
+    def without_cuts(
+        cls, num_traced_stages: int, division: ScanDivision = WHOLE
+    ) -> "CutPoints":
         """The cuts of a program in one stage: none."""
         return cls(
             positions=(),
@@ -151,6 +147,8 @@ class CutPoints:
             read_distances=(),
             total_reads=(),
             num_traced_stages=num_traced_stages,
+            pieces=_list_pieces(division),
+            scan_sizes=_list_scan_sizes(division),
         )
 
     def faults(self) -> Iterator[str]:
@@ -179,12 +177,45 @@ class CutPoints:
             )
 
     def select(self, indices: Sequence[int]) -> "CutPoints":
-        """The cuts with some indices, without the others."""
-        return replace(
+        """The cuts with some indices, without the others.
+
+        Pieces of a parameter that are read between the same cuts are one piece.
+        """
+        cuts = replace(
             self,
             positions=tuple(self.positions[i] for i in indices),
             reads_before=tuple(self.reads_before[i] for i in indices),
             read_distances=tuple(self.read_distances[i] for i in indices),
+        )
+        return cuts._with_joined_pieces() if self.total_reads else cuts
+
+    def _with_joined_pieces(self) -> "CutPoints":
+        """The same cuts; pieces that are first read in one stage are one piece.
+
+        A scan reads each of its pieces once, and reads what they become once too: the
+        number of its reads is the most of theirs.
+        """
+        reads = np.array([*self.reads_before, self.total_reads])
+        first_stages = (reads[:-1] == 0).sum(axis=0)
+        num_added = sum(len(x.sizes) - 1 for x in self.pieces)
+        num_params = reads.shape[1] - num_added
+        columns = first_inner_indices(num_params, self.division.params)
+        is_begin = np.ones(reads.shape[1], bool)
+        joined_pieces = list[ParamPieces]()
+        for pieces in self.pieces:
+            begin = columns[pieces.param_index]
+            end = begin + len(pieces.sizes)
+            is_begin[begin + 1 : end] = np.diff(first_stages[begin:end]) != 0
+            sizes = np.add.reduceat(pieces.sizes, np.flatnonzero(is_begin[begin:end]))
+            if len(sizes) > 1:
+                joined_pieces.append(pieces._replace(sizes=tuple(sizes.tolist())))
+        reads = np.maximum.reduceat(reads, np.flatnonzero(is_begin), axis=1)
+        *reads_before, total_reads = map(tuple, reads.tolist())
+        return replace(
+            self,
+            reads_before=tuple(reads_before),
+            total_reads=total_reads,
+            pieces=tuple(joined_pieces),
         )
 
     def find_positions(self, traced: TracedFunction) -> list[int]:
@@ -242,6 +273,22 @@ class CutPoints:
             ]
             positions.append(min(ranked)[-1])
         return positions
+
+
+def _list_pieces(division: ScanDivision) -> tuple[ParamPieces, ...]:
+    """The pieces of parameters, in the order of these."""
+    return tuple(
+        ParamPieces(param_index, axis, sizes)
+        for param_index, (axis, sizes) in sorted(division.params.items())
+    )
+
+
+def _list_scan_sizes(division: ScanDivision) -> tuple[ScanSizes, ...]:
+    """The iterations of the pieces of scans, in the order of these."""
+    return tuple(
+        ScanSizes(scan_index, tuple(sizes))
+        for scan_index, sizes in sorted(division.scans.items())
+    )
 
 
 def _digest_primitives(traced: TracedFunction) -> str:

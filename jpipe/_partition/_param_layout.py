@@ -96,10 +96,10 @@ class ParamLayout:
     @property
     def param_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the parameters, as their user has them."""
-        if not self.pieces:
-            return tuple(tuple(self.specs[index].shape) for index in self.params)
-        specs = _stacked.close_specs(self._structure.unflatten(self.specs))
-        return tuple(tuple(spec.shape) for spec in jax.tree.leaves(specs))
+        is_param = set(self.params)
+        specs = [x if i in is_param else None for i, x in enumerate(self.specs)]
+        params = _stacked.close_tree(self._structure.unflatten(specs))
+        return tuple(tuple(spec.shape) for spec in jax.tree.leaves(params))
 
     @property
     def state(self) -> list[int]:

@@ -37,11 +37,7 @@ def choose_division(
       num_stages: the number of stages.
       divide: ``division -> the function with its scans in pieces``.
     """
-    has_marks = bool(_boundaries.boundary_positions(traced.closed))
-    if num_stages == 1 or has_marks:
-        return WHOLE
-    scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
-    layer_scans = find_layer_scans(traced, scan_indices)
+    layer_scans = _find_divided_scans(traced, num_stages)
     if not layer_scans:
         return WHOLE
     trial = _Trial(traced, layer_scans, num_stages, divide)
@@ -56,6 +52,28 @@ def choose_division(
             equal_sizes = sizes
             equal_cost = cost
     return trial.division(equal_sizes if equal_cost <= most else best_sizes)
+
+
+def divide_by_iteration(traced: TracedFunction, num_stages: int) -> ScanDivision:
+    """The finest pieces: each iteration of a scan along parameters is one.
+
+    Args:
+      traced: the function, traced on whole parameters.
+      num_stages: the number of stages, of which a smaller part is not divided.
+    """
+    pieces: dict[int, Pieces] = {}
+    for scan in _find_divided_scans(traced, num_stages):
+        pieces |= scan.pieces(traced, (1,) * scan.length)
+    return ScanDivision(params=pieces, scans={})
+
+
+def _find_divided_scans(traced: TracedFunction, num_stages: int) -> list[LayerScan]:
+    """Finds the scans over layers that are divided, for so many stages."""
+    has_marks = bool(_boundaries.boundary_positions(traced.closed))
+    if num_stages == 1 or has_marks:
+        return []
+    scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
+    return find_layer_scans(traced, scan_indices)
 
 
 def _equalize(sizes: Sequence[int], num_pieces: int) -> tuple[int, ...]:

@@ -66,13 +66,7 @@ def _in_pieces(
     params: PyTree,
     traced_functions: dict[int, TracedFunction],
 ) -> dict[int, TracedFunction]:
-    """Divides scans over stacked layers, in the pieces that the first function has.
-
-    In a pipeline over several processes they stay whole.
-    """
-    processes = {device.process_index for device in partition.devices}
-    if len(processes) > 1:
-        return traced_functions
+    """Divides scans over stacked layers, in the pieces that the first function has."""
     if partition.division is None:
         first = next(iter(traced_functions.values()))
         partition.division = choose_division(

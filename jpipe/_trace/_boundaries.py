@@ -19,13 +19,18 @@ from .._jaxprs import _jaxpr
 
 PyTree = Any
 _MARK = "jpipe boundary "
+_SCAN_ADVICE = (
+    "; a scan over stacked layers is divided between its iterations without any mark: "
+    "leave jpipe.boundary out, and type the number of stages, num_stages="
+)
 
 
 def boundary(x: PyTree) -> PyTree:
     """Marks the place between two stages; returns its argument.
 
     Call it in a loss function that `jpipe.value_and_grad` divides, or in a model that
-    `jpipe.pipeline` does. Where there are marks, the stages are what is between them.
+    `jpipe.pipeline` does. Where there are marks, the stages are what is between them: a
+    scan over layers, which is divided between its iterations elsewhere, is in one.
 
     Args:
       x: any pytree of arrays, such as the output of a block.
@@ -74,10 +79,11 @@ def boundary_positions(closed: core.ClosedJaxpr) -> list[int]:
     eqns = closed.jaxpr.eqns
     for eqn in eqns:
         if has_inner_marks(eqn):
+            advice = _SCAN_ADVICE if eqn.primitive.name == "scan" else ""
             raise ValueError(
                 f"jpipe.boundary is called inside {eqn.primitive.name}; a stage "
                 f"ends between two operations of the whole function: call it outside "
-                f"of loops and branches"
+                f"of loops and branches{advice}"
             )
     return [
         index + 1

@@ -15,7 +15,12 @@ from .._jaxprs._jaxpr import nbytes
 from .._layers._text import shape_text
 from .._messages import raise_all
 from .._partition._stage_placement import StagePlacement
-from .._placed._mirrored_places import MirroredPlaces, leaves_at, mirrored_pieces
+from .._placed._mirrored_places import (
+    ArgumentLeaf,
+    MirroredPlaces,
+    leaves_at,
+    mirrored_pieces,
+)
 from .._placed._placed_function import PlacedFunction
 from ._transformation import Transformation, place_init, place_update
 
@@ -181,18 +186,21 @@ def opt_state_bytes(
 
     Args:
       tx: the optax transformation.
-      params: specs of the parameters.
-      trained: one bool per leaf of the parameters; True if it is trained.
+      params: specs of the parameters, with a node of pieces for each in pieces.
+      trained: one bool per leaf of these; True if it is trained.
       layers: the layer of each leaf.
       count: the number of layers.
     """
     trained_params = _hide_frozen(params, trained)
-    state = jax.eval_shape(Transformation(tx, _ADVICE).init, trained_params)
     # Layers in place of devices.
     locations = [(layer, WHOLE) for layer in _selected(layers, trained)]
-    mirrored = MirroredPlaces(leaves_at(0, trained_params, locations))
+    param_leaves = leaves_at(0, trained_params, locations)
+    state = jax.eval_shape(
+        Transformation(tx, _ADVICE).init, _stacked.close_tree(trained_params)
+    )
+    opened = _open_mirrored(state, param_leaves)
     layer_bytes = [0] * count
-    for leaf in mirrored.leaves_of(1, state):
+    for leaf in MirroredPlaces(param_leaves).leaves_of(1, opened):
         layer_bytes[leaf.place] += nbytes(leaf.value)
     return layer_bytes
 
@@ -215,9 +223,7 @@ def place_opt_state(
         (placement.place(stage), sharding) for stage, sharding in locations
     ]
     param_leaves = leaves_at(0, params, param_locations)
-    result_pieces = mirrored_pieces(param_leaves)(state)
-    pieces = {i: x for i, x in result_pieces.items() if x is not None}
-    opened = _stacked.open_tree(state, pieces)
+    opened = _open_mirrored(state, param_leaves)
     arrays = [
         _transfer.put_leaf(
             leaf.value, placement.devices_of_places[leaf.place], leaf.sharding
@@ -225,6 +231,13 @@ def place_opt_state(
         for leaf in MirroredPlaces(param_leaves).leaves_of(1, opened)
     ]
     return _stacked.close_tree(jax.tree.structure(opened).unflatten(arrays))
+
+
+def _open_mirrored(state: PyTree, param_leaves: Sequence[ArgumentLeaf]) -> PyTree:
+    """A state, with nodes of pieces for leaves that mirror parameters in pieces."""
+    result_pieces = mirrored_pieces(param_leaves)(state)
+    pieces = {i: x for i, x in result_pieces.items() if x is not None}
+    return _stacked.open_tree(state, pieces)
 
 
 def _selected(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:

@@ -116,8 +116,8 @@ def plan(
       schedules: a schedule of the catalogue, or several to choose from, by names or
         builders; default: the catalogue and schedules made to measure.
       remat: a mode, or several that stages may have.
-      balance: the balance, if it is decided already. Of one model it counts the pieces
-        that its profile lists.
+      balance: the balance, if it is decided already. Of one model it counts the
+        sections that its profile lists.
       profile: a profile of ``layers`` on a micro-batch of ``sample``, in place of
         measuring. It fixes the product of ``data`` and ``num_microbatches``.
       **options: arguments for `jpipe.profile`, such as ``loss`` and ``targets``, or

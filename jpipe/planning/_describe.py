@@ -29,7 +29,7 @@ class PipelineInfo(NamedTuple):
 
     Attributes:
       placement: stages, devices and schedule: all that is fixed for all batches.
-      names: the names of the layers of each stage; of a model those of its pieces, or
+      names: the names of the layers of each stage; of a model those of its sections, or
         of the modules in it.
       layout: the layout of the variables; ``None`` before they were seen.
       stage_params: the indices of the variables that each stage reads; empty before
@@ -37,7 +37,8 @@ class PipelineInfo(NamedTuple):
       specialization: the mini-batch that was divided last; it may be one of
         evaluation, or have too few examples to run.
       skips: the name, source and target of each long skip connection.
-      modules: the names of the modules in each stage, if ``names`` are those of pieces.
+      modules: the names of the modules in each stage, if ``names`` are those of
+        sections.
     """
 
     placement: StagePlacement

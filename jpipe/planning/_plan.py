@@ -38,7 +38,7 @@ class StagePlan:
       index: the index of the stage.
       rank: the rank that runs it.
       device: the name of the rank's device.
-      layers: the names of its layers; of a model those of its pieces or modules.
+      layers: the names of its layers; of a model those of its sections or modules.
       remat: its remat mode.
       num_params: the number of parameters; ``None`` while shapes are unknown.
       param_bytes: the bytes of the parameters, on each of its devices.
@@ -53,7 +53,7 @@ class StagePlan:
         along it.
       sent_bytes: the bytes of one micro-batch that other stages read of it, without
         those that it only passes on; ``None`` if unknown.
-      modules: the modules that it calls, if ``layers`` are pieces of a model.
+      modules: the modules that it calls, if ``layers`` are sections of a model.
       work: its estimated share in the work of a forward: operations, and bytes that
         they write; ``None`` if unknown.
     """
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def balance(self) -> list[int]:
-        """The number of layers of each stage, or of pieces of a model."""
+        """The number of layers of each stage, or of sections of a model."""
         return [len(stage.layers) for stage in self.stages]
 
     @property

@@ -1,9 +1,10 @@
 """A model on abstract devices: traced layer by layer, and as a step of a plan.
 
-A plan counts in layers of a list, or in pieces of one model, which end at gaps between
-equations that few bytes cross. A model is cut into pieces once, on the first
+A plan counts in layers of a list, or in sections of one model, which end at gaps
+between equations that few bytes cross. A model is cut into sections once, on the first
 micro-batch that it is traced on; the cut points mean the same on micro-batches of other
-sizes.
+sizes. Of a scan over layers each iteration may be a section; those of one stage are one
+scan again (see `CutPoints.select`).
 """
 
 import itertools
@@ -26,11 +27,13 @@ from .._partition._config import PipelineConfig
 from .._partition._cut_points import CutPoints
 from .._partition._partition import Partition
 from .._partition._remat_mode import NONE
+from .._partition._stack_pieces import divide_by_iteration
 from .._pipelined import _model_functions
 from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._stage._stage_names import name_stages
+from .._trace._layer_scans import WHOLE
 from ..schedules import gpipe
 from ._describe import describe, describe_function
 from ._plan import Plan
@@ -43,11 +46,11 @@ _NO_TARGETS = (
     "loss= was given and no targets=: the loss was called with () in their place"
 )
 # A model is cut as finely as for about so many stages.
-_NUM_PIECES = 16
+_NUM_SECTIONS = 16
 
 
 class PlannedModel:
-    """A list of layers, or one model as pieces between which few bytes cross.
+    """A list of layers, or one model as sections between which few bytes cross.
 
     Args:
       layers: the layers or the model, as `jpipe.pipeline` takes them.
@@ -56,15 +59,15 @@ class PlannedModel:
     def __init__(self, layers: Any) -> None:
         self._is_model = is_model(layers)
         self._layers = adapt_layers([layers] if self._is_model else layers)
-        # The names of the layers or pieces.
+        # The names of the layers or sections.
         self._names = [layer.name for layer in self._layers]
-        # The ends of all pieces of one model; None before it was traced.
-        self._pieces: CutPoints | None = None
+        # The ends of all sections of one model; None before it was traced.
+        self._sections: CutPoints | None = None
         # The model of the last step; one model is the same in all steps.
         self._model: Model | None = None
 
     def traced(self, request: Request) -> TracedLayers:
-        """Traces each layer or piece as a stage, on the first micro-batch.
+        """Traces each layer or section as a stage, on the first micro-batch.
 
         Raises:
           ValueError: as a pipeline of them.
@@ -75,16 +78,16 @@ class PlannedModel:
             one_microbatch = request.resized(request.batch().sizes[0])
             num_layers = len(self._names)
             if self._is_model:
-                if self._pieces is None:
-                    self._pieces = self._find_pieces(one_microbatch)
-                num_layers = len(self._pieces.positions) + 1
+                if self._sections is None:
+                    self._sections = self._find_sections(one_microbatch)
+                num_layers = len(self._sections.positions) + 1
             model, specialization, variables = self._specialize(
-                one_microbatch, _one_layer_per_stage(num_layers), pieces=self._pieces
+                one_microbatch, _one_layer_per_stage(num_layers), cuts=self._sections
             )
             if self._is_model:
                 modules = name_stages(specialization.stages, specialization.layout.keys)
                 self._names = [
-                    abbreviate(names) or f"piece {index}"
+                    abbreviate(names) or f"section {index}"
                     for index, names in enumerate(modules)
                 ]
             skips = {}
@@ -94,8 +97,11 @@ class PlannedModel:
 
     def describe_step(self, request: Request, choice: Choice) -> Plan:
         """Describes a training step on abstract devices, without a forecast."""
+        cuts = None
+        if self._sections is not None:
+            cuts = _stage_cuts(self._sections, choice.balance)
         model, specialization, _ = self._specialize(
-            request.with_loss(), choice, pieces=self._pieces
+            request.with_loss(), choice, cuts=cuts
         )
         ends = [0, *itertools.accumulate(choice.balance)]
         names = [self._names[begin:end] for begin, end in itertools.pairwise(ends)]
@@ -107,33 +113,39 @@ class PlannedModel:
         ]
         return describe(info._replace(names=names, skips=skips))
 
-    def _find_pieces(self, one_microbatch: Request) -> CutPoints:
+    def _find_sections(self, one_microbatch: Request) -> CutPoints:
         """Finds the gaps of a model that few bytes cross."""
         # The model is one stage, but its calls of `jax.checkpoint` are opened as for as
-        # many as there may be pieces, so that pieces may end within them.
-        whole = CutPoints.without_cuts(_NUM_PIECES)
-        _, specialization, variables = self._specialize(
-            one_microbatch, _one_layer_per_stage(1), pieces=whole
-        )
+        # many as there may be sections, so that sections may end within them.
+        whole = CutPoints.without_cuts(_NUM_SECTIONS)
+        one_stage = _one_layer_per_stage(1)
+        _, specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
+        division = divide_by_iteration(specialization.stages.traced(), _NUM_SECTIONS)
+        if division != WHOLE:
+            whole = CutPoints.without_cuts(_NUM_SECTIONS, division)
+            _, specialization, _ = self._specialize(
+                one_microbatch, one_stage, cuts=whole
+            )
         traced = specialization.stages.traced()
-        positions = _balanced_cuts.find_pieces(traced, _NUM_PIECES)
-        num_params = len(jax.tree.leaves(variables))
-        return CutPoints.from_trace(
+        positions = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
+        cuts = CutPoints.from_trace(
             traced,
             positions,
-            num_params=num_params,
-            num_traced_stages=_NUM_PIECES,
+            num_params=len(specialization.layout.specs),
+            num_traced_stages=_NUM_SECTIONS,
+            division=division,
         )
+        return cuts.select(range(len(positions)))
 
     def _specialize(
-        self, request: Request, choice: Choice, *, pieces: CutPoints | None
+        self, request: Request, choice: Choice, *, cuts: CutPoints | None
     ) -> tuple[Model, Specialization, PyTree]:
         """Returns the model, its function in stages, and specs of its variables.
 
         Args:
           request: the inputs and the loss.
           choice: the stages and the schedule.
-          pieces: the ends of the pieces that a balance counts; ``None`` of a list.
+          cuts: the cut points of the stages; ``None`` of a list.
         """
         schedule = choice.schedule
         config = PipelineConfig.minimal(
@@ -144,7 +156,7 @@ class PlannedModel:
             ],
             schedule=schedule,
             remat=choice.remat,
-            cuts=None if pieces is None else _stage_cuts(pieces, choice.balance),
+            cuts=cuts,
         )
         groups = None
         if not self._is_model:
@@ -181,13 +193,13 @@ class PlannedModel:
             if has_loss and not jax.tree.leaves(request.targets):
                 error.add_note(_NO_TARGETS)
             raise
-        return model, specialization, variables
+        return model, specialization, specialization.layout.open_params(variables)
 
 
-def _stage_cuts(pieces: CutPoints, balance: Sequence[int]) -> CutPoints:
-    """The cut points of stages that have so many pieces."""
+def _stage_cuts(sections: CutPoints, balance: Sequence[int]) -> CutPoints:
+    """The cut points of stages that have so many sections."""
     ends = itertools.accumulate(balance[:-1])
-    return pieces.select([end - 1 for end in ends])
+    return sections.select([end - 1 for end in ends])
 
 
 def _one_layer_per_stage(num_layers: int) -> Choice:

@@ -48,7 +48,7 @@ def profile(
     memory_bandwidth: float | None = None,
     action_seconds: float | None = None,
 ) -> Profile:
-    """Finds the costs of each layer, or piece of a model, on one micro-batch.
+    """Finds the costs of each layer, or section of a model, on one micro-batch.
 
     The programs of each layer are measured by themselves: its forward, its backward
     from residuals, and the halves of that; and a program that computes nothing, whose
@@ -63,7 +63,7 @@ def profile(
     arguments and results: more than what XLA leaves of it where it fuses.
 
     Args:
-      layers: as `jpipe.pipeline` takes them; of one model its pieces are profiled, at
+      layers: as `jpipe.pipeline` takes them; of one model its sections are profiled, at
         whose ends few bytes cross.
       sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       num_microbatches: the number of micro-batches; the first is used.

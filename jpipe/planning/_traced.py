@@ -1,4 +1,4 @@
-"""Layers, or pieces of a model, on abstract values: their stages and variables."""
+"""Layers, or sections of a model, on abstract values: their stages and variables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """Layers, or pieces of a model, each a stage; nothing is compiled.
+    """Layers, or sections of a model, each a stage; nothing is compiled.
 
     Attributes:
       names: the name of each layer.
       specialization: the model in stages, one per layer.
-      variable_specs: the variables of the model, as specs.
+      variable_specs: the variables of the model, as specs, with a node of pieces for
+        each in pieces.
       skips: output of a layer -> the name under which later layers pop it.
     """
 

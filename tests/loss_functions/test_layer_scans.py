@@ -574,3 +574,11 @@ def test_a_scan_over_time_stays_whole() -> None:
         if eqn.primitive.name == "scan"
     ]
     assert [eqn.params["length"] for eqn in scans] == [5] * 4
+
+
+def test_scans_are_divided_anywhere_though_results_of_all_layers_cross() -> None:
+    """From layer to layer more bytes cross, and none has fewer than its neighbors."""
+    num_layers = 32
+    grad_fn = assert_equals_plain_jax(several_results, stack(num_layers), X)
+    kernel = grad_fn.place(stack(num_layers), X)["kernel"]
+    assert {shard.data.shape[0] for shard in kernel.addressable_shards} == {8}

@@ -21,6 +21,14 @@ def scanned(params, x, targets):
     return squares(y[:, :3], targets)
 
 
+def marked_before_scan(params, x, targets):
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    y, _ = jax.lax.scan(layer, jpipe.boundary(jnp.sin(x)), params)
+    return squares(y[:, :3], targets)
+
+
 def turned(params, x, targets):
     y = jax.lax.fori_loop(0, 4, lambda _, h: jnp.tanh(h @ params[0]), x)
     return squares(y[:, :3], targets)
@@ -88,7 +96,7 @@ REFUSED = {
         (X, TARGETS),
         {"num_stages": 3},
     ),
-    "boundary is called inside scan": lambda: (
+    "boundary is called inside scan.* leave jpipe.boundary out, and type": lambda: (
         lambda p, x, t: squares(
             jax.lax.scan(lambda c, _: (jpipe.boundary(c), None), x @ p[0], None, 2)[0],
             t,
@@ -97,9 +105,23 @@ REFUSED = {
         (X, TARGETS),
         {},
     ),
-    "num_stages=4: jpipe.boundary marks 1 places": lambda: (
+    "boundary is called inside cond; .* loops and branches$": lambda: (
+        lambda p, x, t: squares(
+            jax.lax.cond(t[0, 0] > 0, jpipe.boundary, jnp.sin, x @ p[0]), t
+        ),
+        matrices(6, 3),
+        (X, TARGETS),
+        {},
+    ),
+    "num_stages=4: jpipe.boundary marks 1 places, .* leave out num_stages$": lambda: (
         marked,
         matrices(6, 8, 8, 8, 3),
+        (X, TARGETS),
+        {"num_stages": 4},
+    ),
+    r"num_stages=4: .* leave out num_stages, or leave out jpipe\.boundary": lambda: (
+        marked_before_scan,
+        jnp.ones((8, 6, 6)),
         (X, TARGETS),
         {"num_stages": 4},
     ),

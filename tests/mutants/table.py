@@ -58,7 +58,7 @@ REACHED_BY = {
     "_model/_model": "layers planning/test_estimate.py matrix",
     "_partition": "loss_functions/test_value_and_grad.py loss_functions models",
     "_partition/_balanced_cuts": "models/test_calls.py loss_functions models",
-    "_partition/_cut_points": "models/test_calls.py loss_functions models planning/test_model_plans.py",
+    "_partition/_cut_points": "models/test_calls.py loss_functions models planning/test_model_plans.py planning/test_scanned_model_plans.py",
     "_partition/_stack_pieces": "loss_functions/test_layer_scan_forms.py",
     "_partition/_param_sharding": "train/test_reductions.py matrix instructions stage mesh",
     "_pipelined": "loss_functions/test_value_and_grad.py loss_functions models pipelined",
@@ -237,9 +237,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_partition/_balanced_cuts": [
         ("change[reader + 1] -=", "change[reader] -="),
         ("max(self.largest_cost, cost)", "self.largest_cost + cost"),
+        ("scans[next_scan - 1] + 1", "0"),
     ],
     "_partition/_cut_points": [
         ("differences = abs(", "differences = 0 * abs("),
+        ("np.maximum.reduceat", "np.add.reduceat"),
     ],
     "_pipelined/_pipelined_function": [
         ("are_merged = batch.num_microbatch_shards > 1", "are_merged = True"),

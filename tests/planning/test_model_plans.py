@@ -1,4 +1,4 @@
-"""Plans and profiles of one model, which is taken in pieces."""
+"""Plans and profiles of one model, which is taken in sections."""
 
 import functools
 
@@ -74,13 +74,13 @@ def test_a_plan_of_a_model_is_built_and_gives_the_numbers_of_one_device(double):
 
 
 def test_a_plan_names_each_module_once_in_a_stage_and_says_what_is_a_part():
-    pieces = [name for stage in plan().stages for name in stage.layers]
-    assert pieces.count("Block_1") > 1
+    names = [name for stage in plan().stages for name in stage.layers]
+    assert names.count("Block_1") > 1
     names = plan().layer_names
     assert all(len(own) == len(set(own)) for own in names)
     everywhere = [name for own in names for name in own]
     assert all((everywhere.count(n) > 1) == n.endswith(" (part)") for n in everywhere)
-    # A piece may have several modules, of which the one before has a part.
+    # A section may have several modules, of which the one before has a part.
     assert names[-1][-2:] == ["LayerNorm_0", "Embed_0.attend"]
     assert "Block_1 (part)" in str(plan())
     assert "Block_1 x" not in str(plan())
@@ -121,22 +121,22 @@ def test_a_loss_function_is_divided_as_before(double):
     ref.assert_close((value, grads["params"]), plain(params), ref.FLOAT64, 1.0)
 
 
-def test_pieces_have_all_parameters_and_the_times_of_their_equals(double):
+def test_sections_have_all_parameters_and_the_times_of_their_equals(double):
     options = {"loss": loss_fn, "targets": TOKENS, "num_microbatches": 4}
     profile = jpipe.profile(MODEL, TOKENS, measure=False, **options)
     shapes = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert sum(piece.num_params for piece in profile.layers) == size
-    blocks = [piece for piece in profile.layers if piece.name == "Block_2"]
-    others = [piece for piece in profile.layers if piece.name == "Block_1"]
+    assert sum(section.num_params for section in profile.layers) == size
+    blocks = [x for x in profile.layers if x.name == "Block_2"]
+    others = [x for x in profile.layers if x.name == "Block_1"]
     assert blocks
-    assert [piece.forward for piece in blocks] == [x.forward for x in others]
-    # The table is read by the first piece and by the last one that has parameters.
+    assert [x.forward for x in blocks] == [x.forward for x in others]
+    # The table is read by the first section and by the last one that has parameters.
     (tie,) = profile.ties
     assert (tie[0], len(tie)) == (0, 2)
     measured = jpipe.profile(MODEL, TOKENS, rounds=1, **options)
     assert measured.ties == profile.ties
-    assert sum(piece.backward for piece in measured.layers) > 0
+    assert sum(x.backward for x in measured.layers) > 0
 
 
 def test_a_function_without_modules_is_printed_without_a_column_for_them():
@@ -236,14 +236,14 @@ def test_a_pipeline_has_a_plan_after_another_loss_was_named(double):
     assert (pipe.plan, str(pipe)) == (initialized, printed)
 
 
-def test_pieces_end_at_boundary_marks():
+def test_sections_end_at_boundary_marks():
     def model(x):
         for _ in range(3):
             x = jpipe.boundary(jnp.tanh(x @ jnp.ones((4, 4))))
         return jnp.sin(x)
 
     profile = jpipe.profile(model, jnp.ones((8, 4)), measure=False)
-    assert [piece.name for piece in profile.layers] == [f"piece {i}" for i in range(4)]
+    assert [x.name for x in profile.layers] == [f"section {i}" for i in range(4)]
 
 
 def test_nnx_modules_and_several_inputs_are_planned(double):

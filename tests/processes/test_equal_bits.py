@@ -13,9 +13,15 @@ from . import jobs, work
 # As many processes, the pipelines that they run, who is given the mini-batch, how many
 # devices each has, and how arrays pass. The last of three has no stage.
 PARTS = {
-    2: ("1f1b,zb_h1,mesh,model,model on a mesh,function,keys", "own", 2, "transfer"),
-    4: ("1f1b,zb_v,replicas", "all", 1, "transfer"),
-    3: ("1f1b,zb_v,model,keys", "own", 2, "device_put"),
+    2: (
+        "1f1b,zb_h1,mesh,model,model on a mesh,function,keys,"
+        "model of 4,model of 7,scanned function",
+        "own",
+        2,
+        "transfer",
+    ),
+    4: ("1f1b,zb_v,replicas,scanned function", "all", 1, "transfer"),
+    3: ("1f1b,zb_v,model,keys,model of 4,model of 7", "own", 2, "device_put"),
 }
 COUNTS = [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))]
 
@@ -78,7 +84,7 @@ def test_a_state_of_two_processes_goes_on_in_one(written):
         state, metrics = work.go_on(pipe, state, 4)
         whole, uninterrupted = work.go_on(pipe, work.start(pipe), 4)
     for process in range(2):
-        found = np.load(written(2) / f"meshed-{process}.npz")
+        found = np.load(written(2) / f"restored by mesh-{process}.npz")
         assert "[0]" in found  # the number of the step, which each device has
         for path in found:
             np.testing.assert_array_equal(found[path], saved[path])
@@ -92,6 +98,33 @@ def restored(written):
     """The state that two processes have saved after two steps."""
     with jax.enable_x64(True):
         like = {"state": work.start(work.pipelines()["1f1b"]()), "position": 0}
-        found = jpipe.checkpoint.restore(written(2) / "state", like)
+        found = jpipe.checkpoint.restore(written(2) / "state of 1f1b", like)
     assert int(found["state"].step) == found["position"] == 2
     return found["state"]
+
+
+@pytest.mark.parametrize("name", ["model of 4", "model of 7"])
+def test_pieces_of_two_processes_are_saved_as_one_array(written, name):
+    with jax.enable_x64(True):
+        pipe = work.pipelines()[name]()
+        state, _ = work.go_on(pipe, work.start(pipe), 1)
+        like = {"state": work.start(pipe), "position": 0}
+        found = jpipe.checkpoint.restore(written(2) / f"state of {name}", like)
+    expected = work.here((state.step, state.params, state.opt_state))
+    whole = found["state"]
+    restored = work.here((whole.step, whole.params, whole.opt_state))
+    seen = set()
+    for process in range(2):
+        pieces = np.load(written(2) / f"restored by {name}-{process}.npz")
+        seen |= set(pieces)
+        for path in pieces:
+            np.testing.assert_array_equal(pieces[path], restored[path])
+            np.testing.assert_allclose(pieces[path], expected[path], rtol=1e-12)
+    assert seen == set(expected) == set(restored)
+
+
+def test_pieces_of_other_processes_are_refused_with_what_to_type(written):
+    for process in range(2):
+        on_host, in_other_stages = np.load(written(2) / f"refused-{process}.npy")
+        assert "pieces in other processes; compute with it in pipe.jit" in on_host
+        assert "pieces for other stages, some of them in other pro" in in_other_stages

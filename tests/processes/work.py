@@ -16,7 +16,13 @@ import jpipe
 PyTree = Any
 M = 4
 # The pipelines of which more is looked at than a step: programs take long to compile.
-WHOLE = "1f1b", "mesh", "model"
+WHOLE = "1f1b", "mesh", "model", "model of 7"
+# By which pipeline a state is saved, and by which restored, and after how many steps.
+SAVED = (
+    ("1f1b", "mesh", 2),
+    ("model of 4", "model of 4", 1),
+    ("model of 7", "model of 7", 1),
+)
 
 
 class Ends(nn.Module):
@@ -77,6 +83,31 @@ class Model(nn.Module):
         return ends.decode(nn.Dense(6)(jnp.tanh(h)))
 
 
+class Layer(nn.Module):
+    """A layer of a stack, with dropout."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        h = nn.Dropout(0.3, deterministic=not train)(jnp.sin(nn.Dense(8)(x)))
+        return x + h, None
+
+
+class Scanned(nn.Module):
+    """A scan over stacked layers, in pieces that lie in several processes."""
+
+    num_layers: int
+
+    @nn.compact
+    def __call__(self, x, train):
+        options: Any = {
+            "variable_axes": {"params": 0},
+            "split_rngs": {"params": True, "dropout": True},
+            "in_axes": nn.broadcast,
+        }
+        layers = nn.scan(Layer, length=self.num_layers, **options)
+        return layers(name="layers")(x, train)[0]
+
+
 def loss(y, targets):
     return jnp.mean((y - targets) ** 2), {"worst": jnp.abs(y - targets).max(1)}
 
@@ -112,6 +143,13 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "mesh": made(balance=[4, 4], mesh=mesh, devices=None),
         "model": lambda: jpipe.pipeline(Model(), M, num_stages=4, devices=devices),
         "model on a mesh": lambda: jpipe.pipeline(Model(), M, mesh=mesh),
+        # Equal pieces are one array, others several.
+        "model of 4": lambda: jpipe.pipeline(
+            Scanned(4), M, num_stages=4, devices=devices
+        ),
+        "model of 7": lambda: jpipe.pipeline(
+            Scanned(7), M, num_stages=4, devices=devices
+        ),
         "keys": lambda: jpipe.pipeline(
             [nn.Dense(8), with_keys, noisy, nn.Dense(8)],
             M,
@@ -144,12 +182,21 @@ def go_on(
 
 
 def here(tree: PyTree) -> dict[str, np.ndarray]:
-    """The leaves of a tree that this process has, by path."""
-    return {
-        jax.tree_util.keystr(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if leaf.addressable_shards
-    }
+    """The leaves of a tree, or the pieces of them, that this process has, by path."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, jpipe.Stacked):
+            for i, array in enumerate(leaf.arrays):
+                if array.addressable_shards:
+                    found[f"{name} piece {i}"] = np.asarray(array)
+        elif leaf.is_fully_replicated:
+            if leaf.addressable_shards:
+                found[name] = np.asarray(leaf)
+        else:
+            for shard in leaf.addressable_shards:
+                found[f"{name} {shard.index}"] = np.asarray(shard.data)
+    return found
 
 
 def results(
@@ -208,6 +255,55 @@ def of_function() -> dict[str, np.ndarray]:
     return here(params) | metrics
 
 
+def of_scanned_function() -> dict[str, np.ndarray]:
+    """What a loss function comes to that scans over pieces of stacked layers."""
+    x, targets = batch(0)
+    rng = np.random.default_rng(0)
+    params = {
+        "inner": rng.normal(size=(4, 8, 32)),
+        "outer": rng.normal(size=(4, 32, 8)),
+    }
+
+    def loss_fn(params, x, targets):
+        def layer(h, weights):
+            return h + jnp.sin(h @ weights["inner"]) @ weights["outer"], None
+
+        y, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean((y - targets) ** 2) + jnp.mean(params["inner"] ** 2)
+
+    grad_fn = jpipe.value_and_grad(loss_fn, M, num_stages=4, devices=jax.devices()[:4])
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    params = grad_fn.place(params, x, targets)
+    optimizer = grad_fn.optimizer(tx)
+    state = optimizer.init(params)
+    update = grad_fn.jit(optax.apply_updates, donate_argnums=(0, 1))
+    losses = []
+    for _ in range(2):
+        loss, grads = grad_fn(params, x, targets)
+        updates, state = optimizer.update(grads, state, params)
+        params = update(params, updates)
+        losses.append(loss)
+    metrics = {f"metric {i}": np.asarray(value) for i, value in enumerate(losses)}
+    return here({"params": params, "state": state}) | metrics
+
+
+def refuse_pieces() -> list[str]:
+    """What is said where all of a leaf is asked for, of which a process has pieces."""
+    state = start(pipelines()["model of 7"]())
+    other = jpipe.pipeline(Scanned(7), M, num_stages=3, devices=jax.devices()[:3])
+    requests = (
+        lambda: np.asarray(jax.tree.leaves(state.params)[0]),
+        lambda: other.place(state.variables, batch(0)[0]),
+    )
+    messages = []
+    for request in requests:
+        try:
+            request()
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+    return messages
+
+
 def run(name: str, fed: Callable[..., Any] | None = None) -> dict[str, np.ndarray]:
     """What one of the pipelines, or the function, comes to in this process.
 
@@ -217,6 +313,8 @@ def run(name: str, fed: Callable[..., Any] | None = None) -> dict[str, np.ndarra
     """
     if name == "function":
         return of_function()
+    if name == "scanned function":
+        return of_scanned_function()
     pipe = pipelines()[name]()
     given = {"fed": functools.partial(fed, pipe)} if fed else {}
     if name.startswith("model"):  # all are given all

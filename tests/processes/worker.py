@@ -58,15 +58,17 @@ def main(
         np.savez(Path(folder) / f"{name}-{me}.npz", **found)
     if "mesh" not in names:
         return
-    pipe, path = work.pipelines()["1f1b"](), Path(folder) / "state"
-    state, _ = work.go_on(pipe, work.start(pipe), 2)
-    jpipe.checkpoint.save(path, {"state": state, "position": 2})
-    like = {"state": work.start(work.pipelines()["mesh"]()), "position": 0}
-    found = jpipe.checkpoint.restore(path, like)
-    assert found["position"] == 2
-    meshed = found["state"]
-    own = work.here((meshed.step, meshed.params, meshed.opt_state))
-    np.savez(Path(folder) / f"meshed-{me}.npz", **own)
+    np.save(Path(folder) / f"refused-{me}.npy", work.refuse_pieces())
+    for saved, restored, position in work.SAVED:
+        pipe, path = work.pipelines()[saved](), Path(folder) / f"state of {saved}"
+        state, _ = work.go_on(pipe, work.start(pipe), position)
+        jpipe.checkpoint.save(path, {"state": state, "position": position})
+        like = {"state": work.start(work.pipelines()[restored]()), "position": 0}
+        found = jpipe.checkpoint.restore(path, like)
+        assert found["position"] == position
+        state = found["state"]
+        own = work.here((state.step, state.params, state.opt_state))
+        np.savez(Path(folder) / f"restored by {restored}-{me}.npz", **own)
 
 
 if __name__ == "__main__":
