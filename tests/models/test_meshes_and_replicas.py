@@ -16,7 +16,7 @@ import jpipe
 
 from .. import reference as ref
 from ..mesh.stages import mesh
-from .test_unchanged_models import KEY, TX, case_of, two_steps
+from .test_unchanged_models import KEY, TX, case_of, slow_unless_quick, two_steps
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
@@ -54,13 +54,16 @@ ROWS = {
 }
 
 
-# They take long, and differ from "ranks take turns" in where and on what.
-MORE = "ranks take turns at the first", "ranks with meshes take turns"
+# The others differ from these in where, and on which model.
+QUICK = {
+    "examples are spread",
+    "parameters are gathered each time",
+    "products are spread",
+    "ranks take turns",
+}
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in MORE)) for row in ROWS]
-)
+@pytest.mark.parametrize("row", slow_unless_quick(ROWS, QUICK))
 def test_two_steps_on_meshes_and_replicas_are_those_of_one_device(row):
     name, options = ROWS[row]
     case, options = case_of(name), {"num_microbatches": 2} | options

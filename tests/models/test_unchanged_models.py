@@ -302,11 +302,29 @@ def merged(weights, old, news):
     return unflatten_dict({p: v.astype(old[p].dtype) for p, v in new.items()})
 
 
-# What these have, others have too.
-MORE = "bert", "vit", "mixer", "vae"
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in CASES
-]
+# What the others have, these have too: dropout, an encoder and a decoder, statistics,
+# skips, both kinds of Flax modules, and the three ways to loop over layers or times.
+QUICK = {
+    "gpt",
+    "translator",
+    "resnet",
+    "unet",
+    "nnx gpt",
+    "scanned decoder",
+    "nnx.scan",
+    "lstm",
+}
+
+
+def slow_unless_quick(names, quick):
+    """The names as parameters; those that are not quick run in `make test-all`."""
+    return [
+        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
+        for name in names
+    ]
+
+
+NAMES = slow_unless_quick(CASES, QUICK)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -333,7 +351,10 @@ def test_variables_and_outputs_are_those_of_the_model(double, name):
     ref.assert_close(pipe.apply(variables, case.x, **rngs), y, case.close)
 
 
-@pytest.mark.parametrize("name", ["resnet", "two towers", "lora", "nnx cnn"])
+GRADIENTS = ["resnet", "two towers", "lora", "nnx cnn"]
+
+
+@pytest.mark.parametrize("name", slow_unless_quick(GRADIENTS, {"resnet", "lora"}))
 def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     case, pipe, variables = made(name)
     find = pipe.value_and_grad(case.loss, has_state=True, **case.options)
