@@ -13,6 +13,7 @@ import jpipe
 
 from .. import reference as ref
 from ..compiling import log_compiled
+from ..slow import slow
 from .small_losses import (
     PROGRAMS,
     RNG,
@@ -40,12 +41,12 @@ def test_loss_and_gradients_are_those_of_plain_jax(double, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "gpipe", "remat": "none"},
-        {"schedule": "gpipe", "remat": "full"},
-        {"schedule": "zb_h1"},
+        slow({"schedule": "gpipe", "remat": "none"}),
+        slow({"schedule": "gpipe", "remat": "full"}),
+        slow({"schedule": "zb_h1"}),
         {"schedule": "zb_h1", "remat": ["none", "dots", "min_cut", "full"]},
         {"schedule": "interleaved", "devices": jax.devices()[:2]},
-        {"schedule": "zb_v", "devices": jax.devices()[:2]},
+        slow({"schedule": "zb_v", "devices": jax.devices()[:2]}),
         {"remat": "except_last", "devices": (4 * jax.devices()[:1])},
     ],
     ids=lambda options: " ".join(map(str, options.values()))[:30],
@@ -313,7 +314,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("function", UNEVEN)
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [slow(2), 3])
 def test_micro_batches_of_other_sizes_are_divided_alike(double, function, stages):
     params, args = UNEVEN[function], (X[:5], TARGETS[:5])
     grad_fn = jpipe.value_and_grad(function, 3, num_stages=stages, has_aux=True)

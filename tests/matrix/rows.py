@@ -122,7 +122,7 @@ def own(num_stages: int, num_microbatches: int) -> str:
 # "each" is "microbatch_mean"), optimizer, what is trained, devices of each rank (where
 # parameters are sharded and gathered once in a step: "s", for each micro-batch: "m"),
 # and the dtype, if it is not double.
-# Each value of a factor is in one of the first rows, and each pair of values in one of all.
+# Each value of a factor is in a quick row, and each pair of values in one of all.
 QUICK = """
 mlp     33      2/4  1f1b            dots        mean      every_other   all     2 f32
 mlp     33      2/8  1f1b            except_last each+     every_other   lora    1 bf16

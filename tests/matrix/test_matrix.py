@@ -13,6 +13,7 @@ import pytest
 from jpipe.schedules import BY_NAME
 
 from ..fuzz import check
+from ..slow import slow
 from .models import MODELS
 from .rows import (
     IMPOSSIBLE,
@@ -39,11 +40,8 @@ def devices(row):
     return [(3 * rank + 1) % 8 for rank in range(ranks)]
 
 
-SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in SLOW_ROWS]
-
-
 @pytest.mark.parametrize(
-    "row", [*QUICK_ROWS, *SLOW], ids=lambda row: " ".join(map(str, row))
+    "row", [*QUICK_ROWS, *map(slow, SLOW_ROWS)], ids=lambda row: " ".join(map(str, row))
 )
 def test_a_pipeline_is_its_model_on_one_device(double, row):
     dtype, model = jnp.dtype(row.dtype), MODELS[row.model]

@@ -18,6 +18,7 @@ from flax import serialization
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow
 from .scanned_models import Decoder, ScannedMLP
 from .small_models import WIDTH, BatchNorm, Dense
 
@@ -106,10 +107,6 @@ OPTIMIZERS = {
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "lamb": lambda: optax.lamb(1e-2),
 }
-
-
-def slow(*row: Any) -> Any:
-    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 # An optimizer of norms of each stack, and one of the norm of all; pieces that are

@@ -16,7 +16,8 @@ import jpipe
 
 from .. import reference as ref
 from ..mesh.stages import mesh
-from .test_unchanged_models import KEY, TX, case_of, slow_unless_quick, two_steps
+from ..slow import slow, slow_except
+from .test_unchanged_models import KEY, TX, case_of, two_steps
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
@@ -63,7 +64,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("row", slow_unless_quick(ROWS, QUICK))
+@pytest.mark.parametrize("row", slow_except(QUICK, ROWS))
 def test_two_steps_on_meshes_and_replicas_are_those_of_one_device(row):
     name, options = ROWS[row]
     case, options = case_of(name), {"num_microbatches": 2} | options
@@ -112,7 +113,7 @@ def quarters(x):
     return x.reshape(4, 2, -1)
 
 
-@pytest.mark.parametrize("sharding", [None, fully_sharded])
+@pytest.mark.parametrize("sharding", [slow(None), fully_sharded])
 def test_gradients_of_a_loss_function_on_a_mesh_are_those_of_one_device(sharding):
     rng = np.random.default_rng(0)
     shapes = {"a": (6, 2), "b": (2, 8), "c": (8, 4)}
@@ -201,7 +202,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name", slow_except({"a device", "data", "data and model"}, PLACES)
+)
 def test_constraints_over_a_mesh_of_the_users_change_no_value(name, monkeypatch):
     options, says = PLACES[name]
     constraint, specs = jax.lax.with_sharding_constraint, []
@@ -245,7 +248,7 @@ class Annotated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", slow_except({"a device", "data and model"}, PLACES))
 def test_an_annotated_model_trains_as_it_is(name):
     rng, (options, says) = np.random.default_rng(0), PLACES[name]
     x, targets = rng.normal(size=(2, 8, 6))

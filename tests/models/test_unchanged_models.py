@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow_except
 from . import scanned_models as scanned
 from . import small_models as models
 
@@ -315,16 +316,7 @@ QUICK = {
     "lstm",
 }
 
-
-def slow_unless_quick(names, quick):
-    """The names as parameters; those that are not quick run in `make test-all`."""
-    return [
-        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
-        for name in names
-    ]
-
-
-NAMES = slow_unless_quick(CASES, QUICK)
+NAMES = slow_except(QUICK, CASES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -354,7 +346,7 @@ def test_variables_and_outputs_are_those_of_the_model(double, name):
 GRADIENTS = ["resnet", "two towers", "lora", "nnx cnn"]
 
 
-@pytest.mark.parametrize("name", slow_unless_quick(GRADIENTS, {"resnet", "lora"}))
+@pytest.mark.parametrize("name", slow_except({"resnet", "lora"}, GRADIENTS))
 def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     case, pipe, variables = made(name)
     find = pipe.value_and_grad(case.loss, has_state=True, **case.options)

@@ -18,6 +18,7 @@ import jpipe
 from .. import reference as ref
 from ..models import scanned_models as scanned
 from ..models import small_models as models
+from ..slow import slow
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -77,7 +78,7 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "sizes"), [(8, (3, 2, 2, 1)), (7, (2, 2, 2, 1))]
+    ("num_layers", "sizes"), [slow(8, (3, 2, 2, 1)), (7, (2, 2, 2, 1))]
 )
 def test_a_plan_of_a_scanned_model_is_built(
     num_layers: int, sizes: tuple[int, ...]
@@ -159,7 +160,7 @@ def test_a_balance_counts_iterations() -> None:
 
 
 @pytest.mark.parametrize(
-    "tx", [optax.adam(1e-2), optax.adafactor(1e-3, min_dim_size_to_factor=4)]
+    "tx", [slow(optax.adam(1e-2)), optax.adafactor(1e-3, min_dim_size_to_factor=4)]
 )
 def test_the_optimizer_is_counted_as_a_train_step_spreads_it(tx: Any) -> None:
     model = decoder(7)

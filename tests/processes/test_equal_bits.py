@@ -9,6 +9,7 @@ import pytest
 
 import jpipe
 
+from ..slow import slow
 from . import jobs, work
 
 
@@ -41,10 +42,6 @@ JOBS = {
     ),
     "four": Job(4, "1f1b,zb_v,replicas,scanned function", feeds="all", devices=1),
 }
-
-
-def slow(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
