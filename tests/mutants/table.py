@@ -29,6 +29,7 @@ REACHED_BY = {
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_trainable": "matrix train",
     "_check": "check/test_loss_check.py check",
+    "_check/_layer_checker": "check/test_layer_check.py",
     "_command": "command processes/test_launch.py",
     "_instructions": "instructions matrix stage train mesh",
     "_instructions/_graph": "instructions/test_result_aliasing.py matrix instructions",
@@ -97,6 +98,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_arguments/_trainable": [
         ("if _is_param_path(path) and is_inexact(leaf)", "if _is_param_path(path)"),
+    ],
+    "_check/_layer_checker": [
+        ("self._functions.setdefault(function.fingerprint, function)", "function"),
     ],
     "_check/_loss_check": [
         ("n / sum(sizes) for n", "0.5 for n"),
