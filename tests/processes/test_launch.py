@@ -8,11 +8,13 @@ import pytest
 
 import jpipe
 
+from .jobs import ROOT
+
 
 def run(*command, **environment):
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         check=False,
