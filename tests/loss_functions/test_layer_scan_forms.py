@@ -315,7 +315,7 @@ KEEP_PIECES = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_except({"adafactor", "multi_steps", "muon_with_a_branch"}, KEEP_PIECES),
+    slow_except({"adafactor", "muon_with_a_branch"}, KEEP_PIECES),
 )
 def test_optimizers_that_put_no_stack_together(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -355,6 +355,7 @@ def test_optimizers_that_put_no_stack_together(
     assert largest < stack(7)["kernel"].nbytes
 
 
+@pytest.mark.slow
 def test_keys_of_layers() -> None:
     def loss(w: Any, x: Any, key: jax.Array) -> jax.Array:
         def turn(h: jax.Array, xs: Any) -> Any:

@@ -399,6 +399,7 @@ def test_other_batch_sizes_have_the_same_pieces() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), x), ref.FLOAT64)
 
 
+@pytest.mark.slow
 def test_parameters_placed_for_other_stages_are_placed_again() -> None:
     loss, params = FORMS["scan"]
     four = jpipe.value_and_grad(loss, 2, num_stages=4)
@@ -408,6 +409,7 @@ def test_parameters_placed_for_other_stages_are_placed_again() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_pieces() -> None:
     loss, params = FORMS["seven_layers"]
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
@@ -420,7 +422,8 @@ def test_a_plan_has_the_pieces() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
-@pytest.mark.parametrize(("saved_by", "restored_by"), [(7, 4), slow(4, 7), slow(4, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(7, 4), (4, 7), (4, 2)])
 def test_checkpoints_go_on_in_other_pieces(
     saved_by: int, restored_by: int, tmp_path: Any
 ) -> None:
@@ -435,12 +438,14 @@ def test_checkpoints_go_on_in_other_pieces(
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
+@pytest.mark.slow
 def test_check_takes_parameters_in_pieces() -> None:
     loss, params = FORMS["seven_layers"]
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
     assert grad_fn.check(grad_fn.place(params(), X), X)
 
 
+@pytest.mark.slow
 def test_frozen_stacks_have_no_gradient() -> None:
     loss, params = FORMS["scan"]
     grad_fn = jpipe.value_and_grad(

@@ -13,7 +13,7 @@ import jpipe
 
 from .. import reference as ref
 from ..compiling import log_compiled
-from ..slow import slow
+from ..slow import slow, slow_except
 from .small_losses import (
     PROGRAMS,
     RNG,
@@ -28,8 +28,10 @@ from .small_losses import (
     squares,
 )
 
+SLOW = {"one block six times", "one checkpoint", "inner jit"}
 
-@pytest.mark.parametrize("name", PROGRAMS)
+
+@pytest.mark.parametrize("name", slow_except({*PROGRAMS} - SLOW, PROGRAMS))
 def test_loss_and_gradients_are_those_of_plain_jax(double, name):
     function, params, args, stages = PROGRAMS[name]()
     expected = jax.value_and_grad(function)(params, *args)

@@ -55,12 +55,11 @@ ROWS = {
 }
 
 
-# The others differ from these in where, and on which model.
+# The others differ from these in where, and on which model; lists hold replicas.
 QUICK = {
     "examples are spread",
     "parameters are gathered each time",
     "products are spread",
-    "ranks take turns",
 }
 
 

@@ -346,7 +346,7 @@ def test_variables_and_outputs_are_those_of_the_model(double, name):
 GRADIENTS = ["resnet", "two towers", "lora", "nnx cnn"]
 
 
-@pytest.mark.parametrize("name", slow_except({"resnet", "lora"}, GRADIENTS))
+@pytest.mark.parametrize("name", slow_except({"lora"}, GRADIENTS))
 def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     case, pipe, variables = made(name)
     find = pipe.value_and_grad(case.loss, has_state=True, **case.options)
@@ -361,7 +361,10 @@ def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+TRAINED = {"gpt", "translator", "resnet", "scanned decoder", "nnx.scan"}
+
+
+@pytest.mark.parametrize("name", slow_except(TRAINED, CASES))
 def test_two_steps_are_those_of_a_plain_loop(double, name):
     """Of the optimizer's state the first moment tells the gradients."""
     _, pipe, variables = made(name)

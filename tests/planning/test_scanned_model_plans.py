@@ -77,8 +77,9 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
     return dict(held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_layers", "sizes"), [slow(8, (3, 2, 2, 1)), (7, (2, 2, 2, 1))]
+    ("num_layers", "sizes"), [(8, (3, 2, 2, 1)), (7, (2, 2, 2, 1))]
 )
 def test_a_plan_of_a_scanned_model_is_built(
     num_layers: int, sizes: tuple[int, ...]
@@ -196,7 +197,7 @@ class Normalized(nn.Module):
         return models.Dense(3)(x)
 
 
-@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("is_planned", [True, slow(False)])
 def test_plans_of_models_with_state_beside_a_scan(is_planned: bool) -> None:
     first = jpipe.pipeline(Normalized(), 2, num_stages=2)
     first.init(KEY, X)
