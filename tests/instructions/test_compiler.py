@@ -18,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow
 
 TX = optax.adam(1e-2)
 
@@ -61,7 +62,7 @@ def called(pipe, name, x, targets):
     return pipe.train_step(ref.mse, TX), (state, x, targets)
 
 
-@pytest.mark.parametrize("name", ["apply", "value_and_grad", "train_step"])
+@pytest.mark.parametrize("name", [slow("apply"), slow("value_and_grad"), "train_step"])
 def test_after_compile_by_shapes_the_first_call_compiles_nothing(name, compiled):
     pipe, (x, targets) = jpipe.pipeline(layers(23 + len(name)), 4), ref.regression(8)
     function, args = called(pipe, name, x, targets)
@@ -268,7 +269,7 @@ class Quantized(nn.Module):
         return x @ matrix.value.astype(x.dtype) * scale
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn"])
+@pytest.mark.parametrize("dtype", ["int4", slow("uint2"), slow("float4_e2m1fn")])
 def test_elements_smaller_than_a_byte_are_computed_with(dtype):
     model = nn.Sequential([Quantized(dtype), Quantized(dtype), ref.dense(4)])
     (x, targets), tx = ref.regression(8), optax.sgd(0.1)

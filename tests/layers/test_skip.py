@@ -9,6 +9,7 @@ import jpipe
 
 from .. import reference as ref
 from ..errors.model import rows
+from ..listing import gradient_of
 
 
 def keep(x):
@@ -35,6 +36,16 @@ def test_skip_goes_straight_to_where_it_is_popped(moved):
     # The input and the outer skip; none goes by way of the stages between.
     goals = [device for size, device in moved if size == x.size]
     assert goals == [devices[0], devices[3]]
+
+
+def test_a_cheap_layer_runs_in_its_stage_and_sends_what_it_returns():
+    """The next stage doesn't compute it again from the input, which it doesn't get."""
+    layers = [lambda x: (jnp.tanh(x), x), lambda pair: pair[0] + pair[1]]
+    pipe = jpipe.pipeline(layers, 2, balance=[1, 1])
+    x = jnp.ones((4, 3))
+    gradient_of(pipe, x, x)
+    tanh_and_x = 2 * x[:2].nbytes
+    assert [stage.sent_bytes for stage in pipe.plan.stages] == [tanh_and_x, 0]
 
 
 def init(*layers):

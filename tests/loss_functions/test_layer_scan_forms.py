@@ -19,6 +19,7 @@ from jpipe._jaxprs import _jaxpr
 from jpipe._placed import _jit
 
 from .. import reference as ref
+from ..slow import slow_except
 from .test_layer_scans import (
     KEY,
     LAYERS,
@@ -113,7 +114,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", slow_except({"seven_layers", "remainder"}, MADE))
 def test_stacks_made_by_the_function(name: str) -> None:
     loss, params, lengths = MADE[name]
     grad_fn = assert_is_divided(loss, params(), lengths)
@@ -190,7 +191,9 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    "name", slow_except({"counted", "counted_stacks_made_inside"}, COUNTED)
+)
 def test_stacks_indexed_by_a_counter(name: str) -> None:
     loss, params = COUNTED[name]
     assert_is_divided(loss, params(), [[2]] * STAGES)
@@ -310,7 +313,10 @@ KEEP_PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", KEEP_PIECES)
+@pytest.mark.parametrize(
+    "name",
+    slow_except({"adafactor", "muon_with_a_branch"}, KEEP_PIECES),
+)
 def test_optimizers_that_put_no_stack_together(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +355,7 @@ def test_optimizers_that_put_no_stack_together(
     assert largest < stack(7)["kernel"].nbytes
 
 
+@pytest.mark.slow
 def test_keys_of_layers() -> None:
     def loss(w: Any, x: Any, key: jax.Array) -> jax.Array:
         def turn(h: jax.Array, xs: Any) -> Any:

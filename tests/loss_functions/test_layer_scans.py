@@ -20,6 +20,7 @@ from jpipe._api._function_gradient import FunctionGradient
 from jpipe._jaxprs import _jaxpr
 
 from .. import reference as ref
+from ..slow import slow, slow_except
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -215,7 +216,16 @@ def largest_bytes(grad_fn: Any, params: Any, x: np.ndarray) -> int:
     )
 
 
-@pytest.mark.parametrize("name", FORMS)
+QUICK = {
+    "seven_layers",
+    "along_axis_one",
+    "several_results",
+    "encoder_and_decoder",
+    "norms_of_all",
+}
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, FORMS))
 def test_programs_that_scan_over_layers(name: str) -> None:
     loss, params = FORMS[name]
     grad_fn = assert_equals_plain_jax(loss, params(), X)
@@ -315,7 +325,7 @@ class Model(nn.Module):
         return nn.Dense(3, param_dtype=float)(x), means
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [slow(0), 1])
 def test_scans_of_flax_with_dropout(axis: int) -> None:
     model = Model(axis)
     rngs = {"params": KEY, "dropout": KEY}
@@ -379,6 +389,7 @@ def test_unequal_pieces_are_a_stacked_leaf() -> None:
         jnp.sum(kernel)
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_have_the_same_pieces() -> None:
     loss, params = FORMS["seven_layers"]
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
@@ -388,6 +399,7 @@ def test_other_batch_sizes_have_the_same_pieces() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), x), ref.FLOAT64)
 
 
+@pytest.mark.slow
 def test_parameters_placed_for_other_stages_are_placed_again() -> None:
     loss, params = FORMS["scan"]
     four = jpipe.value_and_grad(loss, 2, num_stages=4)
@@ -397,6 +409,7 @@ def test_parameters_placed_for_other_stages_are_placed_again() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_pieces() -> None:
     loss, params = FORMS["seven_layers"]
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
@@ -409,6 +422,7 @@ def test_a_plan_has_the_pieces() -> None:
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "restored_by"), [(7, 4), (4, 7), (4, 2)])
 def test_checkpoints_go_on_in_other_pieces(
     saved_by: int, restored_by: int, tmp_path: Any
@@ -424,12 +438,14 @@ def test_checkpoints_go_on_in_other_pieces(
     ref.assert_close(found, jax.value_and_grad(loss)(params(), X), ref.FLOAT64)
 
 
+@pytest.mark.slow
 def test_check_takes_parameters_in_pieces() -> None:
     loss, params = FORMS["seven_layers"]
     grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
     assert grad_fn.check(grad_fn.place(params(), X), X)
 
 
+@pytest.mark.slow
 def test_frozen_stacks_have_no_gradient() -> None:
     loss, params = FORMS["scan"]
     grad_fn = jpipe.value_and_grad(
@@ -504,7 +520,9 @@ def assert_trains_like_optax(name: str, num_layers: int) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", slow_except({"clip_by_global_norm", "lamb"}, OPTIMIZERS)
+)
 def test_optimizers_see_whole_parameters(name: str) -> None:
     assert_trains_like_optax(name, num_layers=7)
 

@@ -1,5 +1,7 @@
 """The rows of the matrix: a program each, so that every pair of kinds is in one.
 
+The quick ones alone have every kind; `make test-all` runs the others too.
+
 `_remat.SETTINGS` is read because a remat setting that is added needs a row.
 """
 
@@ -120,35 +122,41 @@ def own(num_stages: int, num_microbatches: int) -> str:
 # "each" is "microbatch_mean"), optimizer, what is trained, devices of each rank (where
 # parameters are sharded and gathered once in a step: "s", for each micro-batch: "m"),
 # and the dtype, if it is not double.
-TABLE = """
+# Each value of a factor is in a quick row, and each pair of values in one of all.
+QUICK = """
 mlp     33      2/4  1f1b            dots        mean      every_other   all     2 f32
 mlp     33      2/8  1f1b            except_last each+     every_other   lora    1 bf16
-equal      17      1/2  zb_h2           mixed       mean+     adafactor     all     2s
-conv_norm  1221    1/2  interleaved     except_last weighted  sgd           all     1
 conv_norm  33      2/10 v_half          full        each      lion          later   2
+conv_norm  1221    1/2  interleaved     except_last weighted  sgd           all     1
+methods    1222    3/6  zb_v            full        weighted+ clipped_adamw lora    1
+nnx        111111  3/12 1f1b_v          dots        mean      adam          vectors 2m
+time_major 6       1/2  own             full        each      schedule      lora    1
+time_major 1131    1/4  interleaved_zb  none        each+     lion          lora    2s
+memory     1321    1/1  looped_bfs      min_cut     mean      adam          kernels 1
+memory     25      3/6  v_min           except_last each      schedule      all     2
+constants  61      4/8  eager_1f1b      mixed       sum       skipping      lora    2
+constants  52      3/6  zb_h2           min_cut     weighted  lion          layers  2s
+dropout    1123    4/10 dualpipe_v      offload     each      lion          vectors 2
+scans      313     1/3  zb_h1           policy      each      momentum      lora    1
+integers   1141    1/4  gpipe           offload     mean+     lamb          layers  2
+averages   6       4/12 gpipe_last_1f1b offload     weighted  adafactor     vectors 2s
+"""
+SLOW = """
+equal      17      1/2  zb_h2           mixed       mean+     adafactor     all     2s
 conv_norm  42      2/8  interleaved     none        mean+     schedule      later   2s
 tied       151     4/10 1f1b            min_cut     sum       every_other   layers  2m
 methods    1411    3/3  interleaved     offload     weighted+ adam          lora    1
-methods    1222    3/6  zb_v            full        weighted+ clipped_adamw lora    1
 child      111111  1/4  v_half          except_last sum+      momentum      all     2s
-nnx        111111  3/12 1f1b_v          dots        mean      adam          vectors 2m
-nnx_norm   1111    2/10 zb_h1           min_cut     sum+      skipping      all     2
 nnx_norm   13      2/8  zb_v            mixed       weighted+ lion          later   2m
+nnx_norm   1111    2/10 zb_h1           min_cut     sum+      skipping      all     2
 skips      235     2/6  1f1b            full        mean+     clipped_adamw kernels 2s
 isolated   1111111 4/6  zb_h2           none        mean      clipped_adamw kernels 1
 tree       1214    4/5  zb_v            except_last mean+     clipped_adamw layers  1
-time_major 6       1/2  own             full        each      schedule      lora    1
 time_major 111111  3/6  1f1b_v          policy      weighted+ clipped_adamw later   2
 time_major 1212    4/12 1f1b            offload     sum+      sgd           all     2m
-time_major 1131    1/4  interleaved_zb  none        each+     lion          lora    2s
 time_major 213     2/4  zb_h1           dots        each+     skipping      all     1
-memory     1321    1/1  looped_bfs      min_cut     mean      adam          kernels 1
 memory     34      2/2  gpipe_last_1f1b mixed       sum+      lion          later   1
-memory     25      3/6  v_min           except_last each      schedule      all     2
-constants  52      3/6  zb_h2           min_cut     weighted  lion          layers  2s
-constants  61      4/8  eager_1f1b      mixed       sum       skipping      lora    2
 dropout    16      1/4  eager_1f1b      except_last sum+      lamb          later   2s
-dropout    1123    4/10 dualpipe_v      offload     each      lion          vectors 2
 dropout    7       4/16 own             dots        sum       skipping      kernels 2s
 dropout    34      2/4  looped_bfs      mixed       mean+     momentum      kernels 2m
 dropout    1111111 1/3  zb_h1           none        weighted  every_other   all     1
@@ -158,7 +166,6 @@ dropout    214     2/6  zb_h1           full        each+     adafactor     all 
 scans      1141    2/6  looped_bfs      dots        weighted+ clipped_adamw lora    2s
 scans      1111111 4/4  gpipe           mixed       each+     sgd           lora    1
 scans      7       3/6  own             none        sum       schedule      all     2
-scans      313     1/3  zb_h1           policy      each      momentum      lora    1
 remat      42      4/4  interleaved_zb  min_cut     mean      lamb          lora    1
 remat      111111  1/4  1f1b_v          full        each      skipping      all     2s
 remat      111111  3/6  own             offload     weighted  schedule      kernels 1
@@ -167,17 +174,17 @@ odd        1222    2/3  interleaved     full        sum+      every_other   laye
 odd        2212    1/6  own             except_last each      momentum      kernels 2
 bare       51      4/8  eager_1f1b      except_last each      clipped_adamw kernels 1
 integers   7       4/8  zb_h2           except_last weighted+ skipping      all     2m
-integers   1141    1/4  gpipe           offload     mean+     lamb          layers  2
 integers   1111111 3/3  own             min_cut     each+     adafactor     later   1
 averages   111111  1/4  v_min           dots        sum+      skipping      all     2
-averages   6       4/12 gpipe_last_1f1b offload     weighted  adafactor     vectors 2s
 averages   24      1/6  own             policy      mean+     lion          all     2m
 stopped    4122    4/12 v_min           policy      sum+      adam          kernels 2s
 stopped    1611    4/6  own             mixed       sum       momentum      later   1
 stopped    63      3/3  interleaved_zb  dots        each+     schedule      layers  1
 norms      51      1/1  zb_h1           offload     weighted  skipping      layers  1
 """
-ROWS = [read(line) for line in TABLE.strip().split("\n")]
+QUICK_ROWS = [read(line) for line in QUICK.strip().split("\n")]
+SLOW_ROWS = [read(line) for line in SLOW.strip().split("\n")]
+ROWS = QUICK_ROWS + SLOW_ROWS
 
 # ------------------------------------------------------------------- their kinds
 

@@ -13,13 +13,16 @@ import pytest
 from jpipe.schedules import BY_NAME
 
 from ..fuzz import check
+from ..slow import slow
 from .models import MODELS
 from .rows import (
     IMPOSSIBLE,
     OPTIMIZERS,
+    QUICK_ROWS,
     REMATS,
     ROWS,
     SCHEDULES,
+    SLOW_ROWS,
     TRAINABLE,
     kinds,
     own,
@@ -37,7 +40,9 @@ def devices(row):
     return [(3 * rank + 1) % 8 for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(map(str, row)))
+@pytest.mark.parametrize(
+    "row", [*QUICK_ROWS, *map(slow, SLOW_ROWS)], ids=lambda row: " ".join(map(str, row))
+)
 def test_a_pipeline_is_its_model_on_one_device(double, row):
     dtype, model = jnp.dtype(row.dtype), MODELS[row.model]
     traits = model.traits.split()
@@ -68,7 +73,7 @@ def test_a_pipeline_is_its_model_on_one_device(double, row):
 
 
 def test_every_pair_of_kinds_is_in_a_row():
-    """Of two factors; and every value of each."""
+    """A pair is of two factors."""
     known: dict[str, set[str]] = {}
     covered = set()
     for row in ROWS:
@@ -84,9 +89,21 @@ def test_every_pair_of_kinds_is_in_a_row():
     missing = pairs - covered - {frozenset(pair) for pair in IMPOSSIBLE}
     assert not sorted(map(sorted, missing))
     assert {row.model for row in ROWS} == set(MODELS)
+
+
+def test_every_value_is_in_a_quick_row():
+    quick, all_kinds = set(), set()
+    for row in ROWS:
+        row_kinds = set().union(*kinds(row).values())
+        all_kinds |= row_kinds
+        if row in QUICK_ROWS:
+            quick |= row_kinds
+    assert not all_kinds - quick
     catalogue = {name for name in BY_NAME if name != "forward_only"}
-    assert {row.schedule for row in ROWS} == {*catalogue, "own"} == set(SCHEDULES)
-    assert {row.optimizer for row in ROWS} == set(check.OPTIMIZERS) == set(OPTIMIZERS)
-    assert {row.trainable for row in ROWS} == set(TRAINABLE)
-    assert {row.remat for row in ROWS} == {*REMATS, "mixed"}
-    assert {row.dtype for row in ROWS} == {"float64", "float32", "bfloat16"}
+    schedules = {row.schedule for row in QUICK_ROWS}
+    assert schedules == {*catalogue, "own"} == set(SCHEDULES)
+    optimizers = {row.optimizer for row in QUICK_ROWS}
+    assert optimizers == set(check.OPTIMIZERS) == set(OPTIMIZERS)
+    assert {row.trainable for row in QUICK_ROWS} == set(TRAINABLE)
+    assert {row.remat for row in QUICK_ROWS} == {*REMATS, "mixed"}
+    assert {row.dtype for row in QUICK_ROWS} == {"float64", "float32", "bfloat16"}

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
+from ..compiling import log_compiled
 from . import small_models as models
 from .small_models import VOCAB, WIDTH
 
@@ -127,15 +127,14 @@ def test_check_and_compile_name_the_model(double):
     assert any("backward" in program.name for program in report.programs)
 
 
-def test_after_compile_the_first_step_compiles_nothing(double, caplog):
+def test_after_compile_the_first_step_compiles_nothing(double):
     pipe, tx = small(), optax.adam(1e-2)
     state = pipe.init_train_state(KEY, X, tx)
     step = pipe.train_step(squares, tx)
     report = pipe.compile(step, state, X, TARGETS)
     assert any("update" in program.name for program in report.programs)
-    with jax.log_compiles(), caplog.at_level("WARNING"):
+    with log_compiled() as compiled:
         step(state, X, TARGETS)
-    compiled = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
     # The key and the number of the next step; the loss, which is tried by itself.
     assert set(compiled) <= {"_advance", "run"}
 
@@ -173,33 +172,6 @@ def test_an_input_that_does_not_fit_is_named(double):
             r"by the model .LoRA., whose input was float\d+\[\d,3\]",
             "\n".join(raised_by_flax.__notes__),
         )
-
-
-class Normed(nn.Module):
-    """It has statistics of two norms, one of them frozen."""
-
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
-        return nn.Dense(3)(nn.BatchNorm(use_running_average=True)(x))
-
-
-def test_statistics_that_a_call_does_not_return_are_warned_of_once():
-    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
-    x, targets = X.astype(np.float32), TARGETS.astype(np.float32)
-    variables = pipe.init(KEY, x)
-    find = pipe.value_and_grad(squares)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        find(variables, x, targets, train=False)
-        pipe.value_and_grad(squares, has_state=True)(variables, x, targets)
-    says = r"value_and_grad leaves variables\['batch_stats'\] as given.*has_state=True"
-    with pytest.warns(UserWarning, match=says) as caught:
-        find(variables, x, targets)
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        find(variables, x, targets)
 
 
 def test_sequential_draws_what_a_pipeline_draws(double):

@@ -18,6 +18,7 @@ from flax import serialization
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow
 from .scanned_models import Decoder, ScannedMLP
 from .small_models import WIDTH, BatchNorm, Dense
 
@@ -108,8 +109,19 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("layers", [7, 8])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# An optimizer of norms of each stack, and one of the norm of all; pieces that are
+# unequal, and equal.
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("adafactor", 7),
+        ("clipped", 8),
+        slow("adafactor", 8),
+        slow("clipped", 7),
+        slow("lamb", 7),
+        slow("lamb", 8),
+    ],
+)
 def test_steps_are_those_of_optax_on_whole_stacks(name: str, layers: int) -> None:
     tx = OPTIMIZERS[name]()
     pipe = build(layers)
@@ -216,7 +228,7 @@ def trained() -> tuple[jpipe.Pipeline, Any, Any]:
     return pipe, state, on_host(after.params)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [slow(1), slow(2), 3])
 def test_a_checkpoint_goes_on_in_other_stages(stages: int, tmp_path: Any) -> None:
     _, state, expected = trained()
     jpipe.checkpoint.save(tmp_path / "state", state)

@@ -16,6 +16,7 @@ import jpipe
 
 from .. import reference as ref
 from ..mesh.stages import mesh
+from ..slow import slow, slow_except
 from .test_unchanged_models import KEY, TX, case_of, two_steps
 
 pytestmark = [
@@ -54,13 +55,15 @@ ROWS = {
 }
 
 
-# They take long, and differ from "ranks take turns" in where and on what.
-MORE = "ranks take turns at the first", "ranks with meshes take turns"
+# The others differ from these in where, and on which model; lists hold replicas.
+QUICK = {
+    "examples are spread",
+    "parameters are gathered each time",
+    "products are spread",
+}
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in MORE)) for row in ROWS]
-)
+@pytest.mark.parametrize("row", slow_except(QUICK, ROWS))
 def test_two_steps_on_meshes_and_replicas_are_those_of_one_device(row):
     name, options = ROWS[row]
     case, options = case_of(name), {"num_microbatches": 2} | options
@@ -109,7 +112,7 @@ def quarters(x):
     return x.reshape(4, 2, -1)
 
 
-@pytest.mark.parametrize("sharding", [None, fully_sharded])
+@pytest.mark.parametrize("sharding", [slow(None), fully_sharded])
 def test_gradients_of_a_loss_function_on_a_mesh_are_those_of_one_device(sharding):
     rng = np.random.default_rng(0)
     shapes = {"a": (6, 2), "b": (2, 8), "c": (8, 4)}
@@ -198,7 +201,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name", slow_except({"a device", "data", "data and model"}, PLACES)
+)
 def test_constraints_over_a_mesh_of_the_users_change_no_value(name, monkeypatch):
     options, says = PLACES[name]
     constraint, specs = jax.lax.with_sharding_constraint, []
@@ -242,7 +247,7 @@ class Annotated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", slow_except({"a device", "data and model"}, PLACES))
 def test_an_annotated_model_trains_as_it_is(name):
     rng, (options, says) = np.random.default_rng(0), PLACES[name]
     x, targets = rng.normal(size=(2, 8, 6))

@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow_except
 from . import scanned_models as scanned
 from . import small_models as models
 
@@ -302,11 +303,20 @@ def merged(weights, old, news):
     return unflatten_dict({p: v.astype(old[p].dtype) for p, v in new.items()})
 
 
-# What these have, others have too.
-MORE = "bert", "vit", "mixer", "vae"
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in CASES
-]
+# What the others have, these have too: dropout, an encoder and a decoder, statistics,
+# skips, both kinds of Flax modules, and the three ways to loop over layers or times.
+QUICK = {
+    "gpt",
+    "translator",
+    "resnet",
+    "unet",
+    "nnx gpt",
+    "scanned decoder",
+    "nnx.scan",
+    "lstm",
+}
+
+NAMES = slow_except(QUICK, CASES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -333,7 +343,10 @@ def test_variables_and_outputs_are_those_of_the_model(double, name):
     ref.assert_close(pipe.apply(variables, case.x, **rngs), y, case.close)
 
 
-@pytest.mark.parametrize("name", ["resnet", "two towers", "lora", "nnx cnn"])
+GRADIENTS = ["resnet", "two towers", "lora", "nnx cnn"]
+
+
+@pytest.mark.parametrize("name", slow_except({"lora"}, GRADIENTS))
 def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     case, pipe, variables = made(name)
     find = pipe.value_and_grad(case.loss, has_state=True, **case.options)
@@ -348,7 +361,10 @@ def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+TRAINED = {"gpt", "translator", "resnet", "scanned decoder", "nnx.scan"}
+
+
+@pytest.mark.parametrize("name", slow_except(TRAINED, CASES))
 def test_two_steps_are_those_of_a_plain_loop(double, name):
     """Of the optimizer's state the first moment tells the gradients."""
     _, pipe, variables = made(name)

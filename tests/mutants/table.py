@@ -29,6 +29,8 @@ REACHED_BY = {
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_trainable": "matrix train",
     "_check": "check/test_loss_check.py check",
+    "_check/_layer_checker": "check/test_layer_check.py",
+    "_command": "command processes/test_launch.py",
     "_instructions": "instructions matrix stage train mesh",
     "_instructions/_graph": "instructions/test_result_aliasing.py matrix instructions",
     "_instructions/_program": "train/test_interrupts.py instructions matrix",
@@ -63,8 +65,10 @@ REACHED_BY = {
     "_partition/_param_sharding": "train/test_reductions.py matrix instructions stage mesh",
     "_pipelined": "loss_functions/test_value_and_grad.py loss_functions models pipelined",
     "_pipelined/_pipelined_function": "layers loss_functions models matrix mesh",
-    "_pipelined/_tracing": "layers loss_functions models matrix mesh",
+    "_pipelined/_tracing": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_placed": "test_transparency.py train",
+    "_processes": "processes/test_failure.py processes/test_equal_bits.py",
+    "_processes/_environment": "processes/test_launch.py",
     "_stage": "loss_functions/test_value_and_grad.py loss_functions models",
     "_stage/_slicing": "loss_functions/test_value_and_grad.py planning/test_estimate.py loss_functions models",
     "_stage/_split_backward": "stage/test_split_scans.py train/test_reductions.py matrix stage train",
@@ -77,7 +81,10 @@ REACHED_BY = {
     "_trace/_eqn_order": "models/test_calls.py loss_functions models",
     "_trace/_state_updates": "train/test_model_state.py mesh/test_data_axis.py layers loss_functions models",
     "_train": "test_transparency.py test_batches.py matrix train mesh",
+    "checkpoint": "train/test_checkpoint.py",
+    "draw": "draw",
     "planning": "planning",
+    "planning/_sums": "planning/test_profile.py planning/test_partition.py planning",
     "schedules": "schedules",
 }
 
@@ -92,8 +99,20 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_arguments/_trainable": [
         ("if _is_param_path(path) and is_inexact(leaf)", "if _is_param_path(path)"),
     ],
+    "_check/_layer_checker": [
+        ("self._functions.setdefault(function.fingerprint, function)", "function"),
+    ],
     "_check/_loss_check": [
         ("n / sum(sizes) for n", "0.5 for n"),
+    ],
+    "_command/_launch": [
+        ("PROCESS: str(index)}", "PROCESS: str(0)}"),
+    ],
+    "_command/_parsers": [
+        ('"ms": 1e-3', '"ms": 1e-6'),
+    ],
+    "_command/_schedules": [
+        ("            input_grad + weight_grad,\n", "            input_grad,\n"),
     ],
     "_instructions/_donation": [
         ("last[value] == index", "True"),
@@ -256,6 +275,16 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_placed/_segments": [
         ("(num_bytes[p], p in", "(-num_bytes[p], p in"),
     ],
+    "_processes/_environment": [
+        ("if not seconds > 0:", "if seconds < 0:"),
+        ("if value and value not in TRANSPORTS:", "if False:"),
+    ],
+    "_processes/_group": [
+        ("if len(processes) > 1:\n            values", "if False:\n            values"),
+    ],
+    "_processes/_transport": [
+        ("move & (1 << _MOVE_BITS) - 1", "0"),
+    ],
     "_stage/_slicing": [
         ("return tangent & _jaxpr.ancestors(jaxpr, ends)", "return tangent"),
         (
@@ -342,6 +371,17 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_train/_transformation": [
         ("else jnp.zeros_like(param)", "else jnp.ones_like(param)"),
     ],
+    "checkpoint": [
+        ("if exists and not overwrite:", "if False:"),
+        ("return type(like)(restored.item())", "return restored.item()"),
+    ],
+    "draw/_bars": [
+        ("            x += length\n", ""),
+    ],
+    "draw/_trace": [
+        ("clock.microseconds_inside(need, 0.99)", "clock.microseconds_inside(need, 1)"),
+        ("(time - self.timeline.begin) * self.unit", "time * self.unit"),
+    ],
     "planning/_bottleneck_cut": [
         ("starts = latency + transfers if stage else latency", "starts = latency"),
         (
@@ -359,12 +399,21 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("num_bytes += int(", "num_bytes += 0 * int("),
         (" - begin] += skip.bytes", " - begin] -= skip.bytes"),
     ],
+    "planning/_interpolate": [
+        (
+            "(size - small.microbatch_size) / span",
+            "(large.microbatch_size - size) / span",
+        ),
+    ],
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
         ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
     ],
     "planning/_replicate": [
         ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+    ],
+    "planning/_sums": [
+        ("max(first_layer, previous_reader + 1)", "first_layer"),
     ],
     "schedules/_action_tables": [
         ("delta -= sum(look_up(", "delta -= 0 * sum(look_up("),

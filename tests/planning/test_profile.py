@@ -65,6 +65,12 @@ def test_a_stage_costs_what_its_layers_do():
     assert GIVEN.costs([4]).skips == ()
 
 
+def test_a_stage_has_one_copy_of_parameters_that_several_of_its_layers_read():
+    tied = dataclasses.replace(GIVEN, ties=((0, 2, 3),))
+    assert tied.costs([2, 2]).parameter_bytes == [303, 707 + 100]
+    assert tied.costs([2, 1, 1]).parameter_bytes == [303, 303 + 100, 404 + 100]
+
+
 def test_full_remat_keeps_what_comes_in_and_computes_forwards_again():
     costs = GIVEN.costs([1, 1, 2], remat=["full", "min_cut", "full"])
     assert costs.backward == [4.0, 6.0, 28.0]

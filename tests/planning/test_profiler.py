@@ -19,8 +19,6 @@ def test_all_but_times_is_as_estimated():
         assert {key: vars(one)[key] for key in rest} == {
             key: vars(other)[key] for key in rest
         }
-        assert one.forward >= 0
-        assert one.workspace_bytes >= 0
     assert measured.skips == paper.skips
     assert measured.ties == paper.ties
     of_layers = [key for key in paper.fingerprint if "layer" in key]

@@ -18,6 +18,7 @@ import jpipe
 from .. import reference as ref
 from ..models import scanned_models as scanned
 from ..models import small_models as models
+from ..slow import slow
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -76,6 +77,7 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
     return dict(held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_layers", "sizes"), [(8, (3, 2, 2, 1)), (7, (2, 2, 2, 1))]
 )
@@ -159,7 +161,7 @@ def test_a_balance_counts_iterations() -> None:
 
 
 @pytest.mark.parametrize(
-    "tx", [optax.adam(1e-2), optax.adafactor(1e-3, min_dim_size_to_factor=4)]
+    "tx", [slow(optax.adam(1e-2)), optax.adafactor(1e-3, min_dim_size_to_factor=4)]
 )
 def test_the_optimizer_is_counted_as_a_train_step_spreads_it(tx: Any) -> None:
     model = decoder(7)
@@ -195,7 +197,7 @@ class Normalized(nn.Module):
         return models.Dense(3)(x)
 
 
-@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("is_planned", [True, slow(False)])
 def test_plans_of_models_with_state_beside_a_scan(is_planned: bool) -> None:
     first = jpipe.pipeline(Normalized(), 2, num_stages=2)
     first.init(KEY, X)

@@ -1,6 +1,7 @@
 """A pipeline in several processes has the bits that it has in one."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -8,39 +9,56 @@ import pytest
 
 import jpipe
 
+from ..slow import slow
 from . import jobs, work
 
-# As many processes, the pipelines that they run, who is given the mini-batch, how many
-# devices each has, and how arrays pass. The last of three has no stage.
-PARTS = {
-    2: (
-        "1f1b,zb_h1,mesh,model,model on a mesh,function,keys,"
-        "model of 4,model of 7,scanned function",
-        "own",
-        2,
-        "transfer",
+
+class Job(NamedTuple):
+    """Some pipelines in several processes.
+
+    Attributes:
+      processes: how many there are.
+      pipelines: the names of the pipelines, with commas between them.
+      feeds: ``"all"`` or ``"own"``: who is given the mini-batch.
+      devices: how many each process has.
+      transport: how arrays pass between them.
+    """
+
+    processes: int
+    pipelines: str
+    feeds: str = "own"
+    devices: int = 2
+    transport: str = "transfer"
+
+
+JOBS = {
+    "two": Job(2, "1f1b,mesh,function,model of 7"),
+    "two, of more pipelines": Job(
+        2, "zb_h1,model,model on a mesh,keys,model of 4,scanned function"
     ),
-    4: ("1f1b,zb_v,replicas,scanned function", "all", 1, "transfer"),
-    3: ("1f1b,zb_v,model,keys,model of 4,model of 7", "own", 2, "device_put"),
+    # The last of three has no stage.
+    "three": Job(
+        3, "1f1b,zb_v,model,keys,model of 4,model of 7", transport="device_put"
+    ),
+    "four": Job(4, "1f1b,zb_v,replicas,scanned function", feeds="all", devices=1),
 }
-COUNTS = [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What so many processes have written."""
-    folder = tmp_path_factory.mktemp("processes")
+    """``(name of a job) -> folder`` in which its processes have written."""
+    root = tmp_path_factory.mktemp("processes")
 
     @functools.cache
-    def by(count):
-        names, *how = PARTS[count]
-        own = folder / str(count)
-        own.mkdir()
-        done = jobs.run(count, "worker", str(own), names, *map(str, how))
+    def run(name):
+        processes, *words = JOBS[name]
+        folder = root / name
+        folder.mkdir()
+        done = jobs.run(processes, "worker", str(folder), *map(str, words))
         assert (done.status, done.left) == (0, []), str(done)
-        return own
+        return folder
 
-    return by
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +77,12 @@ def alone():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_every_leaf_has_the_same_bits(written, alone, count):
-    for name in PARTS[count][0].split(","):
+@pytest.mark.parametrize("job", ["two", *map(slow, list(JOBS)[1:])])
+def test_every_leaf_has_the_same_bits(written, alone, job):
+    for name in JOBS[job].pipelines.split(","):
         expected, seen = alone(name), set()
-        for process in range(count):
-            found = np.load(written(count) / f"{name}-{process}.npz")
+        for process in range(JOBS[job].processes):
+            found = np.load(written(job) / f"{name}-{process}.npz")
             for path in found:
                 same = np.array_equal(found[path], expected[path], equal_nan=True)
                 assert same, (name, process, path)
@@ -84,7 +102,7 @@ def test_a_state_of_two_processes_goes_on_in_one(written):
         state, metrics = work.go_on(pipe, state, 4)
         whole, uninterrupted = work.go_on(pipe, work.start(pipe), 4)
     for process in range(2):
-        found = np.load(written(2) / f"restored by mesh-{process}.npz")
+        found = np.load(written("two") / f"restored by mesh-{process}.npz")
         assert "[0]" in found  # the number of the step, which each device has
         for path in found:
             np.testing.assert_array_equal(found[path], saved[path])
@@ -98,24 +116,27 @@ def restored(written):
     """The state that two processes have saved after two steps."""
     with jax.enable_x64(True):
         like = {"state": work.start(work.pipelines()["1f1b"]()), "position": 0}
-        found = jpipe.checkpoint.restore(written(2) / "state of 1f1b", like)
+        found = jpipe.checkpoint.restore(written("two") / "state of 1f1b", like)
     assert int(found["state"].step) == found["position"] == 2
     return found["state"]
 
 
-@pytest.mark.parametrize("name", ["model of 4", "model of 7"])
-def test_pieces_of_two_processes_are_saved_as_one_array(written, name):
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [("model of 7", "two"), slow("model of 4", "two, of more pipelines")],
+)
+def test_pieces_of_two_processes_are_saved_as_one_array(written, name, job):
     with jax.enable_x64(True):
         pipe = work.pipelines()[name]()
         state, _ = work.go_on(pipe, work.start(pipe), 1)
         like = {"state": work.start(pipe), "position": 0}
-        found = jpipe.checkpoint.restore(written(2) / f"state of {name}", like)
+        found = jpipe.checkpoint.restore(written(job) / f"state of {name}", like)
     expected = work.here((state.step, state.params, state.opt_state))
     whole = found["state"]
     restored = work.here((whole.step, whole.params, whole.opt_state))
     seen = set()
     for process in range(2):
-        pieces = np.load(written(2) / f"restored by {name}-{process}.npz")
+        pieces = np.load(written(job) / f"restored by {name}-{process}.npz")
         seen |= set(pieces)
         for path in pieces:
             np.testing.assert_array_equal(pieces[path], restored[path])
@@ -125,6 +146,6 @@ def test_pieces_of_two_processes_are_saved_as_one_array(written, name):
 
 def test_pieces_of_other_processes_are_refused_with_what_to_type(written):
     for process in range(2):
-        on_host, in_other_stages = np.load(written(2) / f"refused-{process}.npy")
+        on_host, in_other_stages = np.load(written("two") / f"refused-{process}.npy")
         assert "pieces in other processes; compute with it in pipe.jit" in on_host
         assert "pieces for other stages, some of them in other pro" in in_other_stages

@@ -4,11 +4,8 @@ import re
 
 import pytest
 
+from ..slow import slow
 from . import jobs
-
-
-def slow(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 def ended(outcome):

@@ -6,11 +6,15 @@ import sys
 
 import pytest
 
+import jpipe
+
+from .jobs import ROOT
+
 
 def run(*command, **environment):
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -27,14 +31,16 @@ def test_a_script_or_a_module_is_started_so_many_times(
     tmp_path, monkeypatch, is_module
 ):
     (tmp_path / "three.py").write_text(
-        "import os, sys\nprint(os.environ['JPIPE_PROCESS'], *sys.argv[1:])\n"
+        "import os, sys\n"
+        "names = 'JPIPE_PROCESS', 'JPIPE_TIMEOUT'\n"
+        "print(*(os.environ[name] for name in names), *sys.argv[1:])\n"
     )
     monkeypatch.chdir(tmp_path)
     script = ["-m", "three"] if is_module else ["three.py"]
-    done = launched("3", *script, "-m", "--steps=2")
+    done = launched("3", "--timeout=1500ms", *script, "-m", "--steps=2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"[{number}] {number} -m --steps=2" for number in range(3)
+        f"[{number}] {number} 1.5 -m --steps=2" for number in range(3)
     ]
 
 
@@ -46,6 +52,19 @@ def test_a_program_that_forgets_to_join_is_refused(tmp_path):
     for number in range(2):
         assert f"this is process {number} of 2, says JPIPE_PROCESSES" in done.stderr
     assert launched("1", str(script)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": "60s"}, "timeout='60s': needs seconds, more than 0"),
+        ({"timeout": 0}, "timeout=0: needs seconds, more than 0"),
+        ({"transport": "tcp"}, "'tcp': choose from 'transfer', 'device_put'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_starts(options, message):
+    with pytest.raises(ValueError, match=message):
+        jpipe.distributed(**options)
 
 
 @pytest.mark.slow

@@ -53,13 +53,17 @@ def main(
         first, last = (np.ravel(device)[0].process_index == me for device in ends)
         return x if first else None, targets if last else None
 
-    for name in names.split(","):
+    pipelines = names.split(",")
+    for name in pipelines:
         found = work.run(name, fed)
         np.savez(Path(folder) / f"{name}-{me}.npz", **found)
-    if "mesh" not in names:
+    if jax.process_count() > 2:
         return
-    np.save(Path(folder) / f"refused-{me}.npy", work.refuse_pieces())
+    if "model of 7" in pipelines:
+        np.save(Path(folder) / f"refused-{me}.npy", work.refuse_pieces())
     for saved, restored, position in work.SAVED:
+        if saved not in pipelines:
+            continue
         pipe, path = work.pipelines()[saved](), Path(folder) / f"state of {saved}"
         state, _ = work.go_on(pipe, work.start(pipe), position)
         jpipe.checkpoint.save(path, {"state": state, "position": position})

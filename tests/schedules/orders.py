@@ -11,7 +11,6 @@ from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
 
 IN_A_V = {"zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v"}
 IN_A_LOOP = {"interleaved", "interleaved_zb", "looped_bfs"}
-TRAINING = [name for name in BY_NAME if name != "forward_only"]
 ON_A_LINE = set(BY_NAME) - IN_A_V - IN_A_LOOP
 every_name = pytest.mark.parametrize("name", BY_NAME)
 

@@ -16,6 +16,7 @@ import pytest
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow, slow_except
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -152,7 +153,10 @@ def products(grad_fn: Any, params: Any) -> tuple[int, int]:
     return count("input_grad"), count("weight_grad")
 
 
-@pytest.mark.parametrize("name", FORMS)
+QUICK = {"layers", "reversed", "checkpoint", "momentum"}
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, FORMS))
 def test_products_of_weight_gradients_are_in_the_second_half(name: str) -> None:
     loss, expected_products, params = FORMS[name]
     grad_fn = gradient(loss)
@@ -160,7 +164,7 @@ def test_products_of_weight_gradients_are_in_the_second_half(name: str) -> None:
     assert products(grad_fn, params()) == expected_products
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("remat", ["full", slow("none"), slow("dots")])
 def test_products_are_in_the_second_half_under_other_remat_modes(remat: str) -> None:
     loss = FORMS["layers"].loss
     grad_fn = gradient(loss, remat=remat)

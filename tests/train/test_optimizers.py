@@ -21,6 +21,7 @@ from optax import contrib
 import jpipe
 
 from .. import reference as ref
+from ..slow import slow_except
 
 RATE = 1e-2
 STEPS = 3
@@ -230,6 +231,8 @@ def transformations():
                 yield prefix + name
 
 
+# A release of optax may have others.
+@pytest.mark.slow
 def test_the_catalogue_names_all_transformations_of_optax():
     keys = {*CATALOGUE, *REFUSED, *EXCLUDED}
     named = {name for key in keys for name in key.split(", ")}
@@ -278,7 +281,34 @@ def in_the_pipeline(tx, grads, moved):
     return updated(tx.update, state, params, grads)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+# Of the rows of a single rule, those of several leaves, of the norm of all, of other
+# dtypes, of keys, and of updates that come now and then.
+QUICK = {
+    "adafactor",
+    "adafactor, factored",
+    "apply_if_finite",
+    "chain",
+    "clip_by_global_norm",
+    "contrib.dog",
+    "contrib.muon",
+    "contrib.prodigy",
+    "contrib.schedule_free",
+    "flatten",
+    "inject_hyperparams",
+    "lamb",
+    "lbfgs",
+    "masked",
+    "multi_transform",
+    "MultiSteps",
+    "noisy_sgd",
+    "normalize_by_update_norm",
+    "partition",
+    "adabelief, adadelta, adamax, adagrad, adamw",
+    "add_decayed_weights, centralize, apply_every, clip, ema",
+}
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, CATALOGUE))
 def test_updates_equal_those_on_one_device_and_move_no_parameter(double, name, moved):
     found = in_the_pipeline(CATALOGUE[name](), model().grads, moved)
     # Ten is the smallest vector of parameters; some optimizers have shorter ones.

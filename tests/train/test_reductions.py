@@ -14,6 +14,7 @@ import jpipe
 
 from .. import reference as ref
 from ..mesh.stages import mesh
+from ..slow import slow
 
 BATCH = 18
 RNG = np.random.default_rng(0)
@@ -116,15 +117,22 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(double, case):
     compare(pipe, loss_fn, reduction, expected)
 
 
-@pytest.mark.parametrize("loss_fn", [masked, counted])
+SPLIT = {"schedule": "zb_h1"}
+REPLICAS = {"replicas": [1, 2]}
+MESH = {"mesh": mesh(2, 2, names=("stage", "data"))}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "loss_fn"),
     [
-        {"schedule": "zb_h1"},
-        {"replicas": [1, 2]},
-        {"mesh": mesh(2, 2, names=("stage", "data"))},
+        (SPLIT, counted),
+        (REPLICAS, counted),
+        (MESH, masked),
+        slow(SPLIT, masked),
+        slow(REPLICAS, masked),
+        slow(MESH, counted),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
 )
 def test_loss_weights_with_a_split_backward_and_on_several_devices(
     double, options, loss_fn
