@@ -212,6 +212,7 @@ def _measure(options: argparse.Namespace) -> None:
         )
         result, failed = measured.run(BY_NAME[name], rows, how)
         if result.rows:
+            _render(result, options.folder / f"{result.stem}.json")
             print(whole(BY_NAME[name], result))
     else:
         failed = [
@@ -312,8 +313,9 @@ def _render(result: Result, path: Path) -> None:
     from .tables.report import whole
 
     benchmark = BY_NAME[result.benchmark]
-    path.with_suffix(".md").write_text(whole(benchmark, result))
-    plot(benchmark, result, path.with_suffix(".png"))
+    picture = path.with_suffix(".png")
+    plot(benchmark, result, picture)
+    path.with_suffix(".md").write_text(whole(benchmark, result, picture))
 
 
 def _measured(scale: str) -> list:

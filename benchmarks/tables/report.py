@@ -1,6 +1,7 @@
 """A result as a Markdown table: the published columns, ours beside them."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jpipe
@@ -24,11 +25,19 @@ Cells = dict[str, Cell]
 Column = tuple[str, Callable[[Experiment, Cells], str]]
 
 
-def whole(benchmark: Benchmark, result: Result) -> str:
-    """A table with its title and what has to be known to read it."""
+def whole(benchmark: Benchmark, result: Result, picture: Path | None = None) -> str:
+    """A table with its title and what has to be known to read it.
+
+    Args:
+      benchmark: the published table.
+      result: our cells.
+      picture: the file of the picture that is shown below, if it is there.
+    """
     lines = [f"### {benchmark.title}", "", table(benchmark, result), LEGEND]
     if benchmark.note:
         lines += ["", benchmark.note]
+    if picture is not None and picture.exists():
+        lines += ["", f"![{benchmark.name}]({picture.name})"]
     return "\n".join(lines) + "\n"
 
 

@@ -51,8 +51,8 @@ def test_pages_show_what_was_saved():
         assert f"[{benchmark.name}]" in page
     for path in kept():
         result = Result.load(path)
-        text = path.with_suffix(".md").read_text()
-        assert text == whole(BY_NAME[result.benchmark], result), path.stem
+        expected = whole(BY_NAME[result.benchmark], result, path.with_suffix(".png"))
+        assert path.with_suffix(".md").read_text() == expected, path.stem
 
 
 def test_the_page_stays_short_and_its_links_lead_somewhere():
