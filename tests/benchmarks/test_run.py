@@ -116,6 +116,8 @@ def test_rows_of_more_stages_than_devices_are_predicted_from_one(tmp_path):
     variant = "measured-1f1b-min_cut-predict"
     rows = Result.load(tmp_path / f"unet-speed-tiny-{variant}.json").rows
     assert set(rows["baseline"]) == {"samples/s", "compiling", "predicted samples/s"}
+    plain = rows["baseline"]["samples/s"].detail
+    assert (plain["schedule"], plain["remat"]) == ("gpipe", "none")
     (cell,) = rows["pipeline-8"].values()
     assert cell.kind == PREDICTED
     assert cell.detail["schedule"] == "1f1b"
