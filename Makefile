@@ -54,7 +54,7 @@ format: $(VENV)/dev
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(VENV)/examples  ## the figures of benchmarks/README.md
+bench: $(VENV)/examples  ## overhead.md and schedules.md of benchmarks/results, anew
 	$(RUN) -m benchmarks.overhead $(ARGS)
 	$(RUN) -m benchmarks.schedules
 
@@ -62,7 +62,7 @@ tables: $(VENV)/examples  ## the published tables, at a scale for two cores
 	$(RUN) -m benchmarks run --all --scale small $(ARGS)
 
 # In the environment that is active: the one whose JAX finds the accelerator.
-bench-gpu:  ## what accelerators show, as JSON, in nine minutes at most
+bench-gpu:  ## what accelerators show, the most telling first, in nine minutes
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:

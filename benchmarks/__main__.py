@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .result import FOLDER, SCALES, Result
+from .result import DTYPES, FOLDER, SCALES, Result
 
 if TYPE_CHECKING:  # JAX starts with the flags below, not before them
     from rich.progress import Progress
@@ -27,6 +27,7 @@ if version("jax").startswith("0.10."):  # later ones do not know this
 # What was compiled stays for the next run. Plain steps of the published sizes need
 # nearly all of an accelerator's memory.
 PROGRAMS = Path(__file__).resolve().parents[1] / "build" / "programs"
+_OF_MEASURED = {"dtype": "float32", "schedule": "", "remat": "", "predict": False}
 _MEASURED = {
     "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -50,8 +51,10 @@ def main(argv: list[str] | None = None) -> None:
     if getattr(options, "steps", 0) == 1:
         parser.error("--steps 1: needs at least 2, for a spread")
     is_measured = getattr(options, "measured", False)
-    if getattr(options, "dtype", "float32") != "float32" and not is_measured:
-        parser.error(f"--dtype {options.dtype}: needs --measured")
+    for name, default in _OF_MEASURED.items():
+        value = getattr(options, name, default)
+        if value != default and not is_measured:
+            parser.error(f"--{name} {value}: needs --measured")
     if getattr(options, "scale", "") is None:
         options.scale = "full" if is_measured else "small"
     options.do(options)
@@ -77,10 +80,24 @@ def _parser() -> argparse.ArgumentParser:
         "them where there are too few; at full scale unless another is given",
     )
     run.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of what is measured",
+        "--dtype", choices=DTYPES, default="float32", help="of what is measured"
+    )
+    run.add_argument(
+        "--schedule",
+        default="",
+        help="of what is measured, such as 1f1b (default: GPipe's, as published)",
+    )
+    run.add_argument(
+        "--remat",
+        choices=("except_last", "full", "none", "dots", "min_cut"),
+        default="",
+        help="of what is measured (default: as published; jpipe's is min_cut)",
+    )
+    run.add_argument(
+        "--predict",
+        action="store_true",
+        help="with --measured: rows of more stages than devices are predicted from "
+        "stage times of one device and --bandwidth",
     )
     run.add_argument("--steps", type=int, default=0, help="timed steps")
     run.add_argument(
@@ -161,27 +178,41 @@ def _run(options: argparse.Namespace) -> None:
 
 def _measure(options: argparse.Namespace) -> None:
     """Rows on the devices that are there: see `benchmarks.measured`."""
+    import jpipe
+
     from . import measured
     from .published import BY_NAME
     from .tables.report import whole
 
+    schedules = jpipe.schedules.BY_NAME
+    if options.schedule and options.schedule not in schedules:
+        names = ", ".join(schedules)
+        raise SystemExit(f"--schedule {options.schedule}: choose from {names}")
     jobs: list[tuple[str, list[str]]] = []
     for name, rows in _chosen_rows(options).items():
         kind = BY_NAME[name].kind
-        if kind not in measured.KINDS:
-            kinds = " and ".join(measured.KINDS)
-            raise SystemExit(
-                f"{name}: --measured is of tables of {kinds}; not of {kind}"
-            )
+        kinds = ("speed",) if options.predict else measured.KINDS
+        if kind not in kinds:
+            word = "--predict" if options.predict else "--measured"
+            listed = " and ".join(kinds)
+            raise SystemExit(f"{name}: {word} is of tables of {listed}; not of {kind}")
         # Allocators count from the start of their process.
         jobs += [(name, [row]) for row in rows] if kind == "memory" else [(name, rows)]
     if len(jobs) == 1:
         ((name, rows),) = jobs
         how = measured.Options(
-            options.scale, options.dtype, _steps(options), options.folder
+            scale=options.scale,
+            dtype=options.dtype,
+            steps=_steps(options),
+            folder=options.folder,
+            schedule=options.schedule,
+            remat=options.remat,
+            bandwidth=options.bandwidth if options.predict else None,
+            examples=options.examples or None,
         )
         result, failed = measured.run(BY_NAME[name], rows, how)
         if result.rows:
+            _render(result, options.folder / f"{result.stem}.json")
             print(whole(BY_NAME[name], result))
     else:
         failed = [
@@ -196,6 +227,13 @@ def _apart(name: str, rows: list[str], options: argparse.Namespace) -> int:
     words = [sys.executable, "-m", "benchmarks", "run", name, "--measured"]
     words += ["--scale", options.scale, "--dtype", options.dtype]
     words += ["--steps", str(_steps(options)), "--folder", str(options.folder)]
+    words += ["--bandwidth", str(options.bandwidth)]
+    words += ["--examples", str(options.examples)]
+    for option in ("schedule", "remat"):
+        value = getattr(options, option)
+        words += [f"--{option}", value] if value else []
+    if options.predict:
+        words.append("--predict")
     words += [word for row in rows for word in ("--experiment", row)]
     return subprocess.run(words, check=False).returncode
 
@@ -275,8 +313,9 @@ def _render(result: Result, path: Path) -> None:
     from .tables.report import whole
 
     benchmark = BY_NAME[result.benchmark]
-    path.with_suffix(".md").write_text(whole(benchmark, result))
-    plot(benchmark, result, path.with_suffix(".png"))
+    picture = path.with_suffix(".png")
+    plot(benchmark, result, picture)
+    path.with_suffix(".md").write_text(whole(benchmark, result, picture))
 
 
 def _measured(scale: str) -> list:

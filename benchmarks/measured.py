@@ -1,7 +1,13 @@
 """Rows of a table, measured on the devices that are there.
 
 Where there are fewer devices than stages, neighbouring stages share one: that shows
-what the partition itself costs. Rows are compiled side by side before one is timed.
+what partitioning costs. Or such rows are predicted:
+
+    programs of each stage, timed on one device   }
+    the schedule                                  }  simulated  ->  samples/s
+    bytes between stages by a stated bandwidth    }
+
+Rows are compiled side by side before one is timed.
 """
 
 import gc
@@ -19,13 +25,13 @@ from jpipe._jaxprs._jaxpr import nbytes
 
 from .cells.compiled import Way
 from .cells.measure import Compiled, initial, measure, prepare, spread
-from .experiment import Setting, Work
+from .cells.predict import Link, Predictor
+from .experiment import Experiment, Setting, Work
 from .provenance import cores, provenance
 from .published import Benchmark
 from .result import GIB, MEASURED, Cell, Result
 
 KINDS = ("speed", "memory")
-DTYPES = ("float32", "bfloat16")
 # After so many seconds no other step of a row begins.
 SECONDS = 10.0
 # "except_last" does not rematerialize the last micro-batch. One of so many is less than
@@ -43,12 +49,29 @@ class Options:
       dtype: of the arithmetic and of images: one of `DTYPES`.
       steps: how many are timed at most.
       folder: where the results are kept.
+      schedule: of all rows but the plain step; empty: GPipe's, as published.
+      remat: of all rows but the plain step; empty: as published.
+      bandwidth: gigabytes per second between devices that are not there; if it is
+        stated, rows of more stages than devices are predicted, and the others too.
+      examples: the largest micro-batch that is timed for a prediction.
     """
 
     scale: str
     dtype: str
     steps: int
     folder: Path
+    schedule: str = ""
+    remat: str = ""
+    bandwidth: float | None = None
+    examples: int | None = None
+
+    @property
+    def variant(self) -> str:
+        """The options that the result's file is named by."""
+        dtype = "" if self.dtype == "float32" else self.dtype
+        predict = "predict" if self.bandwidth else ""
+        words = ("measured", dtype, self.schedule, self.remat, predict)
+        return "-".join(filter(None, words))
 
 
 def run(
@@ -70,17 +93,22 @@ def run(
     took = f"traced and compiled in {time.monotonic() - start:.0f} s"
     took += f", {len(hits)} programs from the cache" if hits else ""
     print(f"{benchmark.name}: {len(rows)} rows {took}", flush=True)
-    variant = "-".join(["measured", *[options.dtype] * (options.dtype != "float32")])
-    result = Result(benchmark.name, options.scale, {}, {}, variant)
+    result = Result(benchmark.name, options.scale, {}, {}, options.variant)
+    told: dict[str, Any] = {"steps": options.steps, "took": took}
+    if options.bandwidth:
+        told |= {"bandwidth": options.bandwidth, "examples": options.examples}
     # Read once: what is saved may be part of what is checked out.
-    where = provenance() | {"options": {"steps": options.steps, "took": took}}
+    where = provenance() | {"options": told}
+    predictor = Predictor(devices[0], most_examples=options.examples)
     failed = []
     while rows:
         row = rows.pop(0)
         try:
-            cells = row.cells(benchmark.kind, options.steps)
+            cells = row.measured_cells(benchmark.kind, options.steps)
+            if options.bandwidth:
+                cells |= row.predicted_cells(predictor, options.bandwidth)
         except Exception as error:  # the others may still run
-            failed.append(f"{benchmark.name}: {row.name}: {error!r}")
+            failed.append(f"{benchmark.name}: {row.name}: {advice(error, devices[0])}")
             print(f"  {row.name}: {error!r}"[:400], flush=True)
         else:
             made = replace(result, provenance={row.name: where}, rows={row.name: cells})
@@ -93,16 +121,30 @@ def run(
 
 @dataclass(frozen=True)
 class _Row:
-    """A row that is being compiled."""
+    """A row that is being compiled; ``None`` if it is predicted alone."""
 
-    name: str
+    published: Experiment
     setting: Setting
     way: Way
     devices: list[Any]
-    compiled: "Future[Compiled]"
+    compiled: "Future[Compiled] | None"
 
-    def cells(self, kind: str, steps: int) -> dict[str, Cell]:
-        """What it gives."""
+    @property
+    def name(self) -> str:
+        return self.published.name
+
+    def predicted_cells(
+        self, predictor: Predictor, bandwidth: float
+    ) -> dict[str, Cell]:
+        """Cells of as many devices as stages, from times of one."""
+        link = Link(1e9 * (self.published.bandwidth or bandwidth))
+        prediction = predictor.predict(self.setting, self.way, link)
+        return {"predicted samples/s": prediction.cell}
+
+    def measured_cells(self, kind: str, steps: int) -> dict[str, Cell]:
+        """Cells of the devices that are there."""
+        if self.compiled is None:
+            return {}
         compiled = self.compiled.result()
         detail = self.way.detail(self.setting) | {"devices": len(self.devices)}
         before = _peaks(self.devices)
@@ -140,6 +182,21 @@ def model_of(work: Work) -> tuple[int, int]:
     return sum(leaf.size for leaf in leaves), sum(map(nbytes, 2 * leaves + slots))
 
 
+def advice(error: Exception, device: Any) -> str:
+    """An error; of too little memory what there was and what to type."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return repr(error)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    size = f" of {limit / GIB:.0f} GiB" if limit else ""
+    return (
+        f"RESOURCE_EXHAUSTED: it needs more than this device{size} has. If programs "
+        "were compiled just now, type the same again: XLA's search takes more memory "
+        "than steps, and what it compiled is kept. Else add --dtype bfloat16, or "
+        "--schedule 1f1b --remat full, or --predict, or choose smaller rows by "
+        "--experiment"
+    )
+
+
 def _compile(
     benchmark: Benchmark, names: Iterable[str], options: Options, devices: Sequence[Any]
 ) -> list[_Row]:
@@ -153,18 +210,43 @@ def _compile(
                 print(f"  {name}: left out: needs {stages} devices, has {len(devices)}")
                 continue
             setting = _setting(benchmark, name, options)
-            used, remat = spread(devices, stages), published.remat
-            is_like_all = setting.microbatches >= MANY or len(set(used)) < stages
-            if benchmark.kind == "speed" and is_like_all and remat == "except_last":
-                remat = "full"
-            way = Way("gpipe", remat)
-            try:
-                compiled = prepare(setting, way, devices, pool)
-            except Exception as error:  # told where its figures would be
-                compiled = Future[Compiled]()
-                compiled.set_exception(error)
-            rows.append(_Row(name, setting, way, list(dict.fromkeys(used)), compiled))
+            shares = stages > len(devices)
+            way = _way(benchmark, published, setting, options, shares)
+            compiled = None
+            if not (shares and options.bandwidth):
+                compiled = _start_compiling(setting, way, devices, pool)
+            stage_devices = list(dict.fromkeys(spread(devices, stages)))
+            rows.append(_Row(published, setting, way, stage_devices, compiled))
     return sorted(rows, key=lambda row: row.setting.batch)
+
+
+def _way(
+    benchmark: Benchmark,
+    row: Experiment,
+    setting: Setting,
+    options: Options,
+    shares: bool,
+) -> Way:
+    """How a row is run; ``shares``: whether it has more stages than devices."""
+    if row.remat == "none":  # the plain step, without a pipeline
+        return Way("gpipe", "none")
+    remat = options.remat or row.remat
+    # What is predicted has a device for each stage.
+    is_like_all = setting.microbatches >= MANY or (shares and not options.bandwidth)
+    if benchmark.kind == "speed" and is_like_all and remat == "except_last":
+        remat = "full"
+    return Way(options.schedule or "gpipe", remat)
+
+
+def _start_compiling(
+    setting: Setting, way: Way, devices: Sequence[Any], pool: ThreadPoolExecutor
+) -> "Future[Compiled]":
+    try:
+        return prepare(setting, way, devices, pool)
+    except Exception as error:  # told where its figures would be
+        compiled = Future[Compiled]()
+        compiled.set_exception(error)
+        return compiled
 
 
 def _cache_hits() -> list[str]:

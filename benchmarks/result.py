@@ -15,6 +15,7 @@ from typing import Any
 MEASURED, COMPILED, PREDICTED = KINDS = ("measured", "compiled", "predicted")
 GIB = 1 << 30
 SCALES = ("full", "small", "tiny")
+DTYPES = ("float32", "bfloat16")
 FOLDER = Path(__file__).parent / "results"
 
 
@@ -53,8 +54,8 @@ class Result:
     Attributes:
       benchmark: its name.
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
-      variant: ``""``, or what was run on the devices there are, with stages sharing
-        them where there are too few: ``"measured"``, ``"measured-bfloat16"``.
+      variant: ``""``, or the options of a run on the devices that there are, joined:
+        ``"measured"``, ``"measured-bfloat16-1f1b-min_cut"``.
       provenance: of each experiment: see `benchmarks.provenance`.
       rows: the cells of each experiment.
     """

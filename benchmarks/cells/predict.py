@@ -25,6 +25,7 @@ from jpipe._pipelined._specialization import Specialization
 from jpipe.schedules import Action, Costs, Timeline
 
 from ..experiment import Setting, fill
+from ..result import PREDICTED, Cell
 from .compiled import Way
 from .stages import Call, Calls, gradient_of
 
@@ -48,16 +49,23 @@ class Prediction(NamedTuple):
       timeline: its gradients.
       update: the seconds of the optimizer, on the device with most parameters.
       examples: of the mini-batch.
+      detail: what it was made from, for the reader of the JSON.
     """
 
     timeline: Timeline
     update: float
     examples: int
+    detail: dict[str, Any]
 
     @property
     def throughput(self) -> float:
         """Examples per second."""
         return self.examples / (self.timeline.makespan + self.update)
+
+    @property
+    def cell(self) -> Cell:
+        """The throughput as a cell of a table."""
+        return Cell(self.throughput, PREDICTED, "samples/s", detail=self.detail)
 
 
 class Predictor:
@@ -108,11 +116,17 @@ class Predictor:
             sum(stages.spec_of(weight).size for weight in stages.trained_weights(s))
             for s in range(stages.num_stages)
         ]
-        return Prediction(
-            pipe.schedule.simulate(costs),
-            per_parameter * max(parameters, default=0),
-            setting.batch,
-        )
+        timeline = pipe.schedule.simulate(costs)
+        update = per_parameter * max(parameters, default=0)
+        detail = way.detail(setting) | {
+            "bubble": timeline.bubble_fraction,
+            "update_s": update,
+            "bandwidth, bytes/s": link.bandwidth,
+            "latency, s": link.latency,
+            "examples timed": timed,
+            "single layers were timed": setting.work.by_layer,
+        }
+        return Prediction(timeline, update, setting.batch, detail)
 
     def _by_stage(self, calls: Calls) -> Callable[[Action], float]:
         times = [self._time(call) for call in calls.distinct]

@@ -7,7 +7,6 @@ chooses). Times are compared within one run, the sides interleaved, medians of m
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..cells.stages import Calls, gradient_of
 from ..models.block import Block
 from ..provenance import line, provenance
 from . import by_hand, dispatch, first_step, one_stage
-from .dispatch import interleaved, square
+from .dispatch import square
 from .processes import medians, one_process
 
 PyTree = Any
@@ -65,66 +64,6 @@ def held_bytes() -> list[dict[str, Any]]:
 
 def _nbytes(tree: PyTree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def first_gradient(rounds: int) -> dict[str, float]:
-    """How a sum of gradients begins: zeros to add to, or a first backward that writes.
-
-    Writing saves the zeros and one reading of them, and needs a second compiled
-    backward beside the one that adds.
-
-    Args:
-      rounds: how many times each side is timed.
-
-    Returns:
-      Seconds to compile each, and milliseconds of eight backwards of one Block.
-    """
-    layer, number = Block(256, 8), 8
-    x = jax.random.normal(jax.random.key(1), (2, 64, 256))
-    params = layer.init(jax.random.key(0), x)
-
-    def new(params: PyTree, x: jax.Array) -> PyTree:
-        def mean_square(params: PyTree) -> jax.Array:
-            y: Any = layer.apply(params, x)
-            return jnp.mean(y**2)
-
-        return jax.grad(mean_square)(params)
-
-    def added(params: PyTree, x: jax.Array, sums: PyTree) -> PyTree:
-        return jax.tree.map(jnp.add, sums, new(params, x))
-
-    def zeros() -> PyTree:
-        return jax.tree.map(jnp.zeros_like, params)
-
-    def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        start = time.perf_counter()
-        program = jax.jit(function, **options).lower(*args).compile()
-        return program, time.perf_counter() - start
-
-    write, write_s = compiled(new, params, x)
-    add, add_s = compiled(added, params, x, params, donate_argnums=2)
-    zero, zero_s = compiled(zeros)
-
-    def run(start: Callable[[], PyTree], count: int) -> Callable[[], None]:
-        def once() -> None:
-            sums = start()
-            for _ in range(count):
-                sums = add(params, x, sums)
-            jax.block_until_ready(sums)
-
-        return once
-
-    sides = {
-        "zeros": run(zero, number),
-        "write": run(lambda: write(params, x), number - 1),
-    }
-    seconds = interleaved(sides, rounds)
-    return {
-        "zeros_compile_s": add_s + zero_s,
-        "write_compile_s": add_s + write_s,
-        "zeros_ms": 1e3 * statistics.median(seconds["zeros"]),
-        "write_ms": 1e3 * statistics.median(seconds["write"]),
-    }
 
 
 def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
@@ -199,7 +138,6 @@ def main() -> None:
         "calls": lambda: calls_costs(options.rounds, options.processes),
         "dispatch": lambda: dispatch_costs(options.rounds, options.processes),
         "held": held_bytes,
-        "first_gradient": lambda: first_gradient(options.rounds),
         "first-step": lambda: first_step_costs(options.processes),
     }
     result: dict[str, Any] = {"provenance": provenance()}
@@ -293,16 +231,6 @@ def _held_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _first_table(first: dict[str, float]) -> str:
-    lines = [
-        "| first micro-batch | compile, s | eight backwards, ms |",
-        "| --- | --: | --: |",
-        f"| adds to zeros | {first['zeros_compile_s']:.2f} | {first['zeros_ms']:.1f} |",
-        f"| writes | {first['write_compile_s']:.2f} | {first['write_ms']:.1f} |",
-    ]
-    return "\n".join(lines)
-
-
 def _first_step_table(rows: list[dict[str, Any]]) -> str:
     pipelined = list(first_step.SIDES)[1:]
     names = ["by hand, 2", *(f"jpipe, {side}" for side in pipelined[1:])]
@@ -326,6 +254,5 @@ _TABLES: dict[str, Callable[[Any], str]] = {
     "calls": _calls_table,
     "dispatch": _dispatch_table,
     "held": _held_table,
-    "first_gradient": _first_table,
     "first-step": _first_step_table,
 }

@@ -160,23 +160,6 @@ def peaks() -> str:
     return "\n".join(lines)
 
 
-def planning(count: int) -> str:
-    """Processor seconds to lower a step of so many layers, by mode, in Markdown."""
-    x = jnp.zeros((8, 16, 32))
-    lines = ["| layers | `none` | `min_cut` |", "| --: | --: | --: |"]
-    cells = []
-    for mode in ("none", "min_cut"):
-        layers = [Block(32, 2 ** (i % 5)) for i in range(count)]
-        balance = [count // 4] * 4
-        pipe = jpipe.pipeline(layers, MICROBATCHES, remat=mode, balance=balance)
-        variables = pipe.init(jax.random.key(0), x)
-        gradient: Any = pipe.value_and_grad(square)
-        begin = time.process_time()
-        gradient.program(variables, x, x)
-        cells.append(f"{time.process_time() - begin:.2f} s")
-    return "\n".join([*lines, f"| {count} | {' | '.join(cells)} |"])
-
-
 def main() -> None:
     """Measures what was named, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -186,13 +169,10 @@ def main() -> None:
     parser.add_argument(
         "--schedules", action="store_true", help="what each schedule holds instead"
     )
-    parser.add_argument(
-        "--planning", type=int, help="how long lowering so many layers takes instead"
-    )
     options = parser.parse_args()
-    if options.schedules or options.planning:
+    if options.schedules:
         jax.config.update("jax_num_cpu_devices", 4)
-        return print(planning(options.planning) if options.planning else peaks())
+        return print(peaks())
     jax.config.update("jax_num_cpu_devices", 2)
     results = {
         name: measure(name, options.rounds)

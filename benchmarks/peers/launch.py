@@ -75,17 +75,6 @@ SIDES = {
         stages="two CPU devices, 1 process",
         recomputed=(0,),
     ),
-    "jpipe-apart": Side(
-        title="jpipe, two processes",
-        framework="JAX",
-        module="ours_apart",
-        packages=("jax", "jaxlib", "flax", "jpipe"),
-        install="pip install .",
-        schedules=("gpipe", "1f1b"),
-        processes=2,
-        stages="two processes, sockets",
-        recomputed=(0,),
-    ),
     "spectrax": Side(
         title="SpectraX",
         framework="JAX",

@@ -23,21 +23,12 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     from rich.progress import Progress
 
-    from .beside import alone_by_beside
     from .models import MODELS
     from .sweep import Result, Way, sweep
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=[])
-    parser.add_argument(
-        "--beside", action="store_true", help="only what a device is worth beside one"
-    )
-    given = parser.parse_args()
-    names = given.models or list(MODELS)
-    if given.beside:
-        for name in names:
-            print(f"{name}: {alone_by_beside(*MODELS[name]()):.2f}", flush=True)
-        return
+    names = parser.parse_args().models or list(MODELS)
     results: dict[str, Result] = {}
 
     def shown(way: Way) -> str:

@@ -1,12 +1,15 @@
 """A result as a Markdown table: the published columns, ours beside them."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+import jpipe
 
 from .. import provenance
 from ..experiment import Experiment
 from ..published import Benchmark
-from ..result import PREDICTED, Cell, Result
+from ..result import DTYPES, PREDICTED, Cell, Result
 from .rows import row_names
 
 _EMPTY = "-"
@@ -22,11 +25,19 @@ Cells = dict[str, Cell]
 Column = tuple[str, Callable[[Experiment, Cells], str]]
 
 
-def whole(benchmark: Benchmark, result: Result) -> str:
-    """A table with its title and what has to be known to read it."""
+def whole(benchmark: Benchmark, result: Result, picture: Path | None = None) -> str:
+    """A table with its title and what has to be known to read it.
+
+    Args:
+      benchmark: the published table.
+      result: our cells.
+      picture: the file of the picture that is shown below, if it is there.
+    """
     lines = [f"### {benchmark.title}", "", table(benchmark, result), LEGEND]
     if benchmark.note:
         lines += ["", benchmark.note]
+    if picture is not None and picture.exists():
+        lines += ["", f"![{benchmark.name}]({picture.name})"]
     return "\n".join(lines) + "\n"
 
 
@@ -40,8 +51,23 @@ def table(benchmark: Benchmark, result: Result) -> str:
     Returns:
       The command, the table, and where the figures were made.
     """
+    shown_rows = rows_shown(benchmark, result)
+    shared_rows = rows_sharing(benchmark, result)
+    lines = [f"`{_command(benchmark, result)}`", ""]
     columns = _COLUMNS[benchmark.kind](benchmark, result)
-    rows = rows_shown(benchmark, result)
+    if shown_rows:
+        lines += [*_grid(columns, shown_rows, result), ""]
+    if shared_rows:
+        lines += [_SHARING, ""]
+        lines += [*_grid(_sharing(benchmark, result), shared_rows, result), ""]
+    made = "\n\n".join(_where(benchmark, result))
+    return "\n".join([*lines, made]).rstrip() + "\n"
+
+
+def _grid(
+    columns: Sequence[Column], rows: Sequence[Experiment], result: Result
+) -> list[str]:
+    """The lines of a Markdown table without columns in which every row is empty."""
     filled = [
         [name, *(make(row, result.rows.get(row.name, {})) for row in rows)]
         for name, make in columns
@@ -49,36 +75,65 @@ def table(benchmark: Benchmark, result: Result) -> str:
     if result.rows:  # else the empty columns show what could be there
         filled = [column for column in filled if set(column[1:]) != {_EMPTY}]
     head, *body = zip(*filled, strict=True)
-    lines = [
-        f"`{_command(benchmark, result)}`",
-        "",
+    return [
         "| " + " | ".join(head) + " |",
         "| --- |" + " --: |" * (len(head) - 1),
         *("| " + " | ".join(cells) + " |" for cells in body),
     ]
-    made = "\n\n".join(_where(benchmark, result))
-    return "\n".join([*lines, "", made]).rstrip() + "\n"
 
 
 def _command(benchmark: Benchmark, result: Result) -> str:
-    """What makes the rows that a table shows."""
-    measured, _, dtype = result.variant.partition("-")
-    words = ["python -m benchmarks run", benchmark.name]
-    words += ["--measured"] * bool(measured) + ["--dtype", dtype] * bool(dtype)
-    if not measured or result.scale != "full":
+    """The command that makes the rows of a table."""
+    words = ["python -m benchmarks run", benchmark.name, *_options_of(result.variant)]
+    if not result.variant or result.scale != "full":
         words += ["--scale", result.scale]
-    names = row_names(benchmark, result.scale, bool(measured))
+    names = row_names(benchmark, result.scale, bool(result.variant))
     ran = [name for name in names if name in result.rows]
-    if 0 < len(ran) < len(names) and (measured or result.scale != "full"):
+    if 0 < len(ran) < len(names) and (result.variant or result.scale != "full"):
         words += [f"--experiment {name}" for name in ran]
     return " ".join(words)
+
+
+def _options_of(variant: str) -> list[str]:
+    """The options of `run` that make a variant.
+
+    Example:
+      >>> _options_of("measured-bfloat16-1f1b-min_cut")
+      ['--measured', '--dtype bfloat16', '--schedule 1f1b', '--remat min_cut']
+    """
+    options = []
+    for word in filter(None, variant.split("-")):
+        if word in ("measured", "predict"):
+            options.append(f"--{word}")
+        elif word in DTYPES:
+            options.append(f"--dtype {word}")
+        elif word in jpipe.schedules.BY_NAME:
+            options.append(f"--schedule {word}")
+        else:
+            options.append(f"--remat {word}")
+    return options
+
+
+def shares_devices(cells: Cells) -> bool:
+    """Whether a row was measured with several stages on one device."""
+    detail = cells["compiling"].detail if "compiling" in cells else {}
+    stages = len(detail.get("layers per stage", ()))
+    return "devices" in detail and stages > detail["devices"]
+
+
+def rows_sharing(benchmark: Benchmark, result: Result) -> list[Experiment]:
+    """The rows whose throughput is not that of a device for each stage."""
+    return [
+        row for row in benchmark.rows if shares_devices(result.rows.get(row.name, {}))
+    ]
 
 
 def rows_shown(benchmark: Benchmark, result: Result) -> list[Experiment]:
     """The published rows, and after them those that are only ours.
 
     At other scales than the published one, and where it is measured, its rows are only
-    what ours are compared with: those that were not run are left out.
+    what ours are compared with: those that were not run are left out. Rows of
+    `rows_sharing` stand in a table of their own.
     """
     full = result.scale == "full" or benchmark.kind == "accuracy"
     shown = full and not result.variant
@@ -86,6 +141,7 @@ def rows_shown(benchmark: Benchmark, result: Result) -> list[Experiment]:
         row
         for row in benchmark.rows
         if row.name in result.rows or (shown and not row.only_measured)
+        if not shares_devices(result.rows.get(row.name, {}))
     ]
     names = {row.name for row in benchmark.rows}
     return rows + [
@@ -99,14 +155,11 @@ def _where(benchmark: Benchmark, result: Result) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, where in result.provenance.items():
         line = provenance.line(where)
-        options = where.get("options") or {}
-        if benchmark.kind in ("speed", "timeline") and not result.variant:
-            own = benchmark.row(name).bandwidth
-            line += f"; predicted transfers at {own or options.get('bandwidth')} GB/s"
-            if options.get("examples"):
-                line += f", micro-batches timed with {options['examples']} examples"
-        if result.variant and options.get("took"):
-            line += f"; {options['took']}"
+        took = (where.get("options") or {}).get("took")
+        if result.variant and took:
+            line += f"; {took}"
+        if any(cell.kind == PREDICTED for cell in result.rows[name].values()):
+            line += _source_of_predictions(benchmark.row(name), where)
         groups.setdefault(line, []).append(name)
     if result.scale != "full":
         smaller = _SMALLER.get(benchmark.kind, _NARROWER)
@@ -115,6 +168,18 @@ def _where(benchmark: Benchmark, result: Result) -> list[str]:
         return [*lines, f"Made with {next(iter(groups))}."]
     made = [f"{', '.join(names)}: made with {line}." for line, names in groups.items()]
     return lines + made
+
+
+def _source_of_predictions(row: Experiment, where: dict[str, Any]) -> str:
+    """What the predictions of a row were made from."""
+    _, _, device = where["devices"].partition(" ")
+    options = where.get("options") or {}
+    bandwidth = row.bandwidth or options.get("bandwidth")
+    told = f"; predicted from stage times of one {device}, "
+    told += f"transfers at {bandwidth} GB/s"
+    if options.get("examples"):
+        told += f", micro-batches timed with {options['examples']} examples"
+    return told
 
 
 def number(value: float) -> str:
@@ -184,6 +249,14 @@ def speed_up(
     return Cell(cell.value / by.value, cell.kind, "")
 
 
+def shown_speed_up(
+    benchmark: Benchmark, result: Result, row: Experiment, column: str
+) -> str:
+    """A speed-up of ours with its mark; a dash for none."""
+    cell = speed_up(benchmark, result, row, column)
+    return f"{cell.value:.3f}{_MARKS[cell.kind]}" if cell else _EMPTY
+
+
 def _same_machine(result: Result, *names: str) -> bool:
     """Whether figures may be divided by each other."""
     keys = ("devices", "processor", "cores", "jax")
@@ -232,17 +305,36 @@ def _devices(row: Experiment, cells: Cells) -> str:
     return f"{stages} on {detail['devices']}" if "devices" in detail else _EMPTY
 
 
+_SHARING = (
+    "**What partitioning costs on one device.** These rows have more stages than there "
+    "were devices, so neighbouring stages share one: their throughput is not that of a "
+    "device for each stage, and its ratio to the baseline's is no speed-up."
+)
+
+
+def _sharing(benchmark: Benchmark, result: Result) -> Sequence[Column]:
+    """The columns of rows in which stages share a device."""
+    return [
+        _NAME,
+        _cut(result),
+        ("stages on devices", _devices),
+        ("jpipe, samples/s", _ours("samples/s")),
+        (
+            f"by {benchmark.rows[0].name}'s",
+            lambda row, cells: shown_speed_up(benchmark, result, row, "samples/s"),
+        ),
+        ("all, GiB", _ours("memory")),
+        ("compiling, s", _ours("compiling")),
+    ]
+
+
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
     def published(row: Experiment, cells: Cells) -> str:
         value = published_speed_up(benchmark, row)
         return _EMPTY if value is None else f"{value:.3f}"
 
     def ours(column: str) -> Callable[[Experiment, Cells], str]:
-        def make(row: Experiment, cells: Cells) -> str:
-            cell = speed_up(benchmark, result, row, column)
-            return f"{cell.value:.3f}{_MARKS[cell.kind]}" if cell else _EMPTY
-
-        return make
+        return lambda row, cells: shown_speed_up(benchmark, result, row, column)
 
     def error(row: Experiment, cells: Cells) -> str:
         value = prediction_error(cells)

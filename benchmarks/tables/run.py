@@ -14,8 +14,8 @@ from .. import accuracy
 from ..cells.compiled import Way, peak
 from ..cells.largest import Largest
 from ..cells.measure import measure, prepare
-from ..cells.predict import Link, Prediction, Predictor
-from ..experiment import Experiment, Setting
+from ..cells.predict import Link, Predictor
+from ..experiment import Experiment
 from ..provenance import provenance
 from ..published import Benchmark
 from ..result import COMPILED, GIB, PREDICTED, Cell, Result, Rows
@@ -112,16 +112,13 @@ class Runner:
             row_of = compiled.result()
             found = measure(row_of, setting.batch, self._options.steps)
             cells = found.cells(row_of, published.detail(setting))
-        cells["predicted samples/s"] = self._predicted(setting, row, published)
+        ways = {"predicted samples/s": published}
         if row.num_stages > 1:
-            ours = Way("1f1b", "full")
-            cells["1f1b samples/s"] = self._predicted(setting, row, ours)
+            ways["1f1b samples/s"] = Way("1f1b", "full")
+        for column, way in ways.items():
+            prediction = self._predictor.predict(setting, way, self._link(row))
+            cells[column] = prediction.cell
         return cells
-
-    def _predicted(self, setting: Setting, row: Experiment, way: Way) -> Cell:
-        made = self._predictor.predict(setting, way, self._link(row))
-        detail = way.detail(setting) | self._foretold(setting, row, made)
-        return Cell(made.throughput, PREDICTED, "samples/s", detail=detail)
 
     def memory(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
         """Bytes of all devices: as published, under 1F1B, and as jpipe comes."""
@@ -154,12 +151,7 @@ class Runner:
             found = peak(setting, way)
             busy = 100 * (1 - made.timeline.bubble_fraction)
             cells |= {
-                f"samples/s{suffix}": Cell(
-                    made.throughput,
-                    PREDICTED,
-                    "samples/s",
-                    detail=way.detail(setting) | self._foretold(setting, row, made),
-                ),
+                f"samples/s{suffix}": made.cell,
                 f"utilization{suffix}": Cell(busy, PREDICTED, "%"),
                 f"memory{suffix}": Cell(
                     sum(found.devices) / GIB,
@@ -181,20 +173,6 @@ class Runner:
 
     def _link(self, row: Experiment) -> Link:
         return Link(1e9 * (row.bandwidth or self._options.bandwidth))
-
-    def _foretold(
-        self, setting: Setting, row: Experiment, made: Prediction
-    ) -> dict[str, Any]:
-        """What a prediction was made from."""
-        link = self._link(row)
-        return {
-            "bubble": made.timeline.bubble_fraction,
-            "update_s": made.update,
-            "bandwidth, bytes/s": link.bandwidth,
-            "latency, s": link.latency,
-            "examples timed": min(setting.size, self._options.examples or setting.size),
-            "single layers were timed": setting.work.by_layer,
-        }
 
     def _told(self) -> dict[str, object]:
         told = dataclasses.asdict(dataclasses.replace(self._options, measured=()))

@@ -1,4 +1,7 @@
-"""What an accelerator has to show: that the first program of README trains on it."""
+"""What an accelerator has to show: that the first program of README trains on it.
+
+And what is said of a run on one that was not done in time, or had too little memory.
+"""
 
 import os
 import re
@@ -8,6 +11,9 @@ from pathlib import Path
 
 import jax
 import pytest
+
+from benchmarks import gpu
+from benchmarks.measured import advice
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -32,3 +38,34 @@ def test_the_first_program_of_readme_trains():
     assert done.returncode == 0, done.stderr
     assert "rank 1 |" in done.stdout
     assert float(done.stdout.split()[-1]) < 1e-3
+
+
+def test_parts_that_did_not_end_are_told_with_the_rows_that_they_lack():
+    results = [{"rows": {"baseline": {}, "pipeline-1": {}}}]
+    parts = {
+        "dispatch": {"ended": "done"},
+        "memory-unet": {"ended": "done"},
+        "step-resnet101-bfloat16": {"ended": "not done after 9 s", "results": results},
+        "memory-amoebanetd": {"ended": "not begun, no time left"},
+    }
+    assert gpu.missing_parts(parts, "full") == [
+        "step-resnet101-bfloat16: not done after 9 s: "
+        "pipeline-2, pipeline-4, pipeline-8",
+        "memory-amoebanetd: not begun, no time left: pipeline-1, baseline",
+    ]
+
+
+class Device:
+    """A device that counts its bytes."""
+
+    def memory_stats(self):
+        return {"bytes_limit": 80 << 30}
+
+
+def test_too_little_memory_is_answered_with_what_to_type():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+    says = advice(error, Device())
+    assert "more than this device of 80 GiB has" in says
+    for typed in ("--dtype bfloat16", "--schedule 1f1b --remat full", "--experiment"):
+        assert typed in says
+    assert advice(ValueError("no"), Device()) == "ValueError('no')"

@@ -1,5 +1,6 @@
 """Results: as they are kept, and as the page shows them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from benchmarks.published import BY_NAME
 from benchmarks.result import FOLDER, MEASURED, PREDICTED, Cell, Result
 from benchmarks.tables.page import PAGE, written
-from benchmarks.tables.plot import plot
-from benchmarks.tables.report import table
+from benchmarks.tables.plot import drawn, plot
+from benchmarks.tables.report import table, whole
 
 
 def made(rows, date="2020-01-01"):
@@ -43,11 +44,55 @@ def test_speed_ups_are_of_cells_of_one_kind():
     assert "3.000" not in line
 
 
-def test_the_page_shows_what_was_saved():
+def test_pages_show_what_was_saved():
     page = PAGE.read_text()
     assert page == written(page), "type python -m benchmarks page"
     for benchmark in BY_NAME.values():
-        assert f"### {benchmark.title}" in page
+        assert f"[{benchmark.name}]" in page
+    for path in kept():
+        result = Result.load(path)
+        expected = whole(BY_NAME[result.benchmark], result, path.with_suffix(".png"))
+        assert path.with_suffix(".md").read_text() == expected, path.stem
+
+
+def test_the_page_stays_short_and_its_links_lead_somewhere():
+    page = PAGE.read_text()
+    assert len(page.splitlines()) <= 160
+    for target in re.findall(r"\]\(([\w./-]+)\)", page):
+        assert (PAGE.parent / target).exists(), target
+
+
+def stages_on(devices, rate, balance=(1, 1)):
+    """The cells of a measured row."""
+    detail = {"devices": devices, "layers per stage": balance}
+    return {
+        "samples/s": Cell(rate, MEASURED, "samples/s"),
+        "compiling": Cell(1.0, MEASURED, "s", detail=detail),
+    }
+
+
+def test_rows_in_which_stages_share_a_device_have_no_speed_up():
+    rows = {
+        "baseline": stages_on(1, 8.0, balance=(1,)),
+        "pipeline-1": stages_on(1, 6.0, balance=(1,)),
+        "pipeline-2": stages_on(2, 12.0),
+        "pipeline-4": stages_on(2, 2.0, balance=(1, 1, 1, 1)),
+    }
+    benchmark = BY_NAME["unet-speed"]
+    result = replace(made(rows), variant="measured")
+    above, below = table(benchmark, result).split("**What partitioning costs")
+    heads = [
+        next(line for line in part.splitlines() if line.startswith("| experiment"))
+        for part in (above, below)
+    ]
+    assert [" speed-up |" in head for head in heads] == [True, False]
+    assert "| pipeline-2 | " in above
+    assert "| 1.500 |" in above
+    assert "| pipeline-4 | " not in above
+    assert "| pipeline-4 | 4 on 2 | 2 | 0.250 | 1 |" in below
+    (axes,) = drawn(benchmark, result).axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == ["baseline", "pipeline-1", "pipeline-2"]
 
 
 def test_the_page_shows_nothing_of_a_dirty_checkout(tmp_path):
@@ -58,10 +103,14 @@ def test_the_page_shows_nothing_of_a_dirty_checkout(tmp_path):
         written(PAGE.read_text(), tmp_path)
 
 
+def kept():
+    """The files of results of published tables."""
+    return sorted(FOLDER.glob("*-*.json"))
+
+
 def test_results_of_the_page_are_of_real_sizes_and_marked():
-    for path in FOLDER.glob("*-*.json"):
-        if path.stem == "peers":
-            continue
+    assert kept()
+    for path in kept():
         result = Result.load(path)
         assert path.stem == result.stem
         scale = result.scale

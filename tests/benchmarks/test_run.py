@@ -104,3 +104,35 @@ def test_rows_are_measured_on_the_devices_there_are(tmp_path):
     assert result.rows["baseline"]["compiling"].detail["programs"] == 1
     # All of it is kept for another run.
     assert list((tmp_path / "programs").iterdir())
+
+
+@pytest.mark.slow
+def test_rows_of_more_stages_than_devices_are_predicted_from_one(tmp_path):
+    words = ["run", "unet-speed", "--measured", "--predict", "--bandwidth", "3"]
+    words += ["--schedule", "1f1b", "--remat", "min_cut"]
+    words += ["--experiment", "baseline", "--experiment", "pipeline-8"]
+    words += ["--scale", "tiny", "--folder", str(tmp_path)]
+    shown = run_tiny("benchmarks", *words, cache=tmp_path / "programs")
+    variant = "measured-1f1b-min_cut-predict"
+    rows = Result.load(tmp_path / f"unet-speed-tiny-{variant}.json").rows
+    assert set(rows["baseline"]) == {"samples/s", "compiling", "predicted samples/s"}
+    plain = rows["baseline"]["samples/s"].detail
+    assert (plain["schedule"], plain["remat"]) == ("gpipe", "none")
+    (cell,) = rows["pipeline-8"].values()
+    assert cell.kind == PREDICTED
+    assert cell.detail["schedule"] == "1f1b"
+    assert cell.detail["remat"] == "min_cut"
+    assert cell.detail["bandwidth, bytes/s"] == 3e9
+    setting = BY_NAME["unet-speed"].setting(
+        BY_NAME["unet-speed"].row("pipeline-8"), "tiny"
+    )
+    assert cell.detail["examples timed"] == setting.size
+    assert "predicted from stage times of one cpu, transfers at 3.0 GB/s" in shown
+    assert "--schedule 1f1b --remat min_cut --predict --scale tiny" in shown
+
+
+def test_options_that_nothing_would_read_are_refused(capsys):
+    for words in (["--predict"], ["--schedule", "1f1b"], ["--remat", "full"]):
+        with pytest.raises(SystemExit):
+            command.main(["run", "unet-speed", *words])
+        assert "needs --measured" in capsys.readouterr().err
