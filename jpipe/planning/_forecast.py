@@ -83,7 +83,7 @@ class Candidate:
 
         Devices that share cores have them to themselves while others wait, and an
         action that fills a bubble takes them away: with halves of backwards a step is
-        not as fast as predicted (`benchmarks/README.md`).
+        not as fast as predicted (`docs/performance.md`).
         """
         if not is_measured_on_cpu(self.profile.fingerprint):
             return 1.0
