@@ -17,7 +17,7 @@
 import argparse
 from typing import Any
 
-import grain
+import grain  # pyright: ignore[reportMissingImports]
 import jax
 import numpy as np
 import optax

@@ -75,6 +75,7 @@ def main() -> int:
         state = pipe.init_train_state(jax.random.key(0), x, tx)
         step = pipe.train_step(loss_fn, tx)
         print(f"{name}: compiles and trains", flush=True)
+        metrics = {}
         for _ in range(steps):
             state, metrics = step(state, x, targets)
             x, targets = next(batches)

@@ -48,7 +48,7 @@ class MetricsLog:
         self._csv = csv.writer(self._file)
         self._events: Any = None
         if importlib.util.find_spec("tensorboardX"):
-            import tensorboardX
+            import tensorboardX  # pyright: ignore[reportMissingImports]
 
             self._events = tensorboardX.SummaryWriter(str(folder))
 

@@ -10,6 +10,7 @@ any optax optimizer. At the end the values go back into the module.
 import argparse
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import read_digits, shuffled_batches
@@ -77,18 +78,20 @@ def main() -> None:
     key = jax.random.key(1)
     number = 0
     for epoch in range(epochs):
+        losses = []
         for rows in shuffled_batches(len(x), seed=epoch):
             rngs = jax.random.fold_in(key, number)  # of the dropout
             batch_variables = {**variables, "params": params}
             loss, grads = grad_fn(batch_variables, x[rows], labels[rows], rngs=rngs)
             updates, opt_state = tx.update(grads, opt_state, params)
             params = apply_updates(params, updates)
+            losses.append(loss)
             number += 1
-        print(f"epoch {epoch}: loss {float(loss):.4f}", flush=True)
+        print(f"epoch {epoch}: loss {np.mean(losses):.4f}", flush=True)
 
     nnx.update(model, jax.device_get(params))
     model.eval()
-    accuracy = np.mean(model(x_test).argmax(axis=-1) == labels_test)
+    accuracy = np.mean(model(jnp.asarray(x_test)).argmax(axis=-1) == labels_test)
     print(f"accuracy {accuracy:.1%} of the module on {len(x_test)} unseen images")
 
 

@@ -52,7 +52,8 @@ class GPT(nn.Module):
             nn.remat(Layer, prevent_cse=False),
             variable_axes={"params": 0},  # layer i has row i of each parameter,
             split_rngs={"params": True},  # with initial values of its own
-            in_axes=nn.broadcast,  # all layers read one mask
+            # All layers read one mask.
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
             length=self.num_layers,
         )
         x, _ = layers(name="layers")(x, nn.make_causal_mask(tokens))
@@ -67,7 +68,7 @@ def loss_fn(logits, targets):
 def main() -> int:
     """Trains with and without a pipeline; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model")
     options = parser.parse_args()
     # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
