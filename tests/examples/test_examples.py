@@ -93,8 +93,18 @@ def test_a_run_of_several_processes_saves_and_goes_on(tmp_path):
     assert "[1] restored build/both/step_000003" in printed
     alone = [str(EXAMPLES / "resume.py"), "--steps=6", "--folder=build/alone"]
     whole = losses(run(*alone, folder=tmp_path))
-    for process in (0, 1):
-        assert losses(printed.replace(f"[{process}] ", ""))[-3:] == whole[3:]
+    for process in ("[0] ", "[1] "):
+        lines = [line for line in losses(printed) if line.startswith(process)]
+        assert [line.removeprefix(process) for line in lines] == whole[3:]
+    early = run(
+        *command[:-1],
+        "--steps=400",
+        "--preempt-after=3",
+        "--folder=build/early",
+        status=75,
+        folder=tmp_path,
+    )
+    assert re.search(r"\[0\] saved build/early/step_\d{6}$", early.strip())
 
 
 SMALL = ["examples/train_text.py", "--steps=10", "--evaluations=2", "--width=32"]
