@@ -10,7 +10,6 @@
   programs do: the inputs of one process would meet the targets of another.
 * Position: `iterator.get_state()` is a dictionary for `json`, to save by a checkpoint.
 
-    pip install grain
     python examples/data_loading.py
 """
 

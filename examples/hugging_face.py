@@ -9,7 +9,7 @@ hub the two lines in `make_model` become
 
 It learns whether a sentence has more words of one list than of another.
 
-    pip install "transformers>=4.57,<5"      # version 5 has no Flax models
+    pip install -e '.[hugging-face]'      # transformers 4: 5 has no Flax models
     python examples/hugging_face.py
 """
 
