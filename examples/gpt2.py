@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from differences import largest_difference
+from arrays import largest_difference
 from flax import linen as nn
 from stdlib_text import VOCAB_SIZE, random_batches, read_corpus
 

@@ -1,22 +1,22 @@
-"""Plans a model from a shell: measures a profile, plans from it, draws the plan.
+"""Plans a language model: where to cut it, and by which schedule to train it.
 
-The profile is measured on the first device of this machine and saved; the next plan
-reads it from its file: delete that to measure again. The devices that are planned for
-need not be there.
+The layers are measured on the first device of this machine, or estimated from their
+operations, in which case nothing is run. The devices that are planned for need not be
+there. To plan a model of your own, put it in the place of `layers`, `tokens` and
+`loss_fn`.
 
     python examples/plan.py
-    python examples/plan.py --devices 4 --memory 8 --schedules 1f1b zb_h1
+    python examples/plan.py --devices 4 --memory 8     # from the profile of before
     python examples/plan.py --estimate --devices 4 --out build/estimated
 
-It writes ``profile.json``, ``plan.json`` and ``plan.svg``. A program then builds
-``jpipe.pipeline(layers, plan=jpipe.Plan.from_json(text))``. To plan a model of your
-own, copy this file and change `make_job`.
+It writes ``profile.json``, which the next plan reads (delete it to measure again),
+``plan.svg``, and ``plan.json``, from which any program builds the pipeline:
+``jpipe.pipeline(layers, plan=jpipe.Plan.from_json(text))``.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,10 @@ from flax import linen as nn
 
 import jpipe
 
-GIB = 2**30
-# Operations and bytes of memory per second, and bytes per second between two devices:
-# an accelerator of today.
-ACCELERATOR = {"peak_flops": 1e14, "memory_bandwidth": 1e12}
-BANDWIDTH = 5e10
+MICROBATCHES = 16
+BANDWIDTH = 5e10  # bytes per second between two devices
+# Operations and bytes of memory per second of an accelerator, for an estimate.
+ACCELERATOR = {"measure": False, "peak_flops": 1e14, "memory_bandwidth": 1e12}
 
 
 class Block(nn.Module):
@@ -39,121 +38,64 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Float ``[batch, time, width]`` to the same."""
+        """Maps ``[batch, time, width]`` to the same shape."""
         h = nn.LayerNorm()(x)
         x = x + nn.MultiHeadDotProductAttention(self.width // 64)(h)
         h = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
         return x + nn.Dense(self.width)(h)
 
 
-class Job(NamedTuple):
-    """A model and what it is trained with; arrays may be shapes and dtypes alone."""
-
-    layers: list[Any]
-    inputs: Any
-    targets: Any
-    loss_fn: Callable[[Any, Any], jax.Array]
-    tx: optax.GradientTransformation
-
-
-def make_job(options: argparse.Namespace) -> Job:
-    """The language model of the given size: yours in its place."""
-    blocks = [Block(options.width) for _ in range(options.blocks)]
-    embedding = nn.Embed(options.words, options.width)
-    head = nn.Dense(options.words)
-    tokens = jax.ShapeDtypeStruct((64, 512), jnp.int32)
-
-    def loss_fn(logits: jax.Array, targets: jax.Array) -> jax.Array:
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return losses.mean()
-
-    return Job(
-        layers=[embedding, *blocks, head],
-        inputs=tokens,
-        targets=tokens,
-        loss_fn=loss_fn,
-        tx=optax.adamw(1e-3),
-    )
-
-
-def read_or_make_profile(
-    path: Path, job: Job, options: argparse.Namespace
-) -> jpipe.Profile:
-    """The saved profile; where there is none, a new one, which is saved."""
-    if path.exists():
-        print(f"read {path}")
-        return jpipe.Profile.from_json(path.read_text("utf-8"))
-    estimate: dict[str, Any] = {"measure": False, **ACCELERATOR}
-    profile = jpipe.profile(
-        job.layers,
-        job.inputs,
-        num_microbatches=options.microbatches,
-        loss=job.loss_fn,
-        targets=job.targets,
-        **(estimate if options.estimate else {}),
-    )
-    write(path, profile.to_json())
-    return profile
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file and says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
-    print(f"wrote {path}")
+def loss_fn(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean over all tokens, in nats."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def main() -> None:
     """Prints the profile and the plan, and writes both and a picture."""
-    parser = argparse.ArgumentParser(description="Plans a model.")
-    parser.add_argument(
-        "--devices", type=int, help="how many; default: those of this machine"
-    )
-    parser.add_argument("--memory", type=float, default=16, help="GiB of a device")
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        default=BANDWIDTH,
-        help="bytes per second between two devices",
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=16, help="number per mini-batch"
-    )
-    parser.add_argument(
-        "--schedules", nargs="+", help="to choose from; default: all that jpipe has"
-    )
-    parser.add_argument(
-        "--estimate",
-        action="store_true",
-        help="take the times of layers from their operations: nothing is run",
-    )
-    parser.add_argument("--blocks", type=int, default=12, help="of the language model")
-    parser.add_argument("--width", type=int, default=1024, help="of its activations")
-    parser.add_argument("--words", type=int, default=50_000, help="that it knows")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/plan"), help="the folder of the files"
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--devices", type=int, help="how many; default: those of this machine")
+    add("--memory", type=float, default=16, help="GiB of a device")
+    add("--estimate", action="store_true", help="run nothing")
+    add("--blocks", type=int, default=12, help="of the language model")
+    add("--width", type=int, default=1024, help="of its activations")
+    add("--words", type=int, default=50_000, help="that it knows")
+    add("--out", type=Path, default=Path("build/plan"), help="the folder of the files")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
 
-    job = make_job(options)
-    profile = read_or_make_profile(options.out / "profile.json", job, options)
+    blocks = [Block(options.width) for _ in range(options.blocks)]
+    embedding = nn.Embed(options.words, options.width)
+    layers = [embedding, *blocks, nn.Dense(options.words)]
+    tokens = jax.ShapeDtypeStruct((64, 512), jnp.int32)  # or an array
+    job: dict[str, Any] = {"loss": loss_fn, "targets": tokens}
+    job["num_microbatches"] = MICROBATCHES
+
+    path = options.out / "profile.json"
+    if path.exists():
+        profile = jpipe.Profile.from_json(path.read_text("utf-8"))
+        print(f"read {path}")
+    else:
+        how: dict[str, Any] = ACCELERATOR if options.estimate else {}
+        profile = jpipe.profile(layers, tokens, **job, **how)
+        path.write_text(profile.to_json(), "utf-8")
+        print(f"wrote {path}")
     print(profile)
     plan = jpipe.plan(
-        job.layers,
-        job.inputs,
-        job.tx,
-        loss=job.loss_fn,
-        targets=job.targets,
+        layers,
+        tokens,
+        optax.adamw(1e-3),
         profile=profile,
         num_devices=options.devices,
-        num_microbatches=options.microbatches,
-        memory_limit=int(options.memory * GIB),
-        bandwidth=options.bandwidth,
-        schedules=options.schedules,
+        memory_limit=int(options.memory * 2**30),
+        bandwidth=BANDWIDTH,
+        **job,
     )
     print(plan)
-    write(options.out / "plan.json", plan.to_json())
-    write(options.out / "plan.svg", jpipe.draw.svg(plan, width=1100))
+    (options.out / "plan.json").write_text(plan.to_json(), "utf-8")
+    picture = jpipe.draw.svg(plan, width=1100)
+    (options.out / "plan.svg").write_text(picture, "utf-8")
+    print(f"wrote {options.out}/plan.json and {options.out}/plan.svg")
 
 
 if __name__ == "__main__":

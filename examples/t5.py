@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from differences import largest_difference
+from arrays import largest_difference
 from flax import linen as nn
 
 import jpipe

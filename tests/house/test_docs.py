@@ -1,23 +1,19 @@
-"""What the documents show is run: README, the pages under `docs/`, and examples.
+"""What the documents show is run: README and the pages under `docs/`.
 
 Docstrings are run by pytest itself.
 """
 
 import doctest
 import importlib
-import os
 import pkgutil
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import jpipe
 
-ROOT = Path(__file__).parents[2]
+from ..programs import ROOT, accelerated, run
+
 MODULES = [m.name for m in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
 
 
@@ -40,55 +36,6 @@ def test_the_page_on_architecture_names_what_is_there():
         if inside:
             text = (library / found[0]).with_suffix(".py").read_text()
             assert re.search(rf"\b(def|class) {inside}\b", text), f"{name}.{inside}"
-
-
-def slow(*row: Any) -> Any:
-    return pytest.param(*row, marks=pytest.mark.slow)
-
-
-def start(
-    *command: str, devices: int = 1, folder: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own.
-
-    Args:
-      *command: what follows `python`.
-      devices: how many there are, unless the program says how many CPU devices it
-        wants.
-      folder: where it runs.
-    """
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **os.environ,
-            "COLUMNS": "100",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
-            # Half of the time would go to optimizations of XLA.
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        },
-    )
-
-
-def run(*command: str, **options: Any) -> str:
-    """What a program prints that ends well."""
-    result = start(*command, **options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def accelerated(program: str) -> str:
-    """The program as a machine with accelerators runs it.
-
-    There the number of CPU devices says nothing; here it is that of `start`.
-    """
-    program, number = re.subn(r"jax\.config\.update\(.jax_num_cpu.*", "", program)
-    assert number == 1
-    return program
 
 
 def blocks(page: str) -> str:
@@ -168,110 +115,3 @@ def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
     )
     assert len(losses) == 6
     assert max(map(float, losses)) - min(map(float, losses)) < 2e-6
-
-
-@pytest.mark.slow
-def test_a_mesh_and_two_processes_give_the_losses_of_as_many_micro_batches():
-    """And the example of text runs, in each of its ways."""
-    small = "--steps=10 --evaluation-batches=2 --write=8 --width=32 --heads=2 "
-    small += "--context=16 --depth=2"
-    runs = [
-        "--mesh=stage=2,data=2 --microbatches=2",
-        "--stages=2 --microbatches=4 --schedule=gpipe",
-        "--stages=2 --microbatches=4 --processes=2",
-    ]
-    printed = [run("examples/train_text.py", *f"{small} {r}".split()) for r in runs]
-    shown = [re.findall(r"\d\.\d+(?= bits)|model +(\d\.\d+)", text) for text in printed]
-    assert len(shown[0]) == 12
-    assert shown[0] == shown[1] == shown[2]
-    for text in printed[:2]:
-        assert re.search(r"parameters +differ by at most \d", text)
-    assert "(data=2)" in printed[0]
-    assert "process 1" in printed[2]
-
-
-@pytest.mark.slow
-def test_every_option_of_the_main_job_is_documented():
-    text = run("examples/train_text.py", "--help")
-    options = set(re.findall(r"^\s+(--[\w-]+)", text, re.MULTILINE))
-    assert {"--stages", "--schedule", "--remat", "--steps"} <= options
-    for line in re.findall(r"^\s+--[\w-]+ [^\n]*(?:\n\s{20,}[^\n]*)*", text, re.M):
-        assert len(line.split()) > 3, line
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        slow("digits.py", r"9[5-9]\.\d"),
-        slow("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
-        slow(
-            "mixed_precision.py",
-            r"(?s)step 130: .*skipped\nstep 131: scale 2\^16.* 9\d\.\d% on 360",
-        ),
-        slow(
-            "lora.py",
-            r"adapters: +9\d\.\d% .*\nadapters take [2-6]\d% of the memory and",
-        ),
-        slow(
-            "unet.py --steps=3 --batch-size=4 --patch=16 --width=4 --schedule=zb_h1",
-            r"gradients +differ by at most \d",
-        ),
-        (
-            "tied_lm.py --steps=2 --width=16 --blocks=2 --batch-size=8 "
-            "--microbatches=4 --schedule=zb_v",
-            r"differ from one device by at most \d\.\de-(0[6-9]|\d\d)|most 0\.0e",
-        ),
-    ],
-    ids=lambda text: text.split(".")[0] if ".py" in text else "",
-)
-def test_examples_run_and_write_where_git_ignores(command, shown, tmp_path):
-    name, *options = command.split()
-    example = str(ROOT / "examples" / name)
-    assert re.search(shown, run(example, *options, folder=tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} <= {"build"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_examples_of_several_stages_run_on_one_device(name):
-    program = accelerated((ROOT / "examples" / f"{name}.py").read_text())
-    shown = run("-c", program, "--steps=1", devices=1)
-    assert re.search(r"differ by at most \d\.\de-0[67]\n", shown)
-
-
-@pytest.mark.slow
-def test_the_gallery_is_what_the_example_draws(tmp_path):
-    printed = run(str(ROOT / "examples/schedules.py"), folder=tmp_path)
-    assert re.search(r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %", printed)
-    drawn = {path.name: path.read_text() for path in tmp_path.glob("build/*/*.svg")}
-    kept = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
-    assert drawn
-    assert drawn == kept
-
-
-@pytest.mark.slow
-def test_a_plan_from_the_shell_is_of_a_profile_that_is_measured_once(tmp_path):
-    example = str(ROOT / "examples/plan.py")
-    small = "--blocks=4", "--width=64", "--words=500", "--devices=2"
-    for profile in ("wrote", "read"):
-        shown = run(example, *small, folder=tmp_path)
-        assert shown.startswith(f"{profile} build/plan/profile.json\nmeasured on cpu")
-        assert re.search(r"(?m)^predicted: .* a step", shown)
-        assert shown.endswith("wrote build/plan/plan.json\nwrote build/plan/plan.svg\n")
-    plan = jpipe.Plan.from_json((tmp_path / "build/plan/plan.json").read_text())
-    assert str(plan) in shown
-
-
-@pytest.mark.slow
-def test_the_picture_of_a_plan_is_what_the_example_draws(tmp_path):
-    run("examples/plan.py", "--estimate", "--devices=4", f"--out={tmp_path}")
-    drawn, kept = tmp_path / "plan.svg", ROOT / "docs/plan.svg"
-    assert drawn.read_text("utf-8") == kept.read_text("utf-8")
-
-
-@pytest.mark.slow
-def test_bad_options_of_the_main_job_are_refused_in_one_line():
-    result = start("examples/train_text.py", "--stages=9", "--batch-size=1")
-    assert result.returncode == 2
-    assert "--stages 9" in result.stderr
-    assert "--batch-size 1" in result.stderr
