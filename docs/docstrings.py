@@ -1,6 +1,6 @@
 """The docstrings of the library as mkdocstrings reads them: an extension of griffe.
 
-Griffe knows the section ``Examples`` alone, and Markdown. The library writes ``Example``,
+Griffe knows the section ``Examples`` and Markdown. The library writes ``Example``,
 and links in the manner of reStructuredText.
 """
 
