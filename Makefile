@@ -10,8 +10,8 @@ EXAMPLES ?= 2000
 WORKERS ?= auto
 BITS := tests/matrix tests/test_transparency.py tests/test_batches.py
 
-.PHONY: demo test test-all bits hugging-face mutants fuzz lint format bench tables \
-	bench-gpu clean
+.PHONY: demo test test-all bits hugging-face mutants fuzz docs lint format bench \
+	tables bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
 	$(RUN) examples/train_text.py $(ARGS)
@@ -44,6 +44,9 @@ fuzz: $(VENV)/dev  ## EXAMPLES random programs; with SEED those of an earlier ru
 	echo "make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"; \
 	JPIPE_FUZZ_EXAMPLES=$(EXAMPLES) JPIPE_FUZZ_SEED=$$seed \
 	$(RUN) -m pytest -n $(WORKERS) --dist=worksteal tests/test_fuzz.py $(ARGS)
+
+docs: $(VENV)/docs  ## the pages and the reference as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet $(ARGS)
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .

@@ -3,6 +3,7 @@
 Docstrings are run by pytest itself.
 """
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -11,9 +12,20 @@ import re
 import pytest
 
 import jpipe
+from jpipe.__main__ import main
 
 from ..programs import ROOT, accelerated, run
 
+DOCS = ROOT / "docs"
+# The pages whose Python is one program, but for those with a test of their own.
+PROGRAMS = sorted(
+    {
+        str(page.relative_to(DOCS))
+        for page in DOCS.rglob("*.md")
+        if "```python" in page.read_text()
+    }
+    - {"many_devices.md", "pipeline.md", "tutorials/first_pipeline.md"}
+)
 MODULES = [m.name for m in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
 
 
@@ -45,8 +57,8 @@ def blocks(page: str) -> str:
 
 
 def test_links_between_pages_lead_somewhere():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    assert len(pages) >= 11
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    assert len(pages) >= 45
     for page in pages:
         for path, part in re.findall(
             r"\]\(([\w./-]*)(?:#([\w-]+))?\)", page.read_text()
@@ -55,7 +67,86 @@ def test_links_between_pages_lead_somewhere():
             assert target.exists(), f"{page.name}: {path}"
             if part:
                 titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-                assert part in [title.lower().replace(" ", "-") for title in titles]
+                assert part in map(anchor, titles), f"{page.name}: {path}#{part}"
+
+
+def anchor(title: str) -> str:
+    """The name by which a link finds a title."""
+    return re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-")
+
+
+def test_the_menu_of_the_site_has_every_page():
+    _, menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
+    listed = re.findall(r"([\w/]+\.md)$", menu, re.MULTILINE)
+    assert sorted(listed) == sorted(
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    )
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+    pages = "\n".join(page.read_text() for page in DOCS.glob("reference/*.md"))
+    described = re.findall(r"^::: (.*)$", pages, re.MULTILINE)
+    modules = {
+        "jpipe": {*jpipe.__all__} - {"checkpoint", "draw", "schedules"},
+        "jpipe.checkpoint": jpipe.checkpoint.__all__,
+        "jpipe.draw": jpipe.draw.__all__,
+        "jpipe.schedules": [n for n in vars(jpipe.schedules) if n[0] != "_"],
+    }
+    names = {f"{module}.{name}" for module, own in modules.items() for name in own}
+    assert len(names) >= 60
+    assert names - {*described} == set()
+    assert len(described) == len({*described})
+
+
+def test_errors_that_are_explained_are_errors_of_the_library():
+    """Or of JAX, Flax and Python, which are these."""
+    others = {
+        "Received incompatible devices for jitted computation",
+        "missing 1 required keyword-only argument: 'value'",
+        "pytree structure error: different types at key path",
+        'needs PRNG for "dropout"',
+        "RESOURCE_EXHAUSTED",
+    }
+    page = (DOCS / "errors.md").read_text()
+    titles = {*re.findall(r"^### (.*)$", page, re.MULTILINE)}
+    assert others < titles
+    texts = [
+        text
+        for path in (ROOT / "jpipe").rglob("*.py")
+        for text in texts_of(path.read_text())
+    ]
+    for title in titles - others:
+        pieces = map(re.escape, re.split("…", title))
+        message = re.compile(".*".join(pieces), re.DOTALL)
+        assert any(map(message.search, texts)), title
+
+
+def texts_of(source: str) -> list[str]:
+    """The texts of a module, with "…" in place of what is filled in."""
+    texts = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                str(part.value) if isinstance(part, ast.Constant) else "…"
+                for part in node.values
+            ]
+            texts.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("name", "num_microbatches"), [("one_microbatch", 1), ("gpipe_four", 4)]
+)
+def test_the_pictures_of_concepts_are_what_the_command_draws(
+    name, num_microbatches, tmp_path
+):
+    drawn = tmp_path / "drawn.svg"
+    command = f"draw gpipe --ranks=4 --microbatches={num_microbatches} --costs=1,2"
+    assert main([*command.split(), f"--svg={drawn}"]) == 0
+    kept = DOCS / "pictures" / f"{name}.svg"
+    assert drawn.read_text("utf-8") == kept.read_text("utf-8")
 
 
 def test_readme_gives_the_same_loss_on_one_device_and_on_many():
@@ -88,22 +179,16 @@ def shape(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("batch_norm_and_state", "loss_functions", "memory", "models", "planning"),
-        "schedules",
-    ],
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_pages_run(name, tmp_path):
-    run("-c", blocks(f"docs/{name}.md"), devices=2, folder=tmp_path)
+    run("-c", blocks(f"docs/{name}"), devices=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_guide_is_a_program_that_runs(devices):
-    program = accelerated(blocks("docs/guide.md"))
+def test_the_first_tutorial_is_a_program_that_runs(devices):
+    program = accelerated(blocks("docs/tutorials/first_pipeline.md"))
     shown = run("-c", program, devices=devices)
-    assert re.search(r"gradient \d+\.\d+\naccuracy [01]\.\d+", shown)
+    assert re.search(r"step 15 loss 0\.\d+\n(.*\n)+accuracy [01]\.\d+", shown)
 
 
 @pytest.mark.slow
