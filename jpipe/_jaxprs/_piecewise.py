@@ -422,7 +422,7 @@ class _Evaluation:
         begin = params["start_indices"][operand.axis]
         end = params["limit_indices"][operand.axis]
         strides = params["strides"]
-        length = sum(operand.pieces.sizes)
+        length = operand.pieces.length
         is_whole = begin == 0 and end == length
         if is_whole or begin == end or (strides and strides[operand.axis] != 1):
             return None
@@ -445,14 +445,14 @@ class _Evaluation:
         start = eqn.invars[1 + operand.axis]
         slice_sizes: Any = eqn.params["slice_sizes"]
         size = slice_sizes[operand.axis]
-        length = sum(operand.pieces.sizes)
+        length = operand.pieces.length
         if not isinstance(start, core.Literal) or size == length:
             return None
         begin = min(max(int(start.val), 0), length - size)
         part = operand.slice(begin, begin + size)
         is_one = not isinstance(part, Concatenation)
         starts = list(map(self.read, eqn.invars[1:]))
-        starts[operand.axis] = 0
+        starts[operand.axis] = np.zeros((), start.aval.dtype)
         results = list[jax.Array]()
         for array in [part] if is_one else part.arrays:
             params = _axis_maps.resize(eqn, operand.axis, array.shape[operand.axis])
@@ -497,7 +497,7 @@ class _Evaluation:
         if not isinstance(operand, Concatenation) or operand.axis != params["axis"]:
             return None
         if eqn.primitive.name == "unstack":
-            rows = range(sum(operand.pieces.sizes))
+            rows = range(operand.pieces.length)
             return [
                 jax.lax.squeeze(operand.slice_whole(i, i + 1), [operand.axis])
                 for i in rows

@@ -139,6 +139,17 @@ def test_a_slice_that_begins_at_data_reads_the_whole_stack() -> None:
     assert [read.input_indices for read in piecewise.whole_reads] == [{0}]
 
 
+def test_a_slice_begins_at_a_constant_of_any_integers() -> None:
+    def rows(w: jax.Array, column: jax.Array) -> jax.Array:
+        starts = np.int32(1), column
+        return jax.lax.dynamic_slice(w, starts, (3, 2), allow_negative_indices=False)
+
+    with jax.enable_x64(True):
+        args = [stack(4), np.int32(1)]
+        piecewise = assert_equal_results(rows, args, {0: PIECES})
+    assert not piecewise.whole_reads
+
+
 def test_a_result_that_is_whole_is_reported() -> None:
     piecewise = assert_equal_results(lambda w: w * 2, [stack(4)], {0: PIECES}, {})
     (read,) = piecewise.whole_reads
