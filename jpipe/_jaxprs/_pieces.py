@@ -32,6 +32,11 @@ class Pieces(NamedTuple):
     sizes: tuple[int, ...]
 
     @property
+    def length(self) -> int:
+        """The size of all pieces along the axis."""
+        return sum(self.sizes)
+
+    @property
     def ends(self) -> list[int]:
         """The end of each piece along the axis."""
         return [*itertools.accumulate(self.sizes)]
@@ -40,6 +45,20 @@ class Pieces(NamedTuple):
     def begins(self) -> list[int]:
         """The begin of each piece along the axis."""
         return [0, *self.ends[:-1]]
+
+    def check_shape(self, shape: Sequence[int], name: str) -> None:
+        """Checks that these are the pieces of an array of some shape.
+
+        Raises:
+          ValueError: if they are those of a longer or shorter one.
+        """
+        if tuple(shape[self.axis : self.axis + 1]) != (self.length,):
+            sizes = ", ".join(map(str, self.sizes))
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}; it is in pieces of {sizes} along "
+                f"axis {self.axis}, and needs {self.length} there; for another number "
+                f"of layers make another pipeline, or another jpipe.value_and_grad"
+            )
 
     def specs(self, spec: Any) -> list[jax.ShapeDtypeStruct]:
         """The spec of each piece of an array."""

@@ -194,8 +194,12 @@ def divide_scans(
         in whose pieces it comes.
 
     Raises:
-      ValueError: with the parameters in pieces that are read as a whole.
+      ValueError: if the pieces are those of other numbers of layers, or with the
+        parameters in pieces that are read as a whole.
     """
+    for index, pieces in division.params.items():
+        shape = _axis_maps.shape_of(traced.params[index])
+        pieces.check_shape(shape, names[index])
     first_aux = traced.has_loss + traced.is_weighted
     output_pieces = {
         first_aux + i: division.params[param]
