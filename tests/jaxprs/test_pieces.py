@@ -306,6 +306,27 @@ def test_what_follows_from_parameters_is_cut_at_constants() -> None:
     assert "dynamic_slice" not in names
 
 
+def test_constants_are_cut_at_inputs_beside_the_batch_alone() -> None:
+    """A penalty is computed without the batch, and so without these inputs."""
+
+    def apply(w: jax.Array, x: jax.Array) -> Any:
+        weights = jnp.arange(1.0, 1 + LENGTH)
+        penalty = weights @ w.sum(1)
+        carry, _ = jax.lax.scan(
+            lambda h, xs: (jnp.tanh(h * xs[0] + xs[1]), None), x, (w, weights)
+        )
+        return carry, penalty
+
+    closed, _ = _jaxpr.trace(apply, *specs(stack(4), jnp.ones(4)))
+    piecewise = _piecewise.run_in_pieces(closed, {0: PIECES}, {}, num_fixed=1)
+    jaxpr = piecewise.closed.jaxpr
+    begins = jaxpr.invars[-len(piecewise.begins) :]
+    carry, penalty = jaxpr.outvars
+    following = _jaxpr.descendants(jaxpr, begins)
+    assert carry in following
+    assert penalty not in following
+
+
 def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
     """Through casts, transposes, broadcasts and reshapes, as models have them."""
 

@@ -244,7 +244,15 @@ def branch_on_parameters(w: Any, x: jax.Array) -> jax.Array:
     return mean_square(layers({**w, "kernel": kernel}, x))
 
 
+def weighted_norms(w: Any, x: jax.Array) -> jax.Array:
+    """Penalties of all layers, with weights and masks that are constants."""
+    norms = jnp.linalg.norm(w["bias"], axis=1)
+    traces = jax.vmap(jnp.trace)(w["kernel"])
+    return scanned(w, x) + norms @ jnp.arange(1.0, 1 + LAYERS) + traces.sum() / 9
+
+
 FORMS = {
+    "weighted_norms": (weighted_norms, stack, [[2]] * STAGES),
     "couplings": (
         couplings,
         lambda: {**stack(), "coupling": normal(4, LAYERS, WIDTH, WIDTH) / 4},
