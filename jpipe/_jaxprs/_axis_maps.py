@@ -36,7 +36,10 @@ _SAME_SHAPE = ELEMENTWISE | frozenset(
 
 
 def axis_map(eqn: core.JaxprEqn, operand_index: int) -> AxisMap:
-    """The axes of an operand of which each slice gives one slice of the only result."""
+    """Maps each axis of an operand, along whose slices a result can be computed.
+
+    It is mapped to the axis of the only result along which its slices then are.
+    """
     if len(eqn.outvars) != 1:
         return {}
     name = eqn.primitive.name

@@ -143,7 +143,9 @@ def _find_layer_params(
             if eqn.primitive.name == "concatenate":
                 num_rows = _axis_maps.shape_of(atom)[axes_of_vars[eqn.outvars[0]]]
             rows += [params_of.get(atom, set())] * num_rows
-        layer_params = layer_params or [set() for _ in range(length)]
+        if not layer_params:
+            layer_params = [set() for _ in range(length)]
+        # An iteration may go along several rows, of which a reshape makes one.
         for i, row in enumerate(rows):
             layer_params[i * length // len(rows)] |= row
     return layer_params
