@@ -11,6 +11,7 @@ import math
 
 import jax
 
+from jpipe._arguments import _stacked
 from jpipe._instructions import _memory
 from jpipe._instructions._memory import peak_bytes
 from jpipe._instructions._transfer import devices_of
@@ -18,12 +19,25 @@ from jpipe.schedules import Action
 
 from . import reference as ref
 
-__all__ = ["actions", "check_exact", "counted", "gradient_of", "live", "peak_bytes"]
+__all__ = [
+    "actions",
+    "check_exact",
+    "counted",
+    "gradient_of",
+    "leaves_of",
+    "live",
+    "peak_bytes",
+]
 
 
 def live(program):
     """The bytes of each place before the first instruction, then after each."""
     return [*_memory.live_bytes(program)]
+
+
+def leaves_of(tree):
+    """The arrays that a list is given for a tree: a stack in pieces is several."""
+    return jax.tree.leaves(_stacked.open_placed(tree))
 
 
 def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):

@@ -67,8 +67,7 @@ class Stacked:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole."""
-        length = sum(self.pieces.sizes)
-        return with_size(self.arrays[0].shape, self.axis, length)
+        return with_size(self.arrays[0].shape, self.axis, self.pieces.length)
 
     @property
     def dtype(self) -> Any:
@@ -237,7 +236,7 @@ def _pieces_of(leaf: Any) -> Pieces | None:
     if not isinstance(leaf, jax.Array) or not _is_over_stages(leaf):
         return None
     sharding: Any = leaf.sharding
-    axis = len(sharding.spec) - 1
+    axis = sharding.spec.index(_AXIS)
     num_pieces = len(leaf.devices())
     return Pieces(axis, (leaf.shape[axis] // num_pieces,) * num_pieces)
 
@@ -305,6 +304,7 @@ def close_tree(tree: PyTree) -> PyTree:
 
 def _cut(leaf: Any, pieces: Pieces) -> list[Any]:
     """The pieces of a user's leaf, or of a spec."""
+    pieces.check_shape(leaf.shape, "an array")
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return list(pieces.specs(leaf))
     placed_pieces = _pieces_of(leaf)
@@ -351,9 +351,13 @@ def _placed_arrays(leaf: Any, pieces: Pieces) -> list[jax.Array]:
 
 
 def _is_over_stages(array: jax.Array) -> bool:
+    """True if an array is sharded over stages.
+
+    What a user computes from such arrays, as their sum, may be replicated over them.
+    """
     sharding = array.sharding
     is_named = isinstance(sharding, NamedSharding)
-    return is_named and sharding.mesh.axis_names == (_AXIS,)
+    return is_named and sharding.mesh.axis_names == (_AXIS,) and _AXIS in sharding.spec
 
 
 def _close(node: PieceNode) -> Any:

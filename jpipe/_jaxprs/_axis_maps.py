@@ -8,10 +8,12 @@ to the parameters that it follows from. A slice of the result may have more rows
 fewer, than that of the operand: a reshape divides or joins axes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from ._primitives import ELEMENTWISE
@@ -27,17 +29,17 @@ _SAME_SHAPE = ELEMENTWISE | frozenset(
         "copy",
         "copy_p",
         "name",
-        "random_fold_in",
         "reduce_precision",
         "stop_gradient",
     ]
 )
-# The first axes of the result are those of the operand: arrays of keys.
-_LEADING_AXES = frozenset(["random_bits", "random_unwrap"])
 
 
 def axis_map(eqn: core.JaxprEqn, operand_index: int) -> AxisMap:
-    """The axes of an operand of which each slice gives one slice of the only result."""
+    """Maps each axis of an operand, along whose slices a result can be computed.
+
+    It is mapped to the axis of the only result along which its slices then are.
+    """
     if len(eqn.outvars) != 1:
         return {}
     name = eqn.primitive.name
@@ -48,8 +50,6 @@ def axis_map(eqn: core.JaxprEqn, operand_index: int) -> AxisMap:
             return {}
         axes = range(len(shape))
         return {a: a for a in axes if shape[a] == result_shape[a]}
-    if name in _LEADING_AXES:
-        return {a: a for a in range(len(shape))}
     if name not in _MAPS:
         return {}
     return _MAPS[name](eqn, operand_index)
@@ -213,6 +213,31 @@ def _sort_or_scan(eqn: core.JaxprEqn, _: int) -> AxisMap:
     return {a: a for a in range(len(shape_of(eqn.invars[0]))) if a != mixed}
 
 
+def _unwrap_keys(eqn: core.JaxprEqn, _: int) -> AxisMap:
+    """The first axes of the result are those of an array of keys."""
+    return {a: a for a in range(len(shape_of(eqn.invars[0])))}
+
+
+def _draw(eqn: core.JaxprEqn, operand_index: int) -> AxisMap:
+    """The first axes of the result are those of an array of keys, if these are apart.
+
+    Keys of threefry are. From an array of keys of ``impl="rbg"``, JAX draws all numbers
+    by the first key: a slice of the keys would draw others.
+    """
+    keys: Any = eqn.invars[0]
+    if keys.aval.dtype != _dtype_of_threefry_keys():
+        return {}
+    shape = shape_of(eqn.invars[operand_index])
+    result_shape = shape_of(eqn.outvars[0])
+    return {a: a for a, size in enumerate(shape) if size == result_shape[a]}
+
+
+@functools.cache
+def _dtype_of_threefry_keys() -> Any:
+    make_key = functools.partial(jax.random.key, 0, impl="threefry2x32")
+    return jax.eval_shape(make_key).dtype
+
+
 _MAPS: dict[str, Callable[[core.JaxprEqn, int], AxisMap]] = {
     "argmax": _reduce,
     "argmin": _reduce,
@@ -225,6 +250,9 @@ _MAPS: dict[str, Callable[[core.JaxprEqn, int], AxisMap]] = {
     "cumsum": _sort_or_scan,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
+    "random_bits": _draw,
+    "random_fold_in": _draw,
+    "random_unwrap": _unwrap_keys,
     "reduce_and": _reduce,
     "reduce_max": _reduce,
     "reduce_min": _reduce,

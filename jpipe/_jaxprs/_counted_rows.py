@@ -184,7 +184,7 @@ def _run_constant_part(
     )
     run_outside = core.jaxpr_as_fun(core.ClosedJaxpr(outside, closed.consts))
     num_consts = sum(i < carry.start for i in constant)
-    num_fixed = num_consts + len(carried)
+    first_xs = num_consts + len(carried)
     # Also within a trace, such as that of a caller.
     with jax.ensure_compile_time_eval():
         operands = run_outside()
@@ -195,8 +195,8 @@ def _run_constant_part(
 
         _, ys = jax.lax.scan(
             step,
-            operands[num_consts:num_fixed],
-            operands[num_fixed:],
+            operands[num_consts:first_xs],
+            operands[first_xs:],
             length=params["length"],
             reverse=params["reverse"],
         )

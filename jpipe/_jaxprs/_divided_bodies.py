@@ -67,7 +67,7 @@ def divide_bodies(
     # The slices that a scan goes along, or gives, have one axis less in its body.
     first_xs, first_ys = first_stacked(eqn)
     input_pieces = {
-        i - num_leading: _with_axis(pieces, -(i >= first_xs))
+        i - num_leading: _shift_axis(pieces, -(i >= first_xs))
         for i, pieces in operand_pieces.items()
     }
     rewritten = _rewrite(bodies, input_pieces, carry, run_in_pieces)
@@ -97,17 +97,18 @@ def divide_bodies(
 
     return DividedBodies(
         operand_pieces={
-            i + num_leading: _with_axis(pieces, i + num_leading >= first_xs)
+            i + num_leading: _shift_axis(pieces, i + num_leading >= first_xs)
             for i, pieces in input_pieces.items()
         },
         result_pieces={
-            i: _with_axis(pieces, i >= first_ys) for i, pieces in output_pieces.items()
+            i: _shift_axis(pieces, i >= first_ys) for i, pieces in output_pieces.items()
         },
         bind=bind,
     )
 
 
-def _with_axis(pieces: Pieces, change: int) -> Pieces:
+def _shift_axis(pieces: Pieces, change: int) -> Pieces:
+    """The same pieces of an array with so many axes more before this one."""
     return pieces._replace(axis=pieces.axis + change)
 
 

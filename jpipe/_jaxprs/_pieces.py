@@ -32,6 +32,11 @@ class Pieces(NamedTuple):
     sizes: tuple[int, ...]
 
     @property
+    def length(self) -> int:
+        """The size of all pieces along the axis."""
+        return sum(self.sizes)
+
+    @property
     def ends(self) -> list[int]:
         """The end of each piece along the axis."""
         return [*itertools.accumulate(self.sizes)]
@@ -40,6 +45,20 @@ class Pieces(NamedTuple):
     def begins(self) -> list[int]:
         """The begin of each piece along the axis."""
         return [0, *self.ends[:-1]]
+
+    def check_shape(self, shape: Sequence[int], name: str) -> None:
+        """Checks that these are the pieces of an array of some shape.
+
+        Raises:
+          ValueError: if they are those of a longer or shorter one.
+        """
+        if tuple(shape[self.axis : self.axis + 1]) != (self.length,):
+            sizes = ", ".join(map(str, self.sizes))
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}; it is in pieces of {sizes} along "
+                f"axis {self.axis}, and needs {self.length} there; for another number "
+                f"of layers make another pipeline, or another jpipe.value_and_grad"
+            )
 
     def specs(self, spec: Any) -> list[jax.ShapeDtypeStruct]:
         """The spec of each piece of an array."""
@@ -76,9 +95,10 @@ def _operand_axes(
     eqn: core.JaxprEqn, axes: Mapping[core.Var, int]
 ) -> Iterable[tuple[core.Var, int]]:
     """Yields the operands, and their axes, that results follow from slice by slice."""
-    operand_axes = list[int | None]()
     if axes.keys().isdisjoint(eqn.outvars):
         return
+    # the axis of each operand; empty if there is no rule for the equation
+    operand_axes = list[int | None]()
     first_xs, first_ys = first_stacked(eqn)
     if any(axes.get(var) == 0 for var in eqn.outvars[first_ys:]):
         num_xs = len(eqn.invars) - first_xs
@@ -108,11 +128,13 @@ def _body_operand_axes(
         for i, var in enumerate(eqn.outvars):
             result = body.jaxpr.outvars[i]
             if var in axes and not isinstance(result, core.Literal):
+                # The body of a scan has one axis less of what it stacks.
                 body_axes[result] = axes[var] - (i >= first_ys)
         body_axes = trace_axes_back(body.jaxpr, body_axes)
         for i, var in enumerate(body.jaxpr.invars, start=num_leading):
             if var in body_axes:
                 operand_axes[i] = body_axes[var] + (i >= first_xs)
+    # A carry has slices along one axis, from its first value to its last.
     for i, var in zip(carry, eqn.outvars, strict=False):
         if var in axes:
             operand_axes[i] = axes[var]
@@ -125,9 +147,10 @@ def inlined_bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
 
 
 def first_stacked(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """The first operand, and result, with an axis more than in the body of a scan.
+    """The indices of the first x and the first y of a scan.
 
-    Other loops and branches have none.
+    These have an axis more than in its body. Other loops and branches have none: the
+    numbers of their operands and results are returned.
     """
     if eqn.primitive.name != "scan":
         return len(eqn.invars), len(eqn.outvars)

@@ -44,6 +44,7 @@ from jax.extend import core
 from . import _axis_maps, _jaxpr
 from ._concatenation import Concatenation
 from ._divided_bodies import divide_bodies
+from ._piece_slices import PieceSlices
 from ._pieces import Pieces, find_target_pieces, scale_sizes, sizes_between
 
 # The operations that combine reductions of pieces along the axis of these.
@@ -111,12 +112,13 @@ def run_in_pieces(
       targets: variable -> the pieces in which it is made, if it can be.
       keeps_pieces: True if all other results come in the pieces in which they are
         computed; False if they are put together.
-      num_fixed: the number of first inputs that are parameters: what follows from them
-        is cut at constants, as it would else seem to follow from ``begins``. ``None``:
-        all is cut at constants.
+      num_fixed: the number of first inputs that are parameters; the others are those
+        of the batch. What follows from parameters alone, as a penalty does, is cut at
+        constants: ``begins`` come with the batch. ``None``: all is cut at constants.
     """
     jaxpr = closed.jaxpr
     fixed_vars = _jaxpr.descendants(jaxpr, jaxpr.invars[:num_fixed])
+    batch_vars = _jaxpr.descendants(jaxpr, jaxpr.invars[num_fixed:])
     target_pieces = find_target_pieces(jaxpr, output_pieces, targets)
     begins = list[int]()
     if num_fixed is not None:
@@ -145,7 +147,12 @@ def run_in_pieces(
                 parts = list(itertools.islice(arrays, len(pieces.sizes)))
                 values[var] = Concatenation(parts, pieces.axis, frozenset([i]))
 
-        evaluation = _Evaluation(jaxpr, values, target_pieces, fixed_vars, begin_args)
+        evaluation = _Evaluation(
+            jaxpr,
+            values,
+            target_pieces=target_pieces,
+            slices=PieceSlices(fixed_vars, batch_vars, begin_args),
+        )
         evaluation.run()
         results = list[jax.Array]()
         for i, atom in enumerate(jaxpr.outvars):
@@ -176,8 +183,7 @@ class _Evaluation:
       jaxpr: the jaxpr.
       values: variable -> value, of constants and inputs; results are added.
       target_pieces: variable -> the pieces in which it is made.
-      fixed_vars: the variables that follow from parameters.
-      begin_args: begin of a piece -> the input that is this number.
+      slices: cuts whole arrays into pieces.
 
     Attributes:
       whole_reads: the reads of inputs in pieces as one array.
@@ -187,15 +193,14 @@ class _Evaluation:
         self,
         jaxpr: core.Jaxpr,
         values: dict[core.Var, _Value],
+        *,
         target_pieces: Mapping[core.Var, Pieces],
-        fixed_vars: set[core.Var],
-        begin_args: Mapping[int, jax.Array],
+        slices: PieceSlices,
     ) -> None:
         self._jaxpr = jaxpr
         self._values = values
         self._target_pieces = target_pieces
-        self._fixed_vars = fixed_vars
-        self._begin_args = begin_args
+        self._slices = slices
         self.whole_reads = list[WholeRead]()
 
     def read(self, atom: Any) -> _Value:
@@ -267,24 +272,7 @@ class _Evaluation:
         if len(pieces.sizes) == 1:
             return [jnp.asarray(value)]
 
-        is_fixed = isinstance(atom, core.Literal) or atom in self._fixed_vars
-        arrays = list[jax.Array]()
-        for begin, size in zip(pieces.begins, pieces.sizes, strict=True):
-            begin_arg = self._begin_args.get(begin)
-            if is_fixed or begin_arg is None:
-                arrays.append(
-                    jax.lax.slice_in_dim(value, begin, begin + size, axis=pieces.axis)
-                )
-                continue
-            starts: list[Any] = [np.int32(0)] * value.ndim
-            starts[pieces.axis] = begin_arg
-            slice_sizes = _axis_maps.with_size(value.shape, pieces.axis, size)
-            arrays.append(
-                jax.lax.dynamic_slice(
-                    value, starts, slice_sizes, allow_negative_indices=False
-                )
-            )
-        return arrays
+        return self._slices.cut(value, pieces, atom=atom, eqn=eqn)
 
     # ---------------------------------------------------------------------------- rules
 
@@ -422,7 +410,7 @@ class _Evaluation:
         begin = params["start_indices"][operand.axis]
         end = params["limit_indices"][operand.axis]
         strides = params["strides"]
-        length = sum(operand.pieces.sizes)
+        length = operand.pieces.length
         is_whole = begin == 0 and end == length
         if is_whole or begin == end or (strides and strides[operand.axis] != 1):
             return None
@@ -445,14 +433,14 @@ class _Evaluation:
         start = eqn.invars[1 + operand.axis]
         slice_sizes: Any = eqn.params["slice_sizes"]
         size = slice_sizes[operand.axis]
-        length = sum(operand.pieces.sizes)
+        length = operand.pieces.length
         if not isinstance(start, core.Literal) or size == length:
             return None
         begin = min(max(int(start.val), 0), length - size)
         part = operand.slice(begin, begin + size)
         is_one = not isinstance(part, Concatenation)
         starts = list(map(self.read, eqn.invars[1:]))
-        starts[operand.axis] = 0
+        starts[operand.axis] = np.zeros((), _jaxpr.spec(start.aval).dtype)
         results = list[jax.Array]()
         for array in [part] if is_one else part.arrays:
             params = _axis_maps.resize(eqn, operand.axis, array.shape[operand.axis])
@@ -497,7 +485,7 @@ class _Evaluation:
         if not isinstance(operand, Concatenation) or operand.axis != params["axis"]:
             return None
         if eqn.primitive.name == "unstack":
-            rows = range(sum(operand.pieces.sizes))
+            rows = range(operand.pieces.length)
             return [
                 jax.lax.squeeze(operand.slice_whole(i, i + 1), [operand.axis])
                 for i in rows

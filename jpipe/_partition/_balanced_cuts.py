@@ -292,19 +292,30 @@ def _candidates(
 
 
 def _is_piece(traced: TracedFunction, eqn: core.JaxprEqn) -> bool:
-    """True if an equation may be a piece of a scan over layers."""
-    return traced.has_pieces and eqn.primitive.name == "scan"
+    """True if an equation may be a piece of a scan over layers.
+
+    A scan over time goes along arrays of the batch alone.
+    """
+    if not traced.has_pieces or eqn.primitive.name != "scan":
+        return False
+    xs = _jaxpr.variables(eqn.invars[_jaxpr.carry_slice(eqn).stop :])
+    return not xs <= traced.vars_of_batch
 
 
 def _check_largest_equation(
     traced: TracedFunction, costs: Sequence[float], num_stages: int
 ) -> None:
-    """Raises a ValueError if a loop has more work than a stage and a half."""
+    """Raises a ValueError if a loop has more work than a stage and a half.
+
+    It may be a piece of several layers, where these are few: five in four stages.
+    """
     if not costs:
         return
     largest = max(range(len(costs)), key=costs.__getitem__)
     eqn = traced.closed.jaxpr.eqns[largest]
     share = costs[largest] / max(sum(costs), 1)
+    if _is_piece(traced, eqn) and eqn.params["length"] > 1:
+        return
     if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
         raise ValueError(
             f"num_stages={num_stages}: one operation, {_eqn_source.describe_eqn(eqn)} "

@@ -196,6 +196,7 @@ class CutPoints:
         number of its reads is the most of theirs.
         """
         reads = np.array([*self.reads_before, self.total_reads])
+        # For each parameter, the stage that reads it first: so many cuts are before it.
         first_stages = (reads[:-1] == 0).sum(axis=0)
         num_added = sum(len(x.sizes) - 1 for x in self.pieces)
         num_params = reads.shape[1] - num_added

@@ -42,7 +42,8 @@ def choose_division(
         return WHOLE
     trial = _Trial(traced, layer_scans, num_stages, divide)
     best_sizes = trial.sizes_of_stages()
-    most = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
+    largest_allowed = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
+    # The best equal pieces: as many as stages, or fewer if a stage has other work.
     equal_sizes = best_sizes
     equal_cost = math.inf
     for num_pieces in range(num_stages, 1, -1):
@@ -51,7 +52,7 @@ def choose_division(
         if sizes != best_sizes and cost < equal_cost:
             equal_sizes = sizes
             equal_cost = cost
-    return trial.division(equal_sizes if equal_cost <= most else best_sizes)
+    return trial.division(equal_sizes if equal_cost <= largest_allowed else best_sizes)
 
 
 def divide_by_iteration(traced: TracedFunction, num_stages: int) -> ScanDivision:
@@ -122,19 +123,20 @@ class _Trial:
         """For each scan the numbers of iterations that stages run, if cut anywhere."""
         division = self.division([(1,) * scan.length for scan in self._layer_scans])
         traced, cuts = self._cut(division)
-        positions = first_inner_indices(self._num_params, division.params)
+        first_units = first_inner_indices(self._num_params, division.params)
         num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
         reads_before = count_reads_before(traced, self._num_params + num_pieces)
-        # for each parameter inside, the equation that reads it first
+        # For each parameter inside, the equation that reads it first: row i + 1 is the
+        # first that counts the reads of equation i.
         first_readers = np.argmax(reads_before > 0, axis=0) - 1
 
         sizes_of_scans = list[tuple[int, ...]]()
         for scan in self._layer_scans:
             stages = list[int]()
             for unit in range(scan.length):
-                params = [positions[i] + unit for i in scan.axes]
+                params = [first_units[i] + unit for i in scan.axes]
                 if scan.layer_params:
-                    params += [positions[i] for i in scan.layer_params[unit]]
+                    params += [first_units[i] for i in scan.layer_params[unit]]
                 # The scan reads all of them, and some may be read before it.
                 reader = max(first_readers[params])
                 stages.append(sum(cut <= reader for cut in cuts))

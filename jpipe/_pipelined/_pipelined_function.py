@@ -103,18 +103,18 @@ class PipelinedFunction:
         assert owner_stages is not None
         assert partition.num_stages is not None
         specs = _microbatch.array_specs(params, "params")
-        inner_specs = _stacked.open_tree(specs, partition.pieces)
-        count = len(jax.tree.leaves(inner_specs))
-        if len(owner_stages) != count:
+        count = len(jax.tree.leaves(specs))
+        num_added = sum(len(x.sizes) - 1 for x in partition.pieces.values())
+        if len(owner_stages) != count + num_added:
             raise ValueError(
                 f"the variables have {count} arrays, those of the model "
-                f"{len(owner_stages)}; give a tree such as init makes"
+                f"{len(owner_stages) - num_added}; give a tree such as init makes"
             )
         return self._layout(
             partition.placement(partition.num_stages),
-            inner_specs,
+            _stacked.open_tree(specs, partition.pieces),
             owner_stages=owner_stages,
-            is_trained=[False] * count,
+            is_trained=[False] * len(owner_stages),
         )
 
     def _layout(

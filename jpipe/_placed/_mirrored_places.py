@@ -167,7 +167,7 @@ def mirrored_pieces(
     for (argument_key, path), specs in specs_of_pieces.items():
         axis = axes[argument_key, path]
         pieces = Pieces(axis, tuple(spec.shape[axis] for spec in specs))
-        shape = with_size(specs[0].shape, axis, sum(pieces.sizes))
+        shape = with_size(specs[0].shape, axis, pieces.length)
         pieces_of.setdefault((path, shape), pieces)
     has_pieces = bool(pieces_of)
     for leaf in leaves:

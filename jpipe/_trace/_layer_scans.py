@@ -143,7 +143,9 @@ def _find_layer_params(
             if eqn.primitive.name == "concatenate":
                 num_rows = _axis_maps.shape_of(atom)[axes_of_vars[eqn.outvars[0]]]
             rows += [params_of.get(atom, set())] * num_rows
-        layer_params = layer_params or [set() for _ in range(length)]
+        if not layer_params:
+            layer_params = [set() for _ in range(length)]
+        # An iteration may go along several rows, of which a reshape makes one.
         for i, row in enumerate(rows):
             layer_params[i * length // len(rows)] |= row
     return layer_params
@@ -194,8 +196,12 @@ def divide_scans(
         in whose pieces it comes.
 
     Raises:
-      ValueError: with the parameters in pieces that are read as a whole.
+      ValueError: if the pieces are those of other numbers of layers, or with the
+        parameters in pieces that are read as a whole.
     """
+    for index, pieces in division.params.items():
+        shape = _axis_maps.shape_of(traced.params[index])
+        pieces.check_shape(shape, names[index])
     first_aux = traced.has_loss + traced.is_weighted
     output_pieces = {
         first_aux + i: division.params[param]

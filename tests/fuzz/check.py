@@ -184,7 +184,7 @@ def check(
         in_place(found[1])
     with asserting("bytes are those of the instructions"):
         program = find.program(*given, rngs=KEY(3))
-        leaves = jax.tree.leaves((*given, KEY(3)))
+        leaves = listing.leaves_of((*given, KEY(3)))
         assert listing.counted(program, leaves) == listing.live(program)[1:]
     y = pipe.apply(variables, batch.x)
     tx = OPTIMIZERS[optimizer]()

@@ -219,6 +219,32 @@ class Scanned(nn.Module):
         return scan(dense(x.shape[-1], self.dtype), x, None)[0]
 
 
+class Layers(nn.Module):
+    """Blocks that are scanned, their parameters stacked along an axis."""
+
+    dtype: Any
+    length: int
+    axis: int = 0
+    reverse: bool = False
+    remat: bool = False
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        def body(block, x, _):
+            return block(x, train), None
+
+        scan = nn.scan(
+            body,
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True, "dropout": True},
+            length=self.length,
+            reverse=self.reverse,
+        )
+        block = nn.remat(Block, static_argnums=2) if self.remat else Block
+        return scan(block(self.dtype, self.rate), x, None)[0]
+
+
 class Odd(nn.Module):
     """Parameters that are frozen, unused, of integers, or scalars."""
 

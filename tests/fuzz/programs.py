@@ -107,6 +107,19 @@ def _of_arrays(shape: Shape) -> list[Choice]:
     return found
 
 
+@st.composite
+def scans(draw: st.DrawFn, shape: Shape) -> Choice:
+    """Blocks that are scanned, in any way in which they can be."""
+    length = draw(st.integers(2, 5))
+    axis = draw(st.integers(0, 1))
+    reverse = draw(st.booleans())
+    remat = draw(st.booleans())
+    rate = draw(st.sampled_from([0.0, 0.0, 0.5]))
+    options = f"{axis=}, {reverse=}, {remat=}, {rate=}"
+    trait = "random" if rate else ""
+    return Choice(f"Layers(dtype, {length}, {options})", shape, trait)
+
+
 def _of_trees(shape: Shape) -> list[Choice]:
     return [
         Choice("masked", shape),
@@ -143,6 +156,8 @@ def models(draw: st.DrawFn, dtype: str, size: int, door: str) -> Model:
         again = [choice for _, given, choice in tied if given == shape]
         if again and draw(st.booleans()):
             choices = again
+        elif not shape.tree and draw(st.integers(0, 8 if door == "list" else 2)) == 2:
+            choices = [draw(scans(shape))]  # those of a list are not divided
         choices = [c for c in choices if _allowed(c, dtype, door)]
         choice = draw(st.sampled_from(choices))
         text = choice.text

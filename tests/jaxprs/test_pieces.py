@@ -139,6 +139,17 @@ def test_a_slice_that_begins_at_data_reads_the_whole_stack() -> None:
     assert [read.input_indices for read in piecewise.whole_reads] == [{0}]
 
 
+def test_a_slice_begins_at_a_constant_of_any_integers() -> None:
+    def rows(w: jax.Array, column: jax.Array) -> jax.Array:
+        starts = np.int32(1), column
+        return jax.lax.dynamic_slice(w, starts, (3, 2), allow_negative_indices=False)
+
+    with jax.enable_x64(True):
+        args = [stack(4), np.int32(1)]
+        piecewise = assert_equal_results(rows, args, {0: PIECES})
+    assert not piecewise.whole_reads
+
+
 def test_a_result_that_is_whole_is_reported() -> None:
     piecewise = assert_equal_results(lambda w: w * 2, [stack(4)], {0: PIECES}, {})
     (read,) = piecewise.whole_reads
@@ -293,6 +304,27 @@ def test_what_follows_from_parameters_is_cut_at_constants() -> None:
     names = [eqn.primitive.name for eqn in piecewise.closed.jaxpr.eqns]
     assert "slice" in names
     assert "dynamic_slice" not in names
+
+
+def test_constants_are_cut_at_inputs_beside_the_batch_alone() -> None:
+    """A penalty is computed without the batch, and so without these inputs."""
+
+    def apply(w: jax.Array, x: jax.Array) -> Any:
+        weights = jnp.arange(1.0, 1 + LENGTH)
+        penalty = weights @ w.sum(1)
+        carry, _ = jax.lax.scan(
+            lambda h, xs: (jnp.tanh(h * xs[0] + xs[1]), None), x, (w, weights)
+        )
+        return carry, penalty
+
+    closed, _ = _jaxpr.trace(apply, *specs(stack(4), jnp.ones(4)))
+    piecewise = _piecewise.run_in_pieces(closed, {0: PIECES}, {}, num_fixed=1)
+    jaxpr = piecewise.closed.jaxpr
+    begins = jaxpr.invars[-len(piecewise.begins) :]
+    carry, penalty = jaxpr.outvars
+    following = _jaxpr.descendants(jaxpr, begins)
+    assert carry in following
+    assert penalty not in following
 
 
 def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:

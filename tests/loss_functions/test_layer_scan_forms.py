@@ -214,6 +214,10 @@ def test_other_indices_are_refused() -> None:
 # -------------------------------------------------------------------------- other forms
 
 
+def scanned(w: Any, x: jax.Array) -> jax.Array:
+    return mean_square(layers(w, x))
+
+
 def couplings(w: Any, x: jax.Array) -> jax.Array:
     """Numbers of layers that choose a branch; log-determinants that are summed."""
 
@@ -243,13 +247,22 @@ def branch_on_parameters(w: Any, x: jax.Array) -> jax.Array:
     return mean_square(layers({**w, "kernel": kernel}, x))
 
 
+def weighted_norms(w: Any, x: jax.Array) -> jax.Array:
+    """Penalties of all layers, with weights and masks that are constants."""
+    norms = jnp.linalg.norm(w["bias"], axis=1)
+    traces = jax.vmap(jnp.trace)(w["kernel"])
+    return scanned(w, x) + norms @ jnp.arange(1.0, 1 + LAYERS) + traces.sum() / 9
+
+
 FORMS = {
+    "weighted_norms": (weighted_norms, stack, [[2]] * STAGES),
     "couplings": (
         couplings,
         lambda: {**stack(), "coupling": normal(4, LAYERS, WIDTH, WIDTH) / 4},
         [[2]] * STAGES,
     ),
     "branch_on_parameters": (branch_on_parameters, stack, None),
+    "five_layers": (scanned, lambda: stack(5), [[2], [2], [1], []]),
     "scans_in_scans": (
         scans_in_scans,
         lambda: jax.tree.map(lambda v: v.reshape(4, 2, *v.shape[1:]), stack()),
@@ -266,6 +279,47 @@ def test_further_forms(name: str) -> None:
         assert largest_bytes(grad_fn, params(), X) < 8 * LAYERS * WIDTH * WIDTH
     else:
         assert_is_divided(loss, params(), lengths)
+
+
+def test_parameters_of_another_number_of_layers_are_refused() -> None:
+    grad_fn = jpipe.value_and_grad(scanned, 2, num_stages=STAGES)
+    grad_fn.place(stack(7), X)
+    says = (
+        r"params\['bias'\] has shape \(8, 6\); it is in pieces of 2, 2, 2, 1 along "
+        r"axis 0, and needs 7 there; .*another jpipe\.value_and_grad"
+    )
+    for call in (grad_fn, grad_fn.place):
+        with pytest.raises(ValueError, match=says):
+            call(stack(8), X)
+
+
+def test_a_scan_over_time_beside_layers_is_refused() -> None:
+    """It is most of the work, and goes along nothing of the parameters."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(
+            lambda h, row: (layer(h + row, w["cell"])[0], None),
+            jnp.zeros_like(x),
+            jnp.tile(x, (16, 1, 1)),
+        )
+        return mean_square(layers(w["layers"], h))
+
+    cell = jax.tree.map(lambda leaf: leaf[0], stack())
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
+    with pytest.raises(ValueError, match=r"one operation, scan.*cannot be divided"):
+        grad_fn.place({"cell": cell, "layers": stack(16)}, X)
+
+
+def test_functions_of_what_a_user_computes_from_stacks() -> None:
+    """Some of it is in pieces, some on all devices."""
+    grad_fn = jpipe.value_and_grad(scanned, 2, num_stages=STAGES)
+    bias = grad_fn.place(stack(), X)["bias"]
+    negate = grad_fn.jit(lambda x: -x)
+    for x in (2 * bias, bias.T, bias[:, None]):
+        np.testing.assert_array_equal(negate(x), -np.asarray(x))
+    for x in (bias.sum(0), bias[0], bias.mean()):
+        with pytest.raises(ValueError, match="argument 0 is on 4 devices"):
+            negate(x)
 
 
 def test_results_of_layers_as_aux() -> None:

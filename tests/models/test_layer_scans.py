@@ -100,6 +100,41 @@ def test_no_instruction_of_a_step_has_a_stack() -> None:
     assert not any(8 in shape[:1] and len(shape) == 3 for shape in shapes)
 
 
+class DrawnAtOnce(nn.Module):
+    """A stack whose layers are drawn by one call."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def draw(key: jax.Array) -> jax.Array:
+            keys = jax.random.split(key, 4)
+            normal = functools.partial(jax.random.normal, shape=(6, 6), dtype=float)
+            return jax.vmap(normal)(keys)
+
+        def layer(x: jax.Array, kernel: jax.Array) -> Any:
+            return jnp.tanh(x @ kernel), None
+
+        return Dense(3)(jax.lax.scan(layer, x, self.param("kernel", draw))[0])
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_layers_drawn_at_once_are_those_of_flax(impl: str) -> None:
+    """By some generators an array of keys draws what its first key draws."""
+    key = jax.random.key(0, impl=impl)
+    variables = jpipe.pipeline(DrawnAtOnce(), 2, num_stages=2).init(key, X)
+    ref.assert_equal(variables, jax.jit(DrawnAtOnce().init)(key, X))
+
+
+def test_variables_of_another_model_are_not_placed() -> None:
+    pipe = build(4)
+    variables = on_host(pipe.init(KEY, X))
+    others = on_host(ScannedMLP(5).init(KEY, X))
+    with pytest.raises(ValueError, match=r"in pieces of 1, 1, 1, 1 .* needs 4 there"):
+        pipe.place(others)
+    del variables["params"]["layers"]
+    with pytest.raises(ValueError, match="have 4 arrays, those of the model 10;"):
+        pipe.place(variables)
+
+
 # --------------------------------------------------------------------------- training
 
 OPTIMIZERS = {

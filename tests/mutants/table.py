@@ -162,6 +162,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("0 if var in stored_inputs else nbytes(var)", "nbytes(var)"),
         ("if size(stored_vars) > size(", "if size(stored_vars) < size("),
     ],
+    "_jaxprs/_piece_slices": [
+        ("and not operands.isdisjoint(self.batch_vars)", ""),
+    ],
     "_jaxprs/_pieces": [
         ("operand_axes = _body_operand_axes(eqn, axes)", "pass"),
     ],
@@ -182,7 +185,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "                    scans |= dict.fromkeys(scan.scan_indices, sizes)",
             "                    pass",
         ),
-        ("params += [positions[i] for i in", "_ = [positions[i] for i in"),
+        ("params += [first_units[i] for i in", "_ = [first_units[i] for i in"),
     ],
     "_trace/_layer_scans": [
         ("layer_params[i * length // len(rows)] |= row", "layer_params[0] |= row"),
