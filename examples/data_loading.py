@@ -59,7 +59,8 @@ def evaluation_batches(x: np.ndarray, labels: np.ndarray) -> grain.DatasetIterat
     """All images once; the last batch is filled up with images of weight 0."""
     padding = -len(x) % BATCH_SIZE
     examples = make_examples(x, labels)
-    empty = {**examples[0], "weight": 0.0}
+    first: Any = examples[0]
+    empty = {**first, "weight": 0.0}
     padded = grain.MapDataset.concatenate(
         [examples, grain.MapDataset.source([empty] * padding)]
     )
