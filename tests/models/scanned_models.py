@@ -60,6 +60,40 @@ class Decoder(nn.Module):
         return embed.attend(LayerNorm()(x))
 
 
+class PositionedLayer(nn.Module):
+    """A layer that turns its input by positions, which all layers share."""
+
+    @nn.compact
+    def __call__(self, x, positions, mask):
+        angles = positions[..., None] / 10.0 ** jnp.arange(WIDTH)
+        return Block()(x * jnp.cos(angles), mask), None
+
+
+class PositionedDecoder(nn.Module):
+    """Layers that store nothing, stacked on axis 0; scaled embeddings."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = Embed(VOCAB)
+        layer = nn.remat(
+            PositionedLayer,
+            policy=jax.checkpoint_policies.nothing_saveable,
+            prevent_cse=False,
+        )
+        scanned = nn.scan(
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, nn.broadcast),
+            length=LAYERS,
+        )
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x = embed(tokens) * WIDTH**0.5
+        mask = nn.make_causal_mask(tokens)
+        x, _ = scanned(name="layers")(x, positions.astype(x.dtype), mask)
+        return embed.attend(LayerNorm()(x))
+
+
 class EncoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x, mask):

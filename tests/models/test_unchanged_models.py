@@ -157,11 +157,14 @@ CASES = {
     "scanned decoder": lambda: Case(
         scanned.Decoder(), TOKENS, next_token, TOKENS, stages=4, by_parts=True
     ),
+    "scanned positioned decoder": lambda: Case(
+        scanned.PositionedDecoder(), TOKENS, next_token, TOKENS, stages=4
+    ),
     "scanned encoder and decoder": lambda: Case(
         scanned.EncoderDecoder(), PADDED, of_labels, TOKENS, stages=4
     ),
     "scanned vit": lambda: Case(
-        scanned.ScannedViT(), IMAGES, of_labels, LABELS, stages=3
+        scanned.ScannedViT(), IMAGES, of_labels, LABELS, stages=4
     ),
     "remat_scan": lambda: Case(scanned.RematScan(), ROWS, squares, TARGETS, stages=3),
     "nnx.scan": lambda: Case(
