@@ -81,6 +81,10 @@ class Program:
         self._set_outputs(graph, outputs, slot_of)
         self._set_initial_slots(graph, output_values, slot_of)
 
+        # The places of this process.
+        self._local_places = {
+            place for place, device in enumerate(self.devices) if is_here(device)
+        }
         self.local_instructions = [i for i in self.instructions if self._is_local(i)]
         # The first instruction that overwrites an argument.
         self._first_overwriting: Instruction | None = None
@@ -155,7 +159,7 @@ class Program:
         """True if this process has a part in an instruction."""
         if isinstance(instruction.run, Crossing):
             return instruction.run.is_local_part
-        return is_here(self.devices[instruction.place])
+        return instruction.place in self._local_places
 
     def compile(self) -> None:
         """Compiles all executables of this process ahead, unless they are.

@@ -305,15 +305,12 @@ class Lowering:
         values |= zip(stage_slice.batch_inputs, batch_inputs, strict=True)
         return [values[var] for var in stage_slice.closed.jaxpr.invars]
 
-    def _forward_operands(self, stage: int, m: int) -> Values:
-        """The operands of `StageFunctions.forward_adding`."""
+    def _accumulation_operands(self, stage: int, m: int) -> Values:
+        """The operands of `StageFunctions.forward_adding` behind the inputs."""
         outer_terms = Values()
         for atom in self._sums.outer_terms(stage, m):
             outer_terms.append(self._result_value(atom, m))
-        return [
-            *self._inputs(stage, m),
-            *self._sums.accumulation_operands(stage, m, outer_terms),
-        ]
+        return self._sums.accumulation_operands(stage, m, outer_terms)
 
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Keeps the results of a forward that other stages read, or the user."""
@@ -322,9 +319,24 @@ class Lowering:
             self._outputs[var, m] = value
 
     def _keep_forward(
-        self, action: Action, functions: StageFunctions, results: Values
+        self,
+        action: Action,
+        functions: StageFunctions,
+        *,
+        inputs: Values,
+        results: Values,
     ) -> Values:
-        """Keeps the results of `StageFunctions.forward_adding`; returns the others."""
+        """Keeps what the backward of a forward reads, and its outputs and sums.
+
+        Args:
+          action: the forward, or the backward with which it is fused.
+          functions: the functions of its stage.
+          inputs: the inputs of the forward.
+          results: those of `StageFunctions.forward_adding`, and of what is fused.
+
+        Returns:
+          The results of what is fused.
+        """
         stage, m = _cell(action)
         num_outputs = len(self._stages.slice_of(stage, m).outputs)
         end_residuals = num_outputs + functions.num_residuals
@@ -332,7 +344,7 @@ class Lowering:
 
         self._keep_outputs(stage, m, results)
         residuals = results[num_outputs:end_residuals]
-        self._residuals[stage, m] = [*self._inputs(stage, m), *residuals]
+        self._residuals[stage, m] = [*inputs, *residuals]
         self._sums.keep_forward_sums(stage, m, results[end_residuals:end])
         return results[end:]
 
@@ -362,8 +374,10 @@ class Lowering:
         stage, m = _cell(action)
         functions = self._functions(action)
         function = functions.forward_adding(self._sums.accumulation(stage, m))
-        results = self._call(function, action, self._forward_operands(stage, m))
-        self._keep_forward(action, functions, results)
+        inputs = self._inputs(stage, m)
+        operands = [*inputs, *self._accumulation_operands(stage, m)]
+        results = self._call(function, action, operands)
+        self._keep_forward(action, functions, inputs=inputs, results=results)
 
     def _forward_backward(self, action: Action) -> None:
         """Writes a forward fused with its backward, or with the first half of it."""
@@ -377,15 +391,19 @@ class Lowering:
         function = functions.forward_backward(
             action.op, self._sums.accumulation(stage, m)
         )
+        inputs = self._inputs(stage, m)
         operands = [
-            *self._forward_operands(stage, m),
+            *inputs,
+            *self._accumulation_operands(stage, m),
             *output_grads,
             *self._grad_sums(action),
         ]
         shardings = self._backward_shardings(action, function)
         results = self._call(function, action, operands, shardings)
 
-        backward_results = self._keep_forward(action, functions, results)
+        backward_results = self._keep_forward(
+            action, functions, inputs=inputs, results=results
+        )
         self._residuals[stage, m] += output_grads
         self._keep_backward(action, functions, backward_results)
 

@@ -89,6 +89,8 @@ class MicrobatchSums:
         self._sums: dict[tuple[int, Place], StageSums] = {}
         # (stage, size of the micro-batch) -> the addition to its forward sums
         self._accumulations: dict[tuple[int, int], Accumulation] = {}
+        # (stage, size of the micro-batch) -> see `outer_terms`
+        self._outer_terms: dict[tuple[int, int], list[Any]] = {}
         self._write_zeros()
 
     def of_places(self, stage: int) -> list[StageSums]:
@@ -126,10 +128,13 @@ class MicrobatchSums:
 
         They are constants, weights of other stages, and the like.
         """
-        terms = self._terms(stage, m)
-        args = self._args_of_terms(stage, m)
-        pairs = zip(terms, args, strict=True)
-        return [term for term, arg in pairs if arg is None]
+        key = stage, self._batch.sizes[m]
+        if key not in self._outer_terms:
+            terms = self._terms(stage, m)
+            args = self._args_of_terms(stage, m)
+            pairs = zip(terms, args, strict=True)
+            self._outer_terms[key] = [term for term, arg in pairs if arg is None]
+        return self._outer_terms[key]
 
     def accumulation_operands(self, stage: int, m: int, outer_terms: Values) -> Values:
         """The operands of the addition that its forward neither reads nor computes.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -62,7 +63,9 @@ def local_copy(leaf: Any) -> Any:
 def is_key(leaf: Any) -> bool:
     """True if a leaf, or its spec, is a typed key of `jax.random`."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if dtype is None or isinstance(dtype, np.dtype):  # at once, as most leaves have one
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def as_numbers(leaf: Any) -> Any:
