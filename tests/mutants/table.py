@@ -73,7 +73,7 @@ REACHED_BY = {
     "_stage/_slicing": "loss_functions/test_value_and_grad.py planning/test_estimate.py loss_functions models",
     "_stage/_split_backward": "stage/test_split_scans.py train/test_reductions.py matrix stage train",
     "_stage/_stages": "layers/test_equal_layers.py stage/test_remat_modes.py loss_functions models matrix",
-    "_stage/_vjp": "train/test_reductions.py matrix stage train",
+    "_stage/_vjp": "planning/test_printed_plan.py train/test_reductions.py matrix stage train",
     "_trace": "loss_functions/test_value_and_grad.py loss_functions models",
     "_trace/_layer_scans": "loss_functions/test_layer_scan_forms.py",
     "_trace/_accumulation": "train/test_reductions.py matrix stage train",
