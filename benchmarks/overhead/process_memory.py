@@ -6,7 +6,7 @@ with the default settings, beside one `jax.jit` of the same step. Each row is th
 that the system says after garbage is collected and freed memory is given back.
 
 malloc keeps one pool of memory for each thread that asks for some, and XLA has many
-threads: with ``MALLOC_ARENA_MAX=1`` there is one pool, so the difference of both columns
+threads: with ``MALLOC_ARENA_MAX=1`` there is one pool. The difference of both columns
 is what lies between blocks that are still in use.
 """
 
