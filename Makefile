@@ -10,7 +10,7 @@ EXAMPLES ?= 2000
 WORKERS ?= auto
 BITS := tests/matrix tests/test_transparency.py tests/test_batches.py
 
-.PHONY: demo test test-all bits hugging-face mutants fuzz docs lint format bench \
+.PHONY: demo test test-all bits hugging-face mutants fuzz docs notebook lint format bench \
 	tables bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
@@ -47,6 +47,9 @@ fuzz: $(VENV)/dev  ## EXAMPLES random programs; with SEED those of an earlier ru
 
 docs: $(VENV)/docs  ## the pages and the reference as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet $(ARGS)
+
+notebook:  ## the first tutorial as a notebook, from its page
+	$(PYTHON) docs/notebook.py
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .

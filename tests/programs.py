@@ -10,6 +10,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
+def environment(devices: int) -> dict[str, str]:
+    """The variables of a program that has so many devices, unless it says otherwise."""
+    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "COLUMNS": "100",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": os.pathsep.join(paths),
+        # Half of the time would go to optimizations of XLA.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+
+
 def start(
     *command: str, devices: int = 1, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
@@ -27,16 +40,7 @@ def start(
         capture_output=True,
         text=True,
         check=False,
-        env={
-            **os.environ,
-            "COLUMNS": "100",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-            ),
-            # Half of the time would go to optimizations of XLA.
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        },
+        env=environment(devices),
     )
 
 

@@ -136,16 +136,6 @@ def test_every_option_of_the_main_job_is_documented():
 
 
 @pytest.mark.slow
-def test_the_gallery_is_what_the_example_draws(tmp_path):
-    printed = run(str(EXAMPLES / "schedules.py"), folder=tmp_path)
-    assert re.search(r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %", printed)
-    drawn = {path.name: path.read_text() for path in tmp_path.glob("build/*/*.svg")}
-    kept = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
-    assert drawn
-    assert drawn == kept
-
-
-@pytest.mark.slow
 def test_a_plan_from_the_shell_is_of_a_profile_that_is_measured_once(tmp_path):
     small = "--blocks=4", "--width=64", "--words=500", "--devices=2"
     for profile in ("wrote", "read"):

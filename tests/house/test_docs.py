@@ -6,8 +6,10 @@ Docstrings are run by pytest itself.
 import ast
 import doctest
 import importlib
+import json
 import pkgutil
 import re
+import runpy
 
 import pytest
 
@@ -15,18 +17,31 @@ import jpipe
 from jpipe.__main__ import main
 
 from ..programs import ROOT, accelerated, run
+from .pages import Interpreter, read_blocks
 
 DOCS = ROOT / "docs"
 # The pages whose Python is one program, but for those with a test of their own.
+OWN_TESTS = {
+    *("many_devices.md", "pipeline.md", "schedules.md"),
+    *("tutorials/first_pipeline.md", "tutorials/two_hosts.md"),
+}
 PROGRAMS = sorted(
     {
         str(page.relative_to(DOCS))
         for page in DOCS.rglob("*.md")
         if "```python" in page.read_text()
     }
-    - {"many_devices.md", "pipeline.md", "tutorials/first_pipeline.md"}
+    - OWN_TESTS
 )
+# Libraries that some environments of the tests do not have, by page.
+NEEDS = {"data_loading.md": "grain"}
 MODULES = [m.name for m in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with Interpreter() as interpreter:
+        yield interpreter
 
 
 def test_some_docstrings_have_examples():
@@ -48,12 +63,6 @@ def test_the_page_on_architecture_names_what_is_there():
         if inside:
             text = (library / found[0]).with_suffix(".py").read_text()
             assert re.search(rf"\b(def|class) {inside}\b", text), f"{name}.{inside}"
-
-
-def blocks(page: str) -> str:
-    """All Python of a page, as one program."""
-    text = (ROOT / page).read_text()
-    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
 def test_links_between_pages_lead_somewhere():
@@ -149,7 +158,7 @@ def test_the_pictures_of_concepts_are_what_the_command_draws(
     assert drawn.read_text("utf-8") == kept.read_text("utf-8")
 
 
-def test_readme_gives_the_same_loss_on_one_device_and_on_many():
+def test_readme_gives_the_same_loss_on_one_device_and_on_many(interpreter):
     readme = (ROOT / "README.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     num_lines = [len(re.findall(r"^.*\S.*$", text, re.M)) for text in programs]
@@ -159,7 +168,7 @@ def test_readme_gives_the_same_loss_on_one_device_and_on_many():
     assert len(readme.splitlines()) <= 120
     shown = [
         run("-c", programs[0], devices=1),
-        run("-c", blocks("README.md"), devices=2),
+        interpreter.run(read_blocks("README.md")),
     ]
     assert ["cpu:1" in text for text in shown] == [False, True]
     losses = [float(text.split()[-1]) for text in shown]
@@ -167,10 +176,20 @@ def test_readme_gives_the_same_loss_on_one_device_and_on_many():
     assert losses[0] < 2  # of 6.2, as of guessing one of 512 labels
 
 
-def test_the_page_on_the_pipeline_prints_what_it_shows():
-    page = (ROOT / "docs" / "pipeline.md").read_text()
+def test_the_first_page_begins_with_a_picture_and_a_short_program():
+    page = (DOCS / "index.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(re.findall(r"^.*\S.*$", program, re.M)) <= 14
+    places = [page.index(text) for text in ("gallery/1f1b.svg", "pip install", program)]
+    assert places == sorted(places)
+    assert places[-1] < 800
+
+
+def test_the_page_on_the_pipeline_prints_what_it_shows(interpreter):
+    page = (DOCS / "pipeline.md").read_text()
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    assert shape(run("-c", blocks("docs/pipeline.md"))) == shape(shown)
+    printed = interpreter.run(read_blocks("docs/pipeline.md"))
+    assert shape(printed) == shape(shown)
 
 
 def shape(text: str) -> list[str]:
@@ -180,22 +199,77 @@ def shape(text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_pages_run(name, tmp_path):
-    run("-c", blocks(f"docs/{name}"), devices=2, folder=tmp_path)
+def test_pages_run(name, interpreter, tmp_path):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    interpreter.run(read_blocks(f"docs/{name}"), folder=tmp_path)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_first_tutorial_is_a_program_that_runs(devices):
-    program = accelerated(blocks("docs/tutorials/first_pipeline.md"))
-    shown = run("-c", program, devices=devices)
+def test_a_page_that_fails_is_noticed(interpreter):
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        interpreter.run("print(1 / 0)")
+
+
+def test_the_first_tutorial_is_a_program_that_runs(interpreter):
+    shown = interpreter.run(read_blocks("docs/tutorials/first_pipeline.md"))
     assert re.search(r"step 15 loss 0\.\d+\n(.*\n)+accuracy [01]\.\d+", shown)
+
+
+@pytest.mark.slow
+def test_the_first_tutorial_runs_on_one_device():
+    program = accelerated(read_blocks("docs/tutorials/first_pipeline.md"))
+    assert "accuracy" in run("-c", program, devices=1)
+
+
+def test_the_notebook_of_the_first_tutorial_is_its_page():
+    page = (DOCS / "tutorials" / "first_pipeline.md").read_text()
+    notebook = (DOCS / "tutorials" / "first_pipeline.ipynb").read_text()
+    cells = json.loads(notebook)["cells"]
+    install, *programs = [
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
+    ]
+    assert install.startswith("!pip install")
+    blocks = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    assert programs == blocks
+    writer = runpy.run_path(str(DOCS / "notebook.py"))
+    assert notebook == writer["write_notebook"](page), "type `make notebook`"
+
+
+@pytest.mark.slow
+def test_the_gallery_is_what_the_page_on_schedules_draws(interpreter, tmp_path):
+    printed = interpreter.run(read_blocks("docs/schedules.md"), folder=tmp_path)
+    assert re.search(r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %", printed)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("build/*/*.svg")}
+    kept = {path.name: path.read_text() for path in (DOCS / "gallery").glob("*")}
+    assert drawn
+    assert drawn == kept
+
+
+@pytest.mark.slow
+def test_two_processes_print_one_loss_as_the_tutorial_shows(tmp_path):
+    page = (DOCS / "tutorials" / "two_hosts.md").read_text()
+    (tmp_path / "train.py").write_text(read_blocks("docs/tutorials/two_hosts.md"))
+    (command,) = re.findall(r"^    python (-m jpipe launch .*)$", page, re.MULTILINE)
+    printed = run(*command.split(), folder=tmp_path)
+    lines = printed.splitlines()
+    first = [line[4:] for line in lines if line.startswith("[0] ")]
+    second = [line[4:] for line in lines if line.startswith("[1] ")]
+    assert len(first) == 5
+    assert first == second
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert {*map(without_loss, shown.splitlines())} <= {*map(without_loss, lines)}
+    assert (tmp_path / "build" / "two_hosts").is_dir()
+
+
+def without_loss(line: str) -> str:
+    return re.sub(r"\d\.\d+", "", line)
 
 
 @pytest.mark.slow
 def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
     losses = re.findall(
         r"^(?:one|two|and|eight|seven) .*?(\d\.\d+)$",
-        run("-c", blocks("docs/many_devices.md")),
+        run("-c", read_blocks("docs/many_devices.md")),
         re.MULTILINE,
     )
     assert len(losses) == 6
