@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import jax
 
-_COMPILED = re.compile(r"Compiling jit\((\w+)\)")
+_COMPILED = re.compile(r"Compiling jit\(([^)]*)\)")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Random models in random pipelines: loss, gradients and training of one device.
 
-The same programs each time, for a minute of one core; `make fuzz` runs others, as
-many as one likes. What fails is shown as a program to paste: see `tests.fuzz`.
+The same programs each time; `make fuzz` runs others, as many as one likes. What fails
+is shown as a program to paste: see `tests.fuzz`.
 """
 
 import os
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
 from .fuzz.programs import Program, programs
 
-EXAMPLES = int(os.environ.get("JPIPE_FUZZ_EXAMPLES", "10"))
+EXAMPLES = int(os.environ.get("JPIPE_FUZZ_EXAMPLES", "5"))
 SEED = int(os.environ.get("JPIPE_FUZZ_SEED", "0"))
 # One test of pytest, so that workers share them; after it, JAX forgets what it traced,
 # which is 40 MiB for each program.

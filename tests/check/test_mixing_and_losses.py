@@ -5,7 +5,6 @@ import pytest
 
 import jpipe
 
-from ..slow import slow, slow_except
 from . import losses, mixing
 
 
@@ -21,19 +20,7 @@ def checked_loss(loss_fn, reduction):
     return pipe.check(({},), y, targets, loss_fn, reduction=reduction)
 
 
-QUICK_MIXED = {
-    "attention among examples",
-    "beside the first",
-    "beside its group",
-    "by their places",
-    "centered in a branch",
-    "noise by a key of its own",
-    "room for some",
-}
-QUICK_APART = {"if it is finite", "noise for all", "in pairs", "routed", "to experts"}
-
-
-@pytest.mark.parametrize("name", slow_except(QUICK_MIXED, mixing.MIXED))
+@pytest.mark.parametrize("name", mixing.MIXED)
 def test_layer_that_mixes_examples_is_reported(name):
     report = checked_layer(mixing.MIXED[name])
     assert not report.is_same
@@ -42,7 +29,7 @@ def test_layer_that_mixes_examples_is_reported(name):
     report.raise_if_different(accept=[0])
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK_APART, mixing.APART))
+@pytest.mark.parametrize("name", mixing.APART)
 def test_layer_that_keeps_examples_apart_passes(name):
     report = checked_layer(mixing.APART[name])
     assert report, report
@@ -50,15 +37,9 @@ def test_layer_that_keeps_examples_apart_passes(name):
 
 
 OTHERS = [(name, "mean") for name in losses.OTHERS] + [("root", "sum")]
-QUICK_OTHERS = {"contrastive", "masked", "root", "sum and mean", "unbiased", "variance"}
 
 
-def slow_unless_named(quick, rows):
-    """Rows that begin with a name; those of other names are slow."""
-    return [row if row[0] in quick else slow(*row) for row in rows]
-
-
-@pytest.mark.parametrize(("name", "reduction"), slow_unless_named(QUICK_OTHERS, OTHERS))
+@pytest.mark.parametrize(("name", "reduction"), OTHERS)
 def test_loss_that_is_no_mean_and_no_sum_is_reported(name, reduction):
     report = checked_loss(losses.OTHERS[name], reduction)
     with pytest.raises(ValueError, match=r"^loss_fn with .* type reduction='weighted'"):
@@ -69,26 +50,13 @@ RIGHT = {"mean": losses.MEANS, "sum": losses.SUMS}
 CASES = [(name, reduction) for reduction in RIGHT for name in RIGHT[reduction]]
 
 
-QUICK_CASES = {
-    "mean",
-    "sum",
-    "scan",
-    "of those of each pair",
-    "bfloat16",
-    "none of the examples",
-    "square of a norm",
-}
-
-
-@pytest.mark.parametrize(("name", "reduction"), slow_unless_named(QUICK_CASES, CASES))
+@pytest.mark.parametrize(("name", "reduction"), CASES)
 def test_loss_passes_with_its_reduction(name, reduction):
     report = checked_loss(RIGHT[reduction][name], reduction)
     assert report, report
 
 
-@pytest.mark.parametrize(
-    "name", ["mean", "square of a norm", slow("scan"), slow("while"), slow("in groups")]
-)
+@pytest.mark.parametrize("name", ["mean", "square of a norm"])
 def test_loss_with_the_other_reduction_is_reported(name):
     is_mean = name in losses.MEANS
     right, other = ("mean", "sum") if is_mean else ("sum", "mean")

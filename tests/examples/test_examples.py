@@ -73,6 +73,7 @@ def losses(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path):
     command = [str(EXAMPLES / "resume.py"), "--steps=6", "--folder=build/stopped"]
     first = run(*command, "--preempt-after=3", status=75, folder=tmp_path)

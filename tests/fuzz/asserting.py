@@ -1,6 +1,5 @@
 """What is asserted of the results of a program."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import jpipe
 
 from .. import reference as ref
+from ..compiling import log_compiled
 
 PyTree = Any
 
@@ -57,18 +57,11 @@ def compiling_nothing(remat: Any) -> Iterator[None]:
     What offloads is called as `jax.jit` calls it, which looks for its trace again in
     this scope.
     """
-    each = remat if isinstance(remat, list) else [remat]
-    offloads = any("offload" in getattr(one, "__qualname__", "") for one in each)
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("jax").addHandler(handler)
-    try:
-        with jax.log_compiles(), nullcontext() if offloads else jax.no_tracing():
-            yield
-    finally:
-        logging.getLogger("jax").removeHandler(handler)
-    assert not records, f"a second step compiles nothing: {records}"
+    settings = remat if isinstance(remat, list) else [remat]
+    offloads = any("offload" in getattr(one, "__qualname__", "") for one in settings)
+    with log_compiled() as compiled, nullcontext() if offloads else jax.no_tracing():
+        yield
+    assert not compiled, f"a second step compiles nothing: {compiled}"
 
 
 def assert_in_place(

@@ -136,7 +136,7 @@ def value_and_grad(
     """
 
     def loss(free: PyTree, variables: Sequence[PyTree], parts: Sequence[Part]) -> Any:
-        new = _restored(free, _params(variables))
+        new = restored(free, _params(variables))
         merged = _merged(variables, new)
         results = [
             compose(layers, merged, x, True, key)
@@ -173,7 +173,8 @@ def selected(params: PyTree, trainable: Trainable | None) -> PyTree:
     return jax.tree_util.tree_map_with_path(select, params)
 
 
-def _restored(free: PyTree, whole: PyTree) -> PyTree:
+def restored(free: PyTree, whole: PyTree) -> PyTree:
+    """The parameters, with others in place of those that are selected."""
     return jax.tree.map(lambda own, new: own if new is None else new, whole, free)
 
 
@@ -268,7 +269,7 @@ def steps(
     def update(variables: Any, after: Any, grads: Any, state: Any) -> Any:
         params = chosen(variables)
         updates, state = tx.update(grads, state, params)
-        new = _restored(optax.apply_updates(params, updates), _params(variables))
+        new = restored(optax.apply_updates(params, updates), _params(variables))
         return tuple(_merged(after, new)), state
 
     losses, state = [], jax.jit(tx.init)(chosen(variables))

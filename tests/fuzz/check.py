@@ -103,7 +103,7 @@ def check(
     trainable: hand.Trainable | None = None,
     shards: int = 1,
     gather: str | None = None,
-    door: str = "list",
+    api: str = "list",
 ) -> None:
     """Asserts that a pipeline of these layers gives the results of one device.
 
@@ -133,7 +133,7 @@ def check(
       shards: over how many devices of each rank, one after the other, examples are
         spread; if one, ranks are on ``devices``.
       gather: as for `jpipe.pipeline`, of parameters that are cut over these.
-      door: how the layers are given: as a "list"; as one "model", which is divided in
+      api: how the layers are given: as a "list"; as one "model", which is divided in
         as many stages as the list; or in a "loss" function of `jpipe.value_and_grad`.
     """
     if shards * len(devices) > jax.device_count():  # as on one accelerator
@@ -146,19 +146,31 @@ def check(
         "remat": remat,
         **_where(ranks, gather),
     }
-    where |= {"balance": balance} if door == "list" else {"num_stages": len(balance)}
-    if door == "loss":
-        options = {"reduction": reduction, "has_aux": has_aux}
-        check_loss(layers, batch, sizes, where, options, trainable, rough)
+    where |= {"balance": balance} if api == "list" else {"num_stages": len(balance)}
+    tx = OPTIMIZERS[optimizer]()
+    if api == "loss":
+        check_loss(
+            layers,
+            batch,
+            num_microbatches,
+            sizes=sizes,
+            where=where,
+            reduction=reduction,
+            has_aux=has_aux,
+            trainable=trainable,
+            tx=tx,
+            num_steps=STEPS,
+            rough=rough,
+        )
         return
-    model = layers if door == "list" else whole(layers)
+    model = layers if api == "list" else whole(layers)
     pipe = jpipe.pipeline(model, num_microbatches, in_axes=batch.in_axes, **where)
     twin = jpipe.sequential(model, parts_of_all, in_axes=batch.in_axes)
     variables = pipe.init(KEY(0), batch.x)
     alone = twin.init(KEY(0), batch.x)
     in_place = functools.partial(assert_in_place, ranks, pipe, balance)
     own, as_list, as_model = trainable, tuple, tuple
-    if door == "model":  # by hand it is a list of one
+    if api == "model":  # by hand it is a list of one
         layers, as_list, as_model = [model], in_list, out_of_list
         own, trainable = by_number(trainable)
         params = variables.get("params", {})
@@ -187,7 +199,6 @@ def check(
         leaves = listing.leaves_of((*given, KEY(3)))
         assert listing.counted(program, leaves) == listing.live(program)[1:]
     y = pipe.apply(variables, batch.x)
-    tx = OPTIMIZERS[optimizer]()
     trained = _train(pipe, batch, loss, tx, options, remat)
     with asserting("trained variables are on the devices of their stages"):
         in_place(trained[1])

@@ -140,7 +140,7 @@ class Model(NamedTuple):
 
 
 @st.composite
-def models(draw: st.DrawFn, dtype: str, size: int, door: str) -> Model:
+def models(draw: st.DrawFn, dtype: str, size: int, api: str) -> Model:
     """Layers that fit on each other, some of them twice."""
     begin = draw(st.sampled_from(sorted(_BEGIN)))
     batch, shape, listed = _BEGIN[begin]
@@ -156,9 +156,9 @@ def models(draw: st.DrawFn, dtype: str, size: int, door: str) -> Model:
         again = [choice for _, given, choice in tied if given == shape]
         if again and draw(st.booleans()):
             choices = again
-        elif not shape.tree and draw(st.integers(0, 8 if door == "list" else 2)) == 2:
+        elif not shape.tree and draw(st.integers(0, 8 if api == "list" else 2)) == 2:
             choices = [draw(scans(shape))]  # those of a list are not divided
-        choices = [c for c in choices if _allowed(c, dtype, door)]
+        choices = [c for c in choices if _allowed(c, dtype, api)]
         choice = draw(st.sampled_from(choices))
         text = choice.text
         if choice.skip:
@@ -195,9 +195,9 @@ _BEGIN: dict[str, tuple[str, Shape, list[str]]] = {
 }
 
 
-def _allowed(choice: Choice, dtype: str, door: str) -> bool:
+def _allowed(choice: Choice, dtype: str, api: str) -> bool:
     # One module of linen holds linen alone.
-    if door != "list" and choice.text.startswith(("nnx_", "Nnx", "scale")):
+    if api != "list" and choice.text.startswith(("nnx_", "Nnx", "scale")):
         return False
     # In low precision a step, or a division by what is almost zero, is another number.
     return dtype == "float64" or not {"norm", "kink"} & set(choice.trait.split())
@@ -297,10 +297,10 @@ def programs(draw: st.DrawFn) -> Program:
     """Any program: its model, its cut, its schedule, its loss, its optimizer."""
     dtype = draw(st.sampled_from(["float64"] * 8 + ["float32", "bfloat16"]))
     number = draw(st.integers(1, 4))
-    door = draw(st.sampled_from(["list", "list", "model", "loss"]))
-    shards = draw(st.sampled_from([1, 1, 1, 2])) if door == "list" else 1
+    api = draw(st.sampled_from(["list", "list", "model", "loss"]))
+    shards = draw(st.sampled_from([1, 1, 1, 2])) if api == "list" else 1
     size = (number + draw(st.integers(0, 5))) * shards
-    model = draw(models(dtype, size, door))
+    model = draw(models(dtype, size, api))
     balance = _balance(draw, len(model.layers))
     stages = len(balance)
     schedule = draw(st.sampled_from(fitting(stages, number)) | orders(stages, number))
@@ -331,7 +331,7 @@ def programs(draw: st.DrawFn) -> Program:
         "rough": max(model.traits["norm"], int(dtype == "bfloat16")),
         "shards": shards,
         "gather": draw(st.sampled_from([None, "step", "microbatch"])),
-        "door": door,
+        "api": api,
     }
     trainable = draw(st.sampled_from(TRAINABLE * 2 + [None] * 4))
     return Program(_text(dtype, model, number, remat, trainable, settings))

@@ -1,15 +1,19 @@
 """A list of layers as one module, which a pipeline divides itself."""
 
+import functools
 import itertools
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 
 import jpipe
 
+from .. import listing
 from .. import reference as ref
 from . import by_hand as hand
 from . import layers as vocabulary
@@ -97,47 +101,109 @@ def out_of_list(tree: PyTree) -> PyTree:
 def check_loss(
     layers: Sequence[Any],
     batch: Batch,
+    num_microbatches: int,
+    *,
     sizes: Sequence[int],
     where: dict[str, Any],
-    options: dict[str, Any],
+    reduction: str,
+    has_aux: bool,
     trainable: hand.Trainable | None,
+    tx: optax.GradientTransformation,
+    num_steps: int,
     rough: int,
 ) -> None:
-    """The same of a loss function of the parameters, in micro-batches of such sizes."""
-    model, own_loss = whole(layers), loss_of(**options)
+    """Asserts the same of a loss function of the parameters, in a loop of the user's.
+
+    Other variables of the model are arguments, and stay as they are.
+
+    Args:
+      layers: as of `check.check`, and so are the next two.
+      batch: the mini-batch.
+      num_microbatches: as for `jpipe.value_and_grad`.
+      sizes: the examples of each micro-batch, or of each shard of it.
+      where: options of `jpipe.value_and_grad` that change no number.
+      reduction: as for `jpipe.value_and_grad`, and so is the next one.
+      has_aux: whether the loss function returns more than the loss.
+      trainable: asked of paths that begin with the number of a layer.
+      tx: the optimizer.
+      num_steps: how many steps are taken.
+      rough: as of `check.check`.
+    """
+    model, loss_fn = whole(layers), loss_of(reduction, has_aux)
     variables = jax.jit(model.init)(KEY(0), batch.x)
-    own, trainable = by_number(trainable)
-    chosen = hand.selected(ref.params_of([variables]), trainable)
+    is_trained, is_trained_in_list = by_number(trainable)
+    chosen = hand.selected(ref.params_of([variables]), is_trained_in_list)
     if trainable is None or not largest_entry(chosen):
-        own, trainable = None, lambda path, leaf: True  # but for integers
+        is_trained = None
+        is_trained_in_list = lambda path, leaf: True  # but for integers # noqa: E731
     params, rest = _split(variables)
 
     def loss(params: PyTree, rest: PyTree, x: PyTree, targets: PyTree, key: Any) -> Any:
         (y, _) = hand.compose([model], [_joined(params, rest)], x, True, key)
-        return own_loss(y, targets)
+        return loss_fn(y, targets)
 
-    axes = (None, batch.in_axes, 0, None)
-    find = jpipe.value_and_grad(
-        loss, len(sizes), in_axes=axes, trainable=own, **options, **where
+    grad_fn = jpipe.value_and_grad(
+        loss,
+        num_microbatches,
+        in_axes=(None, batch.in_axes, 0, None),
+        trainable=is_trained,
+        reduction=reduction,
+        has_aux=has_aux,
+        **where,
     )
     args = rest, batch.x, batch.targets, KEY(3)
-    placed = find.place(params, *args)
-    found = find(placed, *args)
-    with asserting("gradients are the same bits twice, and nothing is compiled"):
-        with compiling_nothing(where["remat"]):
-            again = find(placed, *args)
-        ref.assert_equal(again, found)
+    placed = grad_fn.place(params, *args)
+    result = grad_fn(placed, *args)
+    with asserting("gradients are the same bits twice"):
+        ref.assert_equal(grad_fn(placed, *args), result)
     with asserting("gradients are on the devices of their parameters"):
-        assert_beside(placed, found[1])
+        assert_beside(placed, result[1])
+    with asserting("bytes are those of the instructions"):
+        program = grad_fn.program(placed, *args)
+        leaves = listing.leaves_of((placed, *args))
+        assert listing.counted(program, leaves) == listing.live(program)[1:]
+
+    def select(params: PyTree) -> PyTree:
+        return hand.selected((params,), is_trained_in_list)[0]
+
+    optimizer = grad_fn.optimizer(tx)
+    apply_updates = grad_fn.jit(optax.apply_updates)
+    opt_state, losses = optimizer.init(select(placed)), []
+    for step in range(num_steps):
+        with compiling_nothing(where["remat"]) if step else nullcontext():
+            value, grads = grad_fn(placed, *args)
+            updates, opt_state = optimizer.update(grads, opt_state, select(placed))
+            placed = hand.restored(apply_updates(select(placed), updates), placed)
+        losses.append(value[0] if has_aux else value)
+    with asserting("trained parameters are on the devices of the first ones"):
+        assert_beside(grad_fn.place(params, *args), placed)
+
     ends = [0, *itertools.accumulate(sizes)]
     parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
     keys = [jpipe.microbatch_key(KEY(3), m) for m in range(len(sizes))]
-    whole_batch = whole_loss(options["reduction"], sizes)
-    by_flax = hand.value_and_grad([model], whole_batch, trainable, keys)
-    (value, aux, _), (grads,) = by_flax([hand.on_host(variables)], parts)
-    expected = ((value, aux) if options["has_aux"] else value), grads
-    grown = 1000 * 30 ** max(rough - 1, 0) if rough else 1
-    assert_close(batch.dtype, rough, "gradient", found, expected, grown)
+    by_flax = hand.value_and_grad(
+        [model], whole_loss(reduction, sizes), is_trained_in_list, keys
+    )
+
+    def by_flax_of_params(variables: Sequence[PyTree], parts: Sequence[Any]) -> Any:
+        (value, aux, _), grads = by_flax(variables, parts)
+        return (value, aux, variables), grads
+
+    on_host = [hand.on_host(variables)]
+    (value, aux, _), (grads,) = by_flax_of_params(on_host, parts)
+    expected = ((value, aux) if has_aux else value), grads
+    steps = hand.steps(
+        by_flax_of_params, on_host, parts, tx, num_steps, is_trained_in_list
+    )
+    expected_losses, (trained,), expected_state = steps
+    expected_training = expected_losses, _split(trained)[0], expected_state
+    # As where the model is given: by other operations, and steps after steps.
+    more = 30 ** max(rough - 1, 0)
+    grown = (1000 * more, 1000 * more) if rough else (1, 2**num_steps)
+    close = functools.partial(assert_close, batch.dtype, rough)
+    close("gradient", result, expected, grown[0])
+    training = losses, placed, opt_state
+    close("training", training, out_of_list(expected_training), grown[1])
 
 
 def _split(variables: PyTree) -> tuple[PyTree, PyTree]:

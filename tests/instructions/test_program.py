@@ -158,11 +158,15 @@ class TestTheList:
         assert freed == last
         assert len(freed) + len(made.outputs) == len(made.specs)
 
+        observed = []
+
         def observe(instruction, slots):
             assert all(slots[slot] is None for slot in instruction.frees)
             assert all(slots[s] is not None for s in instruction.writes)
+            observed.append(instruction)
 
         made([leaf(1)], observe=observe)
+        assert len(observed) == len(made.instructions)
 
     def test_bytes_are_those_of_what_is_written_and_freed(self):
         made = self.made()

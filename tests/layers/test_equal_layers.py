@@ -92,7 +92,7 @@ def test_layers_are_traced_once_to_be_initialized_and_once_for_a_step():
     def calls(number):
         Counted.calls.clear()
         pipe = jpipe.pipeline(around(*(Counted() for _ in range(number))), 2)
-        pipe.value_and_grad(ref.mse)(pipe.init(KEY, X), X, TARGETS)
+        pipe.value_and_grad(ref.mse).program(pipe.init(KEY, X), X, TARGETS)
         return len(Counted.calls)
 
     # Flax calls each to make its variables, and in the trace of a step.

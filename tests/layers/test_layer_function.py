@@ -55,7 +55,7 @@ def test_a_linen_module_may_be_called_with_a_mask_beside_its_input(double):
             y, _ = block.apply({"params": block_params}, y, x["mask"])
         return ref.mse(y, targets)
 
-    expected = jax.value_and_grad(whole)(ref.params_of(variables))
+    expected = jax.jit(jax.value_and_grad(whole))(ref.params_of(variables))
     ref.assert_close(actual, expected, ref.FLOAT64)
     assert pipe.apply(variables, x)["mask"].dtype == bool
 
@@ -171,7 +171,7 @@ def test_values_of_parameters_alone_are_computed_once_per_step(double):
             h = layer.apply({"params": layer_params}, h)
         return ref.mse(h, targets)
 
-    expected = jax.value_and_grad(loss)(ref.params_of(ref.on_host(variables)))
+    expected = jax.jit(jax.value_and_grad(loss))(ref.params_of(ref.on_host(variables)))
     loss_and_grads = find(variables, x, targets)
     ref.assert_close(loss_and_grads, expected, ref.FLOAT64)
 

@@ -63,7 +63,7 @@ def wanted_of(modules, apply):
     def loss(params):
         return ref.mse(apply(*nnx.merge(graphdef, params, state)), TARGETS)
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return value, nnx.to_pure_dict(grads)
 
 

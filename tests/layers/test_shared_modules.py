@@ -113,7 +113,7 @@ def test_complete_variables_may_stand_in_any_one_of_the_entries(double):
         y = Ends().apply({"params": params}, x)
         return ref.mse(y, t)
 
-    expected = jax.value_and_grad(loss)(ref.on_host(whole["params"]))
+    expected = jax.jit(jax.value_and_grad(loss))(ref.on_host(whole["params"]))
     for index in (0, 2):
         entries = [{}, {}, {}]
         entries[index] = whole
@@ -189,7 +189,7 @@ def test_statistics_are_shared_as_long_as_training_leaves_them(wrap):
         return ref.mse(owner.apply(owner_variables, h), x)
 
     stats = ref.on_host(variables[0]["batch_stats"])
-    expected = jax.value_and_grad(loss)(list(ref.params_of(variables[:2])))
+    expected = jax.jit(jax.value_and_grad(loss))(list(ref.params_of(variables[:2])))
     value, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
     ref.assert_close((value, list(grads[:2])), expected, 1e-5)
     norm, where = nn.BatchNorm(use_running_average=False), "inner" if inner else "Batch"
@@ -266,7 +266,7 @@ def test_module_that_several_layers_take_is_one_value(layers, owned):
         return ref.mse(h, t)
 
     value, grads = pipe.value_and_grad(ref.mse)(variables, x, t)
-    expected = jax.value_and_grad(loss)(params)
+    expected = jax.jit(jax.value_and_grad(loss))(params)
     ref.assert_close((value, grads[0]), expected, 1e-5)
 
 

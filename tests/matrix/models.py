@@ -191,6 +191,11 @@ def _constants(t: Any) -> Layers:
 
 
 def _dropout(t: Any) -> Layers:
+    layers = [dense(3, t), nn.Dropout(0.5), Block(t, 0.5), noise, Block(t)]
+    return [*layers, Around(Block(t, 0.5)), noise]
+
+
+def _nnx_dropout(t: Any) -> Layers:
     layers = [dense(3, t), nn.Dropout(0.5), Block(t, 0.5), noise, NnxBlock(3, t, 0.5)]
     return [*layers, Around(Block(t, 0.5)), noise]
 
@@ -245,7 +250,8 @@ MODELS = {
     "time_major": Model("axes norm tree", _time_major, time_major),
     "memory": Model("axes skips", _memory, with_memory),
     "constants": Model("constants tree", _constants, _vectors),
-    "dropout": Model("random nnx", _dropout, _rows),
+    "dropout": Model("random", _dropout, _rows),
+    "nnx_dropout": Model("random nnx", _nnx_dropout, _rows),
     "scans": Model("loops shared bare", _scans, _vectors),
     "remat": Model("loops nnx bare", _remat_blocks, _vectors),
     "odd": Model("flat constants loops", _odd, _rows),

@@ -69,6 +69,7 @@ def test_a_pipeline_is_its_model_on_one_device(double, row):
             trainable=TRAINABLE[row.trainable],
             shards=row.shards,
             gather=row.gather,
+            api=row.api,
         )
 
 

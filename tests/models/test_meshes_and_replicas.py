@@ -216,7 +216,7 @@ def test_constraints_over_a_mesh_of_the_users_change_no_value(name, monkeypatch)
     monkeypatch.setattr(jax.lax, "with_sharding_constraint", recorded)
     rng = np.random.default_rng(0)
     params, x = list(rng.normal(size=(4, 6, 6))), rng.normal(size=(8, 6))
-    expected = jax.value_and_grad(constrained)(params, x)
+    expected = jax.jit(jax.value_and_grad(constrained))(params, x)
     grad_fn = jpipe.value_and_grad(constrained, 2, num_stages=2, **options())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -263,7 +263,7 @@ def test_an_annotated_model_trains_as_it_is(name):
     def loss(params):
         return ref.mse(Annotated().apply({"params": params}, x), targets)
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     ref.assert_close(metrics["loss"], value, ref.FLOAT64)
     stepped = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
     ref.assert_close(state.params, stepped, ref.FLOAT64)

@@ -307,12 +307,11 @@ def merged(weights, old, news):
 
 
 # What the others have, these have too: dropout, an encoder and a decoder, statistics,
-# skips, both kinds of Flax modules, and the three ways to loop over layers or times.
+# both kinds of Flax modules, and the three ways to loop over layers or times.
 QUICK = {
     "gpt",
     "translator",
     "resnet",
-    "unet",
     "nnx gpt",
     "scanned decoder",
     "nnx.scan",
@@ -364,7 +363,8 @@ def test_loss_gradients_and_state_are_those_of_plain_jax(double, name):
     )
 
 
-TRAINED = {"gpt", "translator", "resnet", "scanned decoder", "nnx.scan"}
+# A model with statistics is trained in `test_meshes_and_replicas`.
+TRAINED = {"gpt", "scanned decoder", "nnx.scan"}
 
 
 @pytest.mark.parametrize("name", slow_except(TRAINED, CASES))

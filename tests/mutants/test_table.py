@@ -1,9 +1,14 @@
-"""The table of mutants fits the library, and the tests that are there."""
+"""The table of mutants fits the library, and the tests that are there.
+
+Any line of the library may be written in other words, and `make mutants` says so too.
+"""
 
 import pytest
 
 from .__main__ import ROOT, folders_for, mutated
 from .table import MUTANTS
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.file)

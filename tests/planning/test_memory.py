@@ -40,7 +40,7 @@ def test_the_bytes_of_a_plan_are_those_of_its_instructions(
     state = pipe.init_train_state(jax.random.key(1), x, optax.sgd(0.1))
     targets = jnp.ones(sample.shape[0])
     step = pipe.train_step(lambda y, t: y.mean() - t.mean(), optax.sgd(0.1))
-    pipe.compile(step, state, x, targets)
+    step.program(state, x, targets)  # which says what is held, and need not run
     stages = pipe.plan.stages
     params = [sum(s.param_bytes for s in stages if s.rank == r) for r in (0, 1)]
     assert [memory.gradients for memory in plan.forecast.memory] == params

@@ -98,8 +98,6 @@ def test_a_pipeline_says_where_it_is_cut_to_one_of_another_batch(double):
         strict=True,
     ):
         assert one.device == other.device
-    found = again.value_and_grad(loss_fn)(variables, TOKENS, TOKENS)
-    ref.assert_close(found, plain(variables), ref.FLOAT64, 1.0)
 
 
 def test_a_loss_function_is_divided_as_before(double):
@@ -214,19 +212,19 @@ def test_a_plan_of_some_parameters_is_of_those_that_are_trained(double):
     pipe = jpipe.pipeline(MODEL, plan=made)
     variables = pipe.init(jax.random.key(0), TOKENS)
     grads = pipe.value_and_grad(loss_fn, trainable="*/Dense_*")
-    loss, found = grads(variables, TOKENS, TOKENS)
+    # Its program says what is held, and need not run.
+    grads.program(variables, TOKENS, TOKENS)
     assert [held for _, held in pipe.plan.peak_bytes] == list(
         map(step_bytes, made.forecast.memory)
     )
-    expected, every = plain(variables)
-    is_dense = [
-        any(str(key.key).startswith("Dense_") for key in path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(every)
-    ]
-    leaves, tree = jax.tree.flatten(every)
-    pairs = zip(leaves, is_dense, strict=True)
-    some = tree.unflatten([leaf if trained else None for leaf, trained in pairs])
-    ref.assert_close((loss, found), (expected, some), ref.FLOAT64, 1.0)
+    trained_bytes = sum(
+        leaf.nbytes
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
+        if "Dense_" in jax.tree_util.keystr(path)
+    )
+    # Two moments of these, and a counter on each device.
+    optimizer_bytes = sum(memory.optimizer for memory in made.forecast.memory)
+    assert 2 * trained_bytes < optimizer_bytes <= 2 * trained_bytes + 32
 
 
 def test_a_pipeline_has_a_plan_after_another_loss_was_named(double):
@@ -329,7 +327,7 @@ def test_a_plan_of_a_narrower_model_is_refused_with_the_shapes_of_both(
 ):
     x = jnp.ones((4, 5))
     pipe, variables = initialized(stages(6), x, num_microbatches=2, **options)
-    pipe.value_and_grad(ref.mse)(variables, x, jnp.ones((4, 3)))
+    pipe.value_and_grad(ref.mse).program(variables, x, jnp.ones((4, 3)))
     plan = jpipe.Plan.from_json(pipe.plan.to_json())
     _, again = initialized(stages(6), x, plan=plan)
     ref.assert_equal(again, variables)

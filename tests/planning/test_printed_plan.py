@@ -58,7 +58,7 @@ def test_print_says_who_runs_what_and_the_peaks_of_a_step():
     assert "rank 1 |.  F0 F1" in str(pipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(variables))
     assert sum(stage.num_params for stage in pipe.plan.stages) == total
-    pipe.value_and_grad(ref.mse)(variables, x, targets)
+    pipe.value_and_grad(ref.mse).program(variables, x, targets)
     assert "peak of a step" in str(pipe)
     assert repr(pipe) == "<jpipe.Pipeline: 6 layers in 3 stages, 4 micro-batches, 1f1b>"
 
@@ -67,7 +67,7 @@ def test_a_column_of_which_nothing_is_known_is_left_out():
     x, targets = ref.regression(8)
     for remat, is_known in (("min_cut", True), ("full", False)):
         pipe = jpipe.pipeline(ref.mlp(), 4, balance=[2, 2, 2], remat=remat)
-        pipe.value_and_grad(ref.mse)(pipe.init(jax.random.key(0), x), x, targets)
+        gradient_of(pipe, x, targets)
         assert ("recomputed flops" in str(pipe)) == is_known
     layer = LayerProfile("a", 1.0, 2.0)
     header = str(jpipe.Profile((layer,))).splitlines()[1]
@@ -106,7 +106,6 @@ def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
 def test_min_cut_keeps_an_input_or_what_follows_from_it(layer, numbers):
     pipe = jpipe.pipeline([ref.dense(64), layer], 2, balance=[1, 1], schedule="gpipe")
     x, targets = ref.regression(8)
-    find = pipe.value_and_grad(lambda y, targets: jnp.mean(y**2))
-    find(pipe.init(jax.random.key(0), x), x, targets)
+    gradient_of(pipe, x, targets, loss=lambda y, targets: jnp.mean(y**2))
     # Of each of four examples.
     assert pipe.plan.stages[1].residuals["min_cut"] == 4 * numbers * 4

@@ -160,8 +160,10 @@ def test_a_balance_counts_iterations() -> None:
     assert make_plan(model, num_devices=1, balance=[9]).cuts.pieces == ()
 
 
+# Of lists of layers it is quick: see `test_memory`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "tx", [slow(optax.adam(1e-2)), optax.adafactor(1e-3, min_dim_size_to_factor=4)]
+    "tx", [optax.adam(1e-2), optax.adafactor(1e-3, min_dim_size_to_factor=4)]
 )
 def test_the_optimizer_is_counted_as_a_train_step_spreads_it(tx: Any) -> None:
     model = decoder(7)

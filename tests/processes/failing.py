@@ -8,24 +8,14 @@ import sys
 import jax
 
 
-def main(how: str, _job: str) -> None:
-    """Trains until process 1 fails.
-
-    Args:
-      how: ``"model"``, ``"shuffle"``: it runs another, or on other examples;
-        ``"epoch"``: only later; ``"whole"``: on others, of one model.
-        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle.
-      _job: by which its processes are known.
-    """
-    import jpipe
-
-    jax.config.update("jax_num_cpu_devices", 1)
-    atexit.register(print, "what others do at the end")
-    jpipe.distributed()
+def train(how: str) -> None:
+    """Trains until process 1 fails, in a way that has a name: see `main`."""
     import jax.numpy as jnp
     import numpy as np
     import optax
     from flax import linen as nn
+
+    import jpipe
 
     fails = jax.process_index() == 1
 
@@ -55,6 +45,30 @@ def main(how: str, _job: str) -> None:
             x = x[::-1] * np.arange(8.0, dtype=np.float32)[:, None]
         state, metrics = step(state, x, targets)
         print("loss", float(metrics["loss"]))
+
+
+def main(ways: str, _job: str) -> None:
+    """Trains until process 1 fails; goes on where a program is refused.
+
+    Args:
+      ways: one, or several with commas between them, of which only the last ends the
+        process. ``"model"``, ``"shuffle"``: process 1 runs another program, or on
+        other examples; ``"epoch"``: only later; ``"whole"``: on others, of one model.
+        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle.
+      _job: by which its processes are known.
+    """
+    import jpipe
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    atexit.register(print, "what others do at the end")
+    jpipe.distributed()
+    *refused, last = ways.split(",")
+    for how in refused:
+        try:
+            train(how)
+        except ValueError as error:
+            print(error)
+    train(last)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from ..slow import slow
 from . import jobs
 
 
@@ -14,21 +13,31 @@ def ended(outcome):
     assert not outcome.left
 
 
-@pytest.mark.parametrize(
-    ("how", "fact"),
-    [
-        ("model", r"layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"),
-        slow("shuffle", "x has other values in process 1 than in process 0"),
-        slow("whole", "x has other values in process 1 than in process 0"),
-    ],
-)
-def test_another_program_is_refused_before_anything_is_sent(how, fact):
+@pytest.fixture(scope="module")
+def refused_then_raised():
+    """Two processes that run different models, then the same, until one raises."""
+    return jobs.run(2, "failing", "model,raise")
+
+
+def test_another_model_is_refused_before_anything_is_sent(refused_then_raised):
+    fact = r"\* layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"
+    for process in range(2):
+        text = refused_then_raised.of(process)
+        before, _, after = text.partition("\nloss ")
+        assert "the processes do not run the same program" in before, text
+        assert re.search(fact, before), text
+        assert "not run the same program" not in after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["shuffle", "whole"])
+def test_other_examples_are_refused_before_anything_is_sent(how):
     outcome = jobs.run(2, "failing", how)
     ended(outcome)
     for process in range(2):
         text = outcome.of(process)
         assert "the processes do not run the same program" in text
-        assert re.search(rf"\* {fact}", text), text
+        assert "* x has other values in process 1 than in process 0" in text
         assert not re.search(r"^loss \d", text, re.M)
         assert "what others do at the end" not in text
 
@@ -45,16 +54,7 @@ def test_other_examples_in_a_later_call_are_found():
         assert len(re.findall(r"^loss \d", text, re.M)) in (7, 8)
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("raise", "it has failed: ZeroDivisionError: "),
-        slow("kill", "it has failed or was ended"),
-        slow("stop", "nothing came for 15 s"),
-    ],
-)
-def test_the_awaited_array_of_a_process_that_ends_is_named(how, why):
-    outcome = jobs.run(2, "failing", how, timeout=15 if how == "stop" else 60)
+def assert_awaited_array_is_named(outcome, why):
     ended(outcome)
     text = outcome.of(0)
     assert re.search(
@@ -63,7 +63,26 @@ def test_the_awaited_array_of_a_process_that_ends_is_named(how, why):
         text,
     ), text
     assert len(re.findall(r"^loss \d", text, re.M)) in (5, 6)
-    assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
+
+
+def test_the_awaited_array_of_a_process_that_raises_is_named(refused_then_raised):
+    why = "it has failed: ZeroDivisionError: "
+    assert_awaited_array_is_named(refused_then_raised, why)
+    assert "ZeroDivisionError" in refused_then_raised.of(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "timeout", "why"),
+    [
+        ("kill", 60, "it has failed or was ended"),
+        ("stop", 15, "nothing came for 15 s"),
+    ],
+)
+def test_the_awaited_array_of_a_process_that_ends_is_named(how, timeout, why):
+    outcome = jobs.run(2, "failing", how, timeout=timeout)
+    assert_awaited_array_is_named(outcome, why)
+    assert "ZeroDivisionError" not in outcome.of(1)
 
 
 @pytest.mark.slow
