@@ -47,18 +47,20 @@ JOBS = {
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """``(name of a job) -> folder`` in which its processes have written."""
-    root = tmp_path_factory.mktemp("processes")
 
     @functools.cache
     def run(name):
         processes, *words = JOBS[name]
-        folder = root / name
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp("processes")
         done = jobs.run(processes, "worker", str(folder), *map(str, words))
+        return folder, done
+
+    def folder_of(name):
+        folder, done = run(name)
         assert (done.status, done.left) == (0, []), str(done)
         return folder
 
-    return run
+    return folder_of
 
 
 @pytest.fixture(scope="module")
