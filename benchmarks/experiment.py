@@ -203,3 +203,8 @@ def mean_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def mean_binary_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Over examples and pixels, from logits."""
     return optax.sigmoid_binary_cross_entropy(logits, targets).mean()
+
+
+def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Over all numbers."""
+    return jnp.mean((outputs - targets) ** 2)

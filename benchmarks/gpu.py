@@ -19,7 +19,6 @@ from typing import Any
 
 from .published import BY_NAME
 from .result import SCALES
-from .tables.rows import default_rows
 
 _TABLE = ("benchmarks", "run")
 _BFLOAT16 = ("--dtype", "bfloat16")
@@ -104,7 +103,7 @@ def rows_of(name: str, scale: str) -> list[str]:
     typed = [
         word for option, word in itertools.pairwise(words) if option == "--experiment"
     ]
-    return typed or default_rows(BY_NAME[words[2]], scale, measured=True)
+    return typed or BY_NAME[words[2]].default_rows(scale, measured=True)
 
 
 def run_part(name: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:

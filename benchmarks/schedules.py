@@ -7,30 +7,21 @@ them, and an ordinary step is timed. Medians over the rounds.
 """
 
 import argparse
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from typing import Any
-
-# One thread per device, so that two ranks are two cores and nothing else competes.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-)
 
 import jax
+import jax.numpy as jnp
+import optax
 
-jax.config.update("jax_num_cpu_devices", 2)
+import jpipe
 
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-
-import jpipe  # noqa: E402
-
-from .allocator import KEEP_MEMORY  # noqa: E402
-from .models.block import Block  # noqa: E402
-from .provenance import line, provenance  # noqa: E402
+from . import markdown
+from .allocator import KEEP_MEMORY
+from .experiment import mean_square
+from .models.block import Block
+from .processes import restart_with, xla_flags
+from .provenance import line, provenance
 
 RANKS, BLOCKS, WIDTH, TIME = 2, 8, 128, 64
 
@@ -59,23 +50,19 @@ class Side:
         )
         tx = optax.identity()
         self.state = self.pipe.init_train_state(jax.random.key(0), self.x, tx)
-        self.gradient = self.pipe.value_and_grad(square)
+        self.gradient = self.pipe.value_and_grad(mean_square)
         self.measured: list[float] = []
         self.predicted: list[float] = []
 
     def once(self) -> None:
         """One round: a profile, a prediction, a step."""
-        profile = self.pipe.profile_step(self.state, (self.x, self.x), square)
+        batch = (self.x, self.x)
+        profile = self.pipe.profile_step(self.state, batch, mean_square)
         self.predicted.append(self.pipe.schedule.simulate(profile.costs).makespan)
         variables = self.state.variables
         start = time.perf_counter()
         jax.block_until_ready(self.gradient(variables, self.x, self.x))
         self.measured.append(time.perf_counter() - start)
-
-
-def square(y: jax.Array, t: jax.Array) -> jax.Array:
-    """A mean over examples."""
-    return jnp.mean((y - t) ** 2)
 
 
 def main() -> None:
@@ -86,10 +73,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches", type=int, default=8)
     options = parser.parse_args()
-    if not KEEP_MEMORY.items() <= os.environ.items():
-        # Read when a process starts: so start again.
-        command = [sys.executable, "-m", "benchmarks.schedules", *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | KEEP_MEMORY)
+    # One thread per device, so that two ranks are two cores and nothing else competes.
+    flags = xla_flags("--xla_cpu_multi_thread_eigen=false")
+    restart_with(KEEP_MEMORY | flags, "benchmarks.schedules")
+    jax.config.update("jax_num_cpu_devices", RANKS)
     print(line(provenance()))
     for remat in ("none", "full"):
         print("\n" + table(remat, options.microbatches, options.rounds))
@@ -99,29 +86,32 @@ def table(remat: str, microbatches: int, rounds: int) -> str:
     """Measured and predicted milliseconds of all that train, as Markdown."""
     names = [name for name in jpipe.schedules.BY_NAME if name != "forward_only"]
     sides = {name: Side(name, microbatches, remat) for name in names}
-    for number in range(rounds + 1):
+    for _ in range(1 + rounds):
         for side in sides.values():
             side.once()
-            if not number:  # compiled and warmed up
-                side.measured.clear()
-                side.predicted.clear()
-    lines = [
-        f'| remat "{remat}" | stages | measured, ms | predicted, ms | error | bubble |',
-        "| --- | --: | --: | --: | --: | --: |",
-    ]
+    rows = []
     errors = []
-    median: Callable[[Any], float] = statistics.median
     for name, side in sides.items():
-        measured, predicted = median(side.measured), median(side.predicted)
-        errors.append(predicted / measured - 1)
+        # The first round compiles and warms up.
+        measured = statistics.median(side.measured[1:])
+        predicted = statistics.median(side.predicted[1:])
         bubble = side.pipe.schedule.simulate(jpipe.schedules.Costs()).bubble_fraction
-        lines.append(
-            f"| {name} | {side.pipe.num_stages} | {1e3 * measured:.1f} | "
-            f"{1e3 * predicted:.1f} | {errors[-1]:+.1%} | {bubble:.1%} |"
+        errors.append(predicted / measured - 1)
+        rows.append(
+            [
+                name,
+                f"{side.pipe.num_stages}",
+                f"{1e3 * measured:.1f}",
+                f"{1e3 * predicted:.1f}",
+                f"{errors[-1]:+.1%}",
+                f"{bubble:.1%}",
+            ]
         )
+    head = [f'remat "{remat}"', "stages", "measured, ms", "predicted, ms", "error"]
+    head.append("bubble")
     worst = max(errors, key=abs)
-    lines.append(f"\nLargest error of a prediction: {worst:+.1%}.")
-    return "\n".join(lines)
+    told = f"Largest error of a prediction: {worst:+.1%}."
+    return f"{markdown.table(head, rows)}\n\n{told}"
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ References:
   Models <https://arxiv.org/abs/2004.09910>`_ (2020).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import jax
-from rich.progress import Progress
 
 from ..models.resnet import resnet101
-from ..result import Cell, Rows
+from ..result import Cell
 from . import digits
 from .imagenet import ImageFolder
 from .recipe import Recipe
-from .train import Experiment, Training, cells
+from .train import Experiment, Training, apart, cells
 
 _EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
 IMAGENET = {
@@ -30,33 +30,32 @@ IMAGENET = {
     "pipeline-1k": Experiment(1024, 64, _EIGHT),
     "pipeline-4k": Experiment(4096, 64, _EIGHT),
 }
+# The line that compares parameters.
+APART = "pipeline-4 against one device"
 EXPERIMENTS: dict[str, list[str]] = {"full": list(IMAGENET)} | {
-    scale: [*setting.experiments, digits.APART]
-    for scale, setting in digits.SETTINGS.items()
+    scale: [*setting.experiments, APART] for scale, setting in digits.SETTINGS.items()
 }
+Jobs = list[tuple[str, Callable[[], dict[str, Cell]]]]
 
 
-def run(
-    scale: str,
-    *,
-    experiments: Sequence[str] | None,
-    seeds: int,
-    data: Path | None,
-    progress: Progress,
-) -> Rows:
-    """Trains experiments, each from several seeds.
+def jobs(
+    scale: str, *, experiments: Sequence[str] | None, seeds: int, data: Path | None
+) -> Jobs:
+    """What trains each experiment, from several seeds.
+
+    All are built before any is trained: what does not fit shows now, not in days.
 
     Args:
       scale: one of `EXPERIMENTS`.
       experiments: names of `EXPERIMENTS` at that scale; ``None``: all of them.
       seeds: from how many seeds each is trained: 0, 1, ...
       data: the folder of ImageNet, for ``"full"``; digits need none.
-      progress: where the progress is shown.
 
     Returns:
-      For each experiment ``"error"``, the top-1 error of the test images in percent,
-      and ``"throughput"``: means over seeds with their standard deviations. For
-      `digits.APART` only ``"difference"``, that of parameters after some steps.
+      For each experiment its name and what gives its cells: ``"error"``, the top-1
+      error of the test images in percent, and at full scale ``"throughput"``: means
+      over seeds with their standard deviations. For `APART` only ``"difference"``, that
+      of parameters after some steps.
 
     Raises:
       ValueError: if a name is unknown, or the images or devices are too few.
@@ -64,18 +63,36 @@ def run(
     names = _chosen(scale, experiments)
     if seeds < 1:
         raise ValueError(f"seeds={seeds}: needs at least 1")
+    if scale == "full":
+        images = ImageFolder(data)
+        _check_devices(names)
+        return [
+            (name, partial(cells, _imagenet_training(name, images), name, seeds))
+            for name in names
+        ]
 
-    def train(name: str, training: Training) -> dict[str, Cell]:
-        # Days of work leave a trace of each epoch, minutes do not need one.
-        return _train(name, training, seeds, progress, keep=scale == "full")
+    setting = digits.SETTINGS[scale]
+    images = digits.Digits(setting.scale, setting.images)
 
-    if scale in digits.SETTINGS:
-        return digits.run(scale, names, train)
-    images = ImageFolder(data)
-    _check_devices(names)
-    # All are made before any is trained: what does not fit shows now, not in days.
-    made = {name: _training(name, images) for name in names}
-    return {name: train(name, training) for name, training in made.items()}
+    @cache  # what `APART` compares is compiled for its own line
+    def training(name: str, chunks: int | None = None) -> Training:
+        experiment = setting.experiments[name]
+        if chunks is not None:
+            experiment = experiment._replace(chunks=chunks)
+        return Training(experiment, setting.layers(), images, setting.recipe)
+
+    def compare() -> dict[str, Cell]:
+        batch, chunks = next(iter(setting.chunks.items()))
+        one = training(f"one-device-{batch}", chunks)
+        return {"difference": apart(training(f"pipeline-4-{batch}"), one)}
+
+    def train(name: str) -> dict[str, Cell]:
+        # A model this thin on cores that stages share: no throughput to speak of.
+        return {"error": cells(training(name), name, seeds)["error"]}
+
+    return [
+        (name, compare if name == APART else partial(train, name)) for name in names
+    ]
 
 
 def _chosen(scale: str, experiments: Sequence[str] | None) -> list[str]:
@@ -92,31 +109,15 @@ def _chosen(scale: str, experiments: Sequence[str] | None) -> list[str]:
 
 
 def _check_devices(names: Sequence[str]) -> None:
-    found = jax.devices()
+    devices = jax.devices()
     needs = {name: len(IMAGENET[name].balance) for name in names}
-    if lacking := [f"{name} {n}" for name, n in needs.items() if n > len(found)]:
+    if lacking := [f"{name} {n}" for name, n in needs.items() if n > len(devices)]:
         raise ValueError(
-            f"there are {len(found)} devices of {found[0].device_kind}, one per stage "
-            f"is needed: {', '.join(lacking)}; choose experiments with fewer stages, "
-            f"or --scale small, which runs anywhere"
+            f"there are {len(devices)} devices of {devices[0].device_kind}, one per "
+            f"stage is needed: {', '.join(lacking)}; choose experiments with fewer "
+            f"stages, or --scale small, which runs anywhere"
         )
 
 
-def _training(name: str, images: ImageFolder) -> Training:
-    layers = resnet101(images.num_classes)
-    return Training(IMAGENET[name], layers, images, Recipe())
-
-
-def _train(
-    name: str, training: Training, seeds: int, progress: Progress, keep: bool
-) -> dict[str, Cell]:
-    """Trains an experiment from all seeds, and shows how far it is."""
-    task = progress.add_task(name, total=seeds * training.recipe.epochs)
-
-    def report(seed: int, epoch: int, errors: list[float]) -> None:
-        text = f"{name}, seed {seed}, epoch {epoch}: error {errors[-1]:.2f} %"
-        progress.update(task, advance=1, description=text)
-        if keep:
-            progress.console.print(text)
-
-    return cells(training, [training.run(seed, report) for seed in range(seeds)])
+def _imagenet_training(name: str, images: ImageFolder) -> Training:
+    return Training(IMAGENET[name], resnet101(images.num_classes), images, Recipe())

@@ -4,30 +4,22 @@ The images are the 1,797 digits of 8 x 8 pixels that come with scikit-learn. The
 is the large one with its epochs shortened. Each batch size is trained on one device
 with the whole batch at once, then in pipelines, where batch norm sees micro-batches:
 whether the error differs is what the table shows. That nothing else differs is what
-`apart` shows, against one device with the same micro-batches.
+`train.apart` shows, against one device with the same micro-batches.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice
 from typing import Any
 
-import jax
 import numpy as np
 from sklearn.datasets import load_digits
 
 from ..models.resnet import resnet101
-from ..result import MEASURED, Cell, Rows
 from .recipe import Recipe
-from .train import Batch, Experiment, Training
-
-Train = Callable[[str, Training], dict[str, Cell]]
+from .train import Batch, Experiment
 
 # The same images are to test in every run: seeds change what is done with the others.
 NUM_TRAINING = 1437
-# The line that compares parameters; its steps are few, since differences grow.
-APART, STEPS = "pipeline-4 against one device", 10
 
 
 @dataclass(frozen=True)
@@ -141,66 +133,3 @@ class Digits:
         places = offsets[:, :, None] + np.arange(8 * self._scale)
         down, right = np.moveaxis(places // self._scale, 1, 0)
         return self._x[rows[:, None, None], down[:, :, None], right[:, None, :]]
-
-
-def run(scale: str, names: Sequence[str], train: Train) -> Rows:
-    """Trains experiments on digits.
-
-    Args:
-      scale: one of `SETTINGS`.
-      names: of the experiments, or `APART`.
-      train: trains one of a name and returns its cells.
-
-    Returns:
-      The cells of all.
-    """
-    setting = SETTINGS[scale]
-    data = Digits(setting.scale, setting.images)
-
-    @cache  # what `APART` compares was compiled for its own line
-    def training(name: str, chunks: int | None = None) -> Training:
-        experiment = setting.experiments[name]
-        experiment = replace(experiment, chunks=chunks or experiment.chunks)
-        return Training(experiment, setting.layers(), data, setting.recipe)
-
-    rows: Rows = {}
-    for name in names:
-        if name == APART:
-            batch, chunks = next(iter(setting.chunks.items()))
-            one = training(f"one-device-{batch}", chunks)
-            rows[name] = {"difference": apart(training(f"pipeline-4-{batch}"), one)}
-        else:
-            rows[name] = train(name, training(name))
-    return rows
-
-
-def apart(many: Training, one: Training, steps: int = STEPS) -> Cell:
-    """How far two trainings from the same seed are from each other after some steps.
-
-    Args:
-      many: the one in stages.
-      one: the one on one device, with as many micro-batches.
-      steps: how many.
-
-    Returns:
-      The largest difference of a parameter, as a part of the largest number in its
-      array.
-    """
-    states = [training.initial(0) for training in (many, one)]
-    found = []
-    for batch in islice(many.steps(0, 0), steps):
-        for i, training in enumerate((many, one)):
-            states[i] = training.epoch(states[i], [batch])
-        params = [jax.tree.leaves(jax.device_get(state.params)) for state in states]
-        pairs = zip(*params, strict=True)
-        found.append(
-            max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
-        )
-    detail = {
-        "steps": len(found),
-        "by step": found,
-        "batch": many.experiment.batch,
-        "microbatches": many.experiment.chunks,
-        "statistic": "largest difference of a parameter by the largest of its array",
-    }
-    return Cell(found[-1], MEASURED, "", None, detail)

@@ -2,9 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -15,27 +15,20 @@ from ..result import MEASURED, Cell
 from .recipe import Recipe, cross_entropy
 
 Batch = tuple[np.ndarray, np.ndarray]
-Report = Callable[[int, int, list[float]], None]
 
 # Goyal et al. report the median error of the last five epochs: what the last epoch
 # alone happened to give says less.
 LAST_EPOCHS = 5
+# Those after which parameters are compared are few, since differences grow.
+STEPS = 10
 
 
 class Data(Protocol):
     """Images with labels; `ImageFolder` and `Digits` are such."""
 
     shape: tuple[int, ...]
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes there are."""
-        ...
-
-    @property
-    def num_training(self) -> int:
-        """How many images there are to train on."""
-        ...
+    num_classes: int
+    num_training: int
 
     def training(self, batch: int, seed: int, epoch: int) -> Iterator[Batch]:
         """The batches of an epoch, all of the same size."""
@@ -46,8 +39,7 @@ class Data(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Experiment:
+class Experiment(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -65,25 +57,6 @@ class Experiment:
         if len(self.balance) == 1:
             return jpipe.sequential(layers, self.chunks)
         return jpipe.pipeline(layers, self.chunks, balance=self.balance)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One training.
-
-    Attributes:
-      errors: of the test images, in percent, after each epoch.
-      throughput: samples trained on per second, reading them included; mean over the
-        epochs but the first, in which programs are compiled.
-    """
-
-    errors: list[float]
-    throughput: float
-
-    @property
-    def error(self) -> float:
-        """The median of the last epochs."""
-        return statistics.median(self.errors[-LAST_EPOCHS:])
 
 
 class Training:
@@ -150,39 +123,46 @@ class Training:
             total += len(labels)
         return 100 * wrong / total
 
-    def run(self, seed: int, report: Report) -> Outcome:
-        """Trains from one seed.
+    def run(self, seed: int, name: str) -> tuple[list[float], float]:
+        """Trains from one seed, and tells the error of each epoch.
 
         Args:
           seed: of weights, order and augmentation.
-          report: called after each epoch with the seed, the number of epochs done and
-            the errors so far.
+          name: of the experiment, for the reader.
 
         Returns:
-          The errors and the speed.
+          The errors of the test images after each epoch, in percent; and samples
+          trained on per second, reading them included, the mean over the epochs but
+          the first, in which programs are compiled.
         """
-        state, errors, seconds = self.initial(seed), [], []
+        state = self.initial(seed)
+        errors: list[float] = []
+        seconds: list[float] = []
         for epoch in range(self.recipe.epochs):
             start = time.perf_counter()
             state = self.epoch(state, self.steps(seed, epoch))
             seconds.append(time.perf_counter() - start)
             errors.append(self.error(state))
-            report(seed, epoch + 1, errors)
+            told = f"{name}, seed {seed}, epoch {epoch + 1}: error {errors[-1]:.2f} %"
+            print(f"  {told}", flush=True)
         images = self.steps_per_epoch * self.experiment.batch
-        return Outcome(errors, images / statistics.mean(seconds[1:] or seconds))
+        return errors, images / statistics.mean(seconds[1:] or seconds)
 
 
-def cells(training: Training, outcomes: Sequence[Outcome]) -> dict[str, Cell]:
-    """What the table says of an experiment.
+def cells(training: Training, name: str, seeds: int) -> dict[str, Cell]:
+    """Trains an experiment from all seeds.
 
     Args:
       training: the experiment.
-      outcomes: one per seed, from 0.
+      name: of it.
+      seeds: how many.
 
     Returns:
-      The cells ``"error"`` and ``"throughput"``.
+      The cells ``"error"``, of the median of the last epochs, and ``"throughput"``.
     """
-    experiment, recipe = training.experiment, training.recipe
+    experiment = training.experiment
+    recipe = training.recipe
+    outcomes = [training.run(seed, name) for seed in range(seeds)]
     detail = {
         "batch": experiment.batch,
         "microbatches": experiment.chunks,
@@ -191,27 +171,56 @@ def cells(training: Training, outcomes: Sequence[Outcome]) -> dict[str, Cell]:
         "learning rate": recipe.peak(experiment.batch),
         "steps per epoch": training.steps_per_epoch,
     }
-    errors = [outcome.error for outcome in outcomes]
-    speeds = [outcome.throughput for outcome in outcomes]
-    last = min(LAST_EPOCHS, recipe.epochs)
+    of_errors = {
+        "statistic": f"median of the last {min(LAST_EPOCHS, recipe.epochs)} epochs",
+        "by epoch": [errors for errors, _ in outcomes],
+    }
+    of_speeds = {"statistic": "mean of epochs but the first"}
+    errors = [statistics.median(errors[-LAST_EPOCHS:]) for errors, _ in outcomes]
+    speeds = [speed for _, speed in outcomes]
     return {
-        "error": _cell(
-            errors,
-            "%",
-            detail
-            | {
-                "statistic": f"median of the last {last} epochs",
-                "by epoch": [outcome.errors for outcome in outcomes],
-            },
-        ),
-        "throughput": _cell(
-            speeds, "samples/s", detail | {"statistic": "mean of epochs but the first"}
-        ),
+        "error": _cell(errors, "%", detail | of_errors),
+        "throughput": _cell(speeds, "samples/s", detail | of_speeds),
     }
 
 
-def _cell(values: Sequence[float], unit: str, detail: dict[str, Any]) -> Cell:
+def _cell(values: list[float], unit: str, detail: dict[str, Any]) -> Cell:
     """The mean over seeds, and their standard deviation if there are several."""
     spread = statistics.stdev(values) if len(values) > 1 else None
-    by_seed = {"by seed": list(values)}
+    by_seed = {"by seed": values}
     return Cell(statistics.mean(values), MEASURED, unit, spread, detail | by_seed)
+
+
+def apart(many: Training, one: Training, steps: int = STEPS) -> Cell:
+    """How far two trainings from the same seed are from each other after some steps.
+
+    Args:
+      many: the one in stages.
+      one: the one on one device, with as many micro-batches.
+      steps: how many.
+
+    Returns:
+      The largest difference of a parameter, as a part of the largest number in its
+      array.
+    """
+    trainings = (many, one)
+    states = [training.initial(0) for training in trainings]
+    by_step = []
+    for batch in islice(many.steps(0, 0), steps):
+        states = [
+            training.epoch(state, [batch])
+            for training, state in zip(trainings, states, strict=True)
+        ]
+        params = [jax.tree.leaves(jax.device_get(state.params)) for state in states]
+        pairs = zip(*params, strict=True)
+        by_step.append(
+            max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+        )
+    detail = {
+        "steps": len(by_step),
+        "by step": by_step,
+        "batch": many.experiment.batch,
+        "microbatches": many.experiment.chunks,
+        "statistic": "largest difference of a parameter by the largest of its array",
+    }
+    return Cell(by_step[-1], MEASURED, "", None, detail)

@@ -63,13 +63,13 @@ class Way:
     schedule: str
     remat: str
 
-    def pipe(self, setting: Setting) -> jpipe.Pipeline:
-        """The pipeline; all stages on one device, for nothing of it runs."""
+    def pipe(self, setting: Setting, devices: Sequence[Any] = ()) -> jpipe.Pipeline:
+        """The pipeline; by default all stages are on one device, where nothing runs."""
         return jpipe.pipeline(
             setting.work.layers,
             setting.microbatches,
             balance=setting.balance,
-            devices=jax.devices()[:1] * len(setting.balance),
+            devices=devices or jax.devices()[:1] * len(setting.balance),
             schedule=self.schedule,
             remat=self.remat,
         )

@@ -25,20 +25,19 @@ class Largest:
     pipeline, or nearly so: a search begins where the one before ended.
 
     Args:
+      benchmark: the table.
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
-      tell: called with a line for each size that was tried.
     """
 
-    def __init__(self, scale: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, benchmark: Benchmark, scale: str) -> None:
+        self._benchmark = benchmark
         self._scale = scale
-        self._tell = tell
         self._ended: dict[tuple[str, str], int] = {}
 
-    def find(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
+    def find(self, row: Experiment) -> dict[str, Cell]:
         """The largest model of a row.
 
         Args:
-          benchmark: the table.
           row: the experiment, which says the number of devices.
 
         Returns:
@@ -48,12 +47,12 @@ class Largest:
         found: dict[int, tuple[int, Peak]] = {}
 
         def most(units: int) -> int:
-            setting, size = _setting(benchmark, row, self._scale, units)
+            setting, size = _setting(self._benchmark, row, self._scale, units)
             result = peak(setting, Way("gpipe", row.remat))
             found[units] = size, result
             held = max(result.devices)
             took = f"size {size} takes {held / GIB:.2f} GiB on a device"
-            self._tell(f"{row.name}: {took}")
+            print(f"  {row.name}: {took}", flush=True)
             return held
 
         kind = row.group, row.remat

@@ -148,14 +148,7 @@ def _pipeline(
     setting: Setting, way: Way, devices: list[Any], pool: Executor
 ) -> "Future[Compiled]":
     work, (x, targets) = setting.work, setting.work.specs(setting.batch)
-    pipe = jpipe.pipeline(
-        work.layers,
-        setting.microbatches,
-        balance=setting.balance,
-        devices=devices,
-        schedule=way.schedule,
-        remat=way.remat,
-    )
+    pipe = way.pipe(setting, devices)
     step = pipe.train_step(work.loss, work.tx)
 
     variables = initial(work)

@@ -27,15 +27,13 @@ from jpipe._instructions import _transfer
 from jpipe._instructions._program import Program
 from jpipe._instructions._sharding import Sharding, StageMesh
 
+from ..experiment import mean_square
+from ..steps import interleaved, train_steps
+
 WIDTH, STAGES, NUMBER = 8, 4, 32
 # How many arrays a move has, and how many moves are timed at once.
 MOVED, MOVES = (1, 2, 4), 200
 ACTIONS = 2 * STAGES * NUMBER
-
-
-def square(y: jax.Array, targets: jax.Array) -> jax.Array:
-    """A mean over examples."""
-    return jnp.mean((y - targets) ** 2)
 
 
 def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
@@ -53,11 +51,13 @@ def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
       loop, of the bare calls and moves, of the difference of these two; and of the
       whole step if every move were a `jax.device_put`. And `move_costs`.
     """
-    pipe, x = _pipe(one_device), jnp.ones((NUMBER, WIDTH))
-    seconds = interleaved(
-        {"step": _step(pipe, x), "device_put": _step_by_device_put(x, one_device)},
-        rounds,
-    )
+    pipe = _pipe(one_device)
+    x = jnp.ones((NUMBER, WIDTH))
+    sides = {
+        "step": train_steps(pipe, mean_square, optax.sgd(1e-3), x, x),
+        "device_put": _step_by_device_put(x, one_device),
+    }
+    seconds = interleaved(sides, rounds)
     loop, bare = _loops(pipe, x, rounds)
 
     def micro(values: Sequence[float]) -> float:
@@ -127,41 +127,15 @@ def _moves(source: Any, target: Any, count: int) -> dict[str, Callable[[], None]
     return {"": side(), "_device_put": device_put}
 
 
-def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list]:
-    """Seconds of each side, taken in turns; the first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        names = list(sides) if number % 2 else list(sides)[::-1]
-        for name in names:
-            start = time.perf_counter()
-            sides[name]()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def _pipe(one_device: bool) -> jpipe.Pipeline:
     devices = jax.devices()[:1] * STAGES if one_device else None
     layers = [nn.Dense(WIDTH) for _ in range(STAGES)]
     return jpipe.pipeline(layers, NUMBER, devices=devices)
 
 
-def _step(pipe: jpipe.Pipeline, x: jax.Array) -> Callable[[], None]:
-    """A whole training step, to its last result."""
-    tx = optax.sgd(1e-3)
-    box = {"state": pipe.init_train_state(jax.random.key(0), x, tx)}
-    step = pipe.train_step(square, tx)
-
-    def whole() -> None:
-        box["state"], metrics = step(box["state"], x, x)
-        jax.block_until_ready((box["state"], metrics))
-
-    return whole
-
-
-def _step_by_device_put(x: jax.Array, one_device: bool) -> Callable[[], None]:
-    """The same, as in a JAX without what jpipe's transfers use."""
-    step = _step(_pipe(one_device), x)
+def _step_by_device_put(x: jax.Array, one_device: bool) -> Callable[[], Any]:
+    """A step as in a JAX without what jpipe's transfers use."""
+    step = train_steps(_pipe(one_device), mean_square, optax.sgd(1e-3), x, x)
     with mock.patch.object(_compat, "copier", return_value=None):
         step()
     return step
@@ -172,7 +146,7 @@ def _loops(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the executor's loop, and of its calls and moves alone."""
     variables = pipe.init(jax.random.key(0), x)
-    specialize = pipe._build_loss(Objective(square), None)
+    specialize = pipe._build_loss(Objective(mean_square), None)
     gradient = specialize(variables, x, x, None, train=True)
     program, leaves = gradient.program, gradient.check_arguments(variables, (x, x))
     loop, bare = [], []

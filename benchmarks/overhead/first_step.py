@@ -128,11 +128,11 @@ def _vit() -> Model:
     return Model(layers, x, jnp.arange(BATCH) % 10)
 
 
-def _gpt(drops: Sequence[float]) -> Model:
-    return _language_model([Block(drop, causal=True) for drop in drops])
+def _blocks(drops: Sequence[float]) -> list[Block]:
+    return [Block(drop, causal=True) for drop in drops]
 
 
-def _language_model(blocks: Sequence[Any]) -> Model:
+def _gpt(blocks: Sequence[Any]) -> Model:
     layers = [Embed(True), *blocks, Head(False, VOCABULARY)]
     tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
     return Model(layers, tokens, jnp.roll(tokens, -1, 1))
@@ -141,14 +141,14 @@ def _language_model(blocks: Sequence[Any]) -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     "mlp": _mlp,
     "vit": _vit,
-    "gpt": lambda: _gpt([0.0] * 4),
-    "gpt-dropout": lambda: _gpt([0.1] * 4),
-    "unequal-drops": lambda: _gpt([0.02 * (i + 1) for i in range(8)]),
-    "loop-8": lambda: _gpt([0.0] * 8),
-    "loop-32": lambda: _gpt([0.0] * 32),
-    "scan-8": lambda: _language_model([ScannedBlocks(8)]),
-    "scan-32": lambda: _language_model([ScannedBlocks(32)]),
-    "scan-128": lambda: _language_model([ScannedBlocks(128)]),
+    "gpt": lambda: _gpt(_blocks([0.0] * 4)),
+    "gpt-dropout": lambda: _gpt(_blocks([0.1] * 4)),
+    "unequal-drops": lambda: _gpt(_blocks([0.02 * (i + 1) for i in range(8)])),
+    "loop-8": lambda: _gpt(_blocks([0.0] * 8)),
+    "loop-32": lambda: _gpt(_blocks([0.0] * 32)),
+    "scan-8": lambda: _gpt([ScannedBlocks(8)]),
+    "scan-32": lambda: _gpt([ScannedBlocks(32)]),
+    "scan-128": lambda: _gpt([ScannedBlocks(128)]),
 }
 
 
@@ -176,15 +176,6 @@ def _initial(model: Model) -> list[PyTree]:
     return params
 
 
-def pipelined(model: Model, stages: int) -> tuple[Step, PyTree]:
-    """A train step in so many stages, and its state."""
-    pipe = jpipe.pipeline(model.layers, MICROBATCHES, balance=balanced(model, stages))
-    tx = optax.adamw(1e-3)
-    state = pipe.init_train_state(jax.random.key(0), model.x, tx)
-    step = pipe.train_step(mean_cross_entropy, tx)
-    return lambda state: step(state, model.x, model.targets)[0], state
-
-
 class Whole(nn.Module):
     """The layers as one module."""
 
@@ -198,9 +189,21 @@ class Whole(nn.Module):
         return x
 
 
-def as_it_is(model: Model, stages: int) -> tuple[Step, PyTree]:
-    """The same of the layers as one module, which is divided by itself."""
-    pipe = jpipe.pipeline(Whole(model.layers), MICROBATCHES, num_stages=stages)
+def pipeline(model: Model, stages: int) -> jpipe.Pipeline:
+    """The layers in so many stages, their blocks divided equally."""
+    return jpipe.pipeline(model.layers, MICROBATCHES, balance=balanced(model, stages))
+
+
+def module_pipeline(model: Model, stages: int) -> jpipe.Pipeline:
+    """The layers as one module, which is divided by itself."""
+    return jpipe.pipeline(Whole(model.layers), MICROBATCHES, num_stages=stages)
+
+
+def pipelined(
+    model: Model, stages: int, build: Callable[[Model, int], jpipe.Pipeline]
+) -> tuple[Step, PyTree]:
+    """A train step of a pipeline, and its state."""
+    pipe = build(model, stages)
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), model.x, tx)
     step = pipe.train_step(mean_cross_entropy, tx)
@@ -302,8 +305,14 @@ def by_hand(model: Model) -> tuple[Step, PyTree]:
 SIDES: dict[str, Callable[[Model], tuple[Step, PyTree]]] = {
     "plain": plain,
     "hand": by_hand,
-    **{f"{stages}": partial(pipelined, stages=stages) for stages in (1, 2, 4)},
-    **{f"model-{stages}": partial(as_it_is, stages=stages) for stages in (2, 4)},
+    **{
+        f"{stages}": partial(pipelined, stages=stages, build=pipeline)
+        for stages in (1, 2, 4)
+    },
+    **{
+        f"model-{stages}": partial(pipelined, stages=stages, build=module_pipeline)
+        for stages in (2, 4)
+    },
 }
 
 

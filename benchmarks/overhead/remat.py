@@ -6,9 +6,7 @@ turns.
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from rich.progress import track
 
 import jpipe
 from jpipe._partition import _remat_mode
 
+from ..experiment import mean_square
+from ..markdown import table
 from ..models.amoebanet import amoebanetd
 from ..models.block import Block
 from ..models.resnet import resnet101
 from ..models.unet import unet
-from .dispatch import square
+from ..steps import interleaved, train_steps
 
 MODES = tuple(mode.name for mode in _remat_mode.MODES)
+_HEAD = [f"`{mode}`" for mode in MODES]
 MICROBATCHES = 8
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 
@@ -71,43 +71,32 @@ MODELS: dict[str, Callable[[], tuple[list[Any], int, jax.Array]]] = {
 }
 
 
-def measure(name: str, rounds: int, modes: tuple[str, ...] = MODES) -> dict[str, Any]:
-    """Seconds per step and bytes held of each mode on one model."""
+def measure(name: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds per step, bytes held and gradients of each mode on one model."""
     layers, first, x = MODELS[name]()
     targets = jnp.zeros(len(x))
     # With momentum the optimizer's state has the gradient.
     tx = optax.sgd(1e-3, momentum=0.0)
-    sides: dict[str, tuple[Any, Any]] = {}
-    found: dict[str, Any] = {}
-    for mode in modes:
+    steps = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for mode in MODES:
         pipe = jpipe.pipeline(
             layers, MICROBATCHES, remat=mode, balance=[first, len(layers) - first]
         )
-        state = pipe.init_train_state(jax.random.key(0), x, tx)
-        step = pipe.train_step(lambda y, _: square(y, jnp.zeros_like(y)), tx)
-        begin = time.perf_counter()
-        state, metrics = step(state, x, targets)
-        loss = float(metrics["loss"])
-        found[mode] = {
-            "first": time.perf_counter() - begin,
+        steps[mode] = train_steps(pipe, mean_of_squares, tx, x, targets)
+        state = steps[mode]()
+        figures[mode] = {
             "held": [stage.residual_bytes for stage in pipe.plan.stages],
-            "peaks": [size for _, size in pipe.plan.peak_bytes],
-            "loss": loss,
             "grads": jax.device_get(jax.tree.leaves(state.opt_state)),
-            "seconds": [],
         }
-        sides[mode] = state, step
-    for _ in range(rounds):
-        for mode, (state, step) in sides.items():
-            begin = time.perf_counter()
-            state, metrics = step(state, x, targets)
-            jax.block_until_ready((state, metrics))
-            found[mode]["seconds"].append(time.perf_counter() - begin)
-            sides[mode] = state, step
-    grads = {mode: own.pop("grads") for mode, own in found.items()}
-    for mode in modes:
-        found[mode]["apart"] = apart(grads[mode], grads["none"])
-    return found
+    for mode, seconds in interleaved(steps, rounds, warm_up=0).items():
+        figures[mode]["seconds"] = seconds
+    return figures
+
+
+def mean_of_squares(outputs: jax.Array, _: jax.Array) -> jax.Array:
+    """A loss without targets."""
+    return mean_square(outputs, jnp.zeros_like(outputs))
 
 
 def apart(ours: list[Any], others: list[Any]) -> float:
@@ -117,22 +106,20 @@ def apart(ours: list[Any], others: list[Any]) -> float:
     return float(max(differences) / max(np.max(np.abs(b)) for b in others))
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def shown(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """The results in Markdown: bytes, and time and gradients against ``none``."""
-    lines = [
-        "| model | " + " | ".join(f"`{mode}`" for mode in MODES) + " | differs by |",
-        "| --- |" + " --: |" * (len(MODES) + 1),
-    ]
-    for name, found in results.items():
+    rows = []
+    for name, figures in results.items():
+        plain = figures["none"]
         cells = []
         for mode in MODES:
-            pairs = zip(found[mode]["seconds"], found["none"]["seconds"], strict=True)
-            ratio = statistics.median(own / other for own, other in pairs)
-            held = max(found[mode]["held"]) / 2**20
+            pairs = zip(figures[mode]["seconds"], plain["seconds"], strict=True)
+            ratio = statistics.median(seconds / base for seconds, base in pairs)
+            held = max(figures[mode]["held"]) / 2**20
             cells.append(f"{held:.1f} MiB, {ratio:.2f} x")
-        cells.append(f"{found['min_cut']['apart']:.0e}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        differs_by = apart(figures["min_cut"]["grads"], plain["grads"])
+        rows.append([name, *cells, f"{differs_by:.0e}"])
+    return table(["model", *_HEAD, "differs by"], rows)
 
 
 def peaks() -> str:
@@ -140,8 +127,7 @@ def peaks() -> str:
 
     Read off the list of instructions of a step: nothing is compiled.
     """
-    lines = ["| peak, MiB | " + " | ".join(f"`{mode}`" for mode in MODES) + " |"]
-    lines.append("| --- |" + " --: |" * len(MODES))
+    rows = []
     x = jax.random.normal(jax.random.key(1), (16, 128, 256))
     for name in SCHEDULES:
         stages = jpipe.schedules.BY_NAME[name](4, MICROBATCHES).num_stages
@@ -153,11 +139,11 @@ def peaks() -> str:
                 layers, MICROBATCHES, remat=mode, balance=balance, schedule=name
             )
             variables = pipe.init(jax.random.key(0), x)
-            gradient: Any = pipe.value_and_grad(square)
+            gradient: Any = pipe.value_and_grad(mean_square)
             gradient.program(variables, x, x)
             cells.append(f"{max(size for _, size in pipe.plan.peak_bytes) / 2**20:.1f}")
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([f"`{name}`", *cells])
+    return table(["peak, MiB", *_HEAD], rows)
 
 
 def main() -> None:
@@ -165,7 +151,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--schedules", action="store_true", help="what each schedule holds instead"
     )
@@ -174,11 +159,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 4)
         return print(peaks())
     jax.config.update("jax_num_cpu_devices", 2)
-    results = {
-        name: measure(name, options.rounds)
-        for name in track(options.models, disable=options.json)
-    }
-    print(json.dumps(results) if options.json else table(results))
+    print(shown({name: measure(name, options.rounds) for name in options.models}))
 
 
 if __name__ == "__main__":

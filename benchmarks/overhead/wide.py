@@ -10,8 +10,6 @@ import json
 import re
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,16 +25,15 @@ import jpipe
 from jpipe._arguments._objective import Objective
 from jpipe.schedules import Schedule, one_f_one_b
 
+from ..experiment import mean_square
+from ..markdown import table
+from ..processes import printed
+
 WIDTH = 8
 # How a compiled program calls what its devices exchange.
 _KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 # Stages, devices of each, micro-batches.
 SIZES = ((8, 1, 128), (8, 8, 128), (64, 1, 128), (64, 8, 128), (64, 8, 1024))
-
-
-def square(y: jax.Array, targets: jax.Array) -> jax.Array:
-    """A mean over examples."""
-    return jnp.mean((y - targets) ** 2)
 
 
 def on_paper(num_ranks: int, num_microbatches: int) -> dict[str, float]:
@@ -70,7 +67,7 @@ def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
     tx = optax.sgd(0.1)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     start = time.perf_counter()
-    program = pipe.train_step(square, tx).program(state, x, x)
+    program = pipe.train_step(mean_square, tx).program(state, x, x)
     return {
         "seconds": time.perf_counter() - start,
         "instructions": len(program.instructions),
@@ -93,7 +90,7 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     )
     x = jnp.ones((microbatches, WIDTH))
     variables = pipe.init(jax.random.key(0), x)
-    specialize = pipe._build_loss(Objective(square), None)
+    specialize = pipe._build_loss(Objective(mean_square), None)
     gradient = specialize(variables, x, x, None, train=True)
     program = gradient.program
     leaves = gradient.check_arguments(variables, (x, x))
@@ -149,7 +146,7 @@ def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]
     )
     x, tx = jnp.ones((4 * microbatches, WIDTH)), optax.adam(0.1)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
-    program = pipe.train_step(square, tx).program(state, x, x)
+    program = pipe.train_step(mean_square, tx).program(state, x, x)
     program.compile()
     found: Counter[tuple[str, str]] = Counter()
     for instruction in program.instructions:
@@ -161,54 +158,74 @@ def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]
     return found
 
 
-def _alone(option: str, *numbers: int) -> dict[str, float]:
-    """One of these in a process of its own."""
-    words = [sys.executable, "-m", "benchmarks.overhead.wide"]
-    words += [option, ",".join(map(str, numbers))]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", help=argparse.SUPPRESS)
     parser.add_argument("--dispatch", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.size or given.dispatch:
-        run = lowered if given.size else dispatched
-        print(json.dumps(run(*map(int, (given.size or given.dispatch).split(",")))))
-        return
-    print("| 1F1B | actions | built | validated | simulated | written | read |")
-    print("| --- | --: | --: | --: | --: | --: | --: |")
-    for ranks, count in ((8, 128), (64, 128), (64, 1024)):
-        cells = [f"{s:.2f} s" for s in on_paper(ranks, count).values()]
-        actions = 2 * ranks * count
-        print(f"| p = {ranks}, M = {count} | {actions:,} | {' | '.join(cells)} |")
-    print("\n| stages x devices, M | instructions | programs | lowered in | memory |")
-    print("| --- | --: | --: | --: | --: |")
-    for size in SIZES:
-        row = _alone("--size", *size)
-        stages, devices, count = size
-        print(
-            f"| {stages} x {devices}, {count} | {row['instructions']:,} | "
-            f"{row['programs']} | {row['seconds']:.1f} s | {row['MiB']:.0f} MiB |",
-            flush=True,
-        )
-    print("\n| an action of tiny stages on 8 devices | calls | moves | all |")
-    print("| --- | --: | --: | --: |")
-    for stages, count in ((8, 512), (64, 64), (64, 512)):
-        row = _alone("--dispatch", stages, count)
-        cells = " | ".join(f"{number:.1f} us" for number in row.values())
-        print(f"| {stages} stages, M = {count} | {cells} |", flush=True)
+    options = parser.parse_args()
+    if options.size:
+        return print(json.dumps(lowered(*map(int, options.size.split(",")))))
+    if options.dispatch:
+        return print(json.dumps(dispatched(*map(int, options.dispatch.split(",")))))
+    print(_paper_table())
+    print(f"\n{_lowered_table()}")
+    print(f"\n{_dispatched_table()}")
     jax.config.update("jax_num_cpu_devices", 4)
-    print("\n| weights | M | in a step |\n| --- | --: | --- |")
+    print(f"\n{_exchanges_table()}")
+
+
+def _paper_table() -> str:
+    rows = []
+    for ranks, count in ((8, 128), (64, 128), (64, 1024)):
+        seconds = [f"{second:.2f} s" for second in on_paper(ranks, count).values()]
+        rows.append([f"p = {ranks}, M = {count}", f"{2 * ranks * count:,}", *seconds])
+    head = ["1F1B", "actions", "built", "validated", "simulated", "written", "read"]
+    return table(head, rows)
+
+
+def _lowered_table() -> str:
+    rows = []
+    for stages, devices, count in SIZES:
+        row = _printed("--size", stages, devices, count)
+        rows.append(
+            [
+                f"{stages} x {devices}, {count}",
+                f"{row['instructions']:,}",
+                f"{row['programs']}",
+                f"{row['seconds']:.1f} s",
+                f"{row['MiB']:.0f} MiB",
+            ]
+        )
+    head = ["stages x devices, M", "instructions", "programs", "lowered in", "memory"]
+    return table(head, rows)
+
+
+def _dispatched_table() -> str:
+    rows = []
+    for stages, count in ((8, 512), (64, 64), (64, 512)):
+        figures = _printed("--dispatch", stages, count).values()
+        cells = [f"{figure:.1f} us" for figure in figures]
+        rows.append([f"{stages} stages, M = {count}", *cells])
+    return table(
+        ["an action of tiny stages on 8 devices", "calls", "moves", "all"], rows
+    )
+
+
+def _exchanges_table() -> str:
     names = {None: "whole", "step": "cut, gathered once", "microbatch": "for each use"}
+    rows = []
     for gather, name in names.items():
         for count in (4, 8):
-            found = sorted(exchanges(gather, count).items())
-            cells = [f"{where}: {n} {op}" for (where, op), n in found]
-            print(f"| {name} | {count} | {'; '.join(cells)} |", flush=True)
+            counts = sorted(exchanges(gather, count).items())
+            cells = [f"{where}: {number} {op}" for (where, op), number in counts]
+            rows.append([name, f"{count}", "; ".join(cells)])
+    return table(["weights", "M", "in a step"], rows)
+
+
+def _printed(option: str, *numbers: int) -> dict[str, float]:
+    """One of these in a process of its own."""
+    return printed("benchmarks.overhead.wide", [option, ",".join(map(str, numbers))])
 
 
 if __name__ == "__main__":

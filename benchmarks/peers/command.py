@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
-    print(report.markdown(result))
+    print(report.shown(result))
     if not all(work["same"] for work in result["same_work"]):
         raise SystemExit(1)
 
@@ -172,35 +172,19 @@ def _pipelines(options: argparse.Namespace, sides: Sequence[str]) -> Iterator[Ru
 def measure(runs: Sequence[Run], rounds: int) -> report.Rounds:
     """Runs everything in turns, every second round backwards; shows how far it is."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import track
 
     results: report.Rounds = {run: [] for run in runs}
     cores = separate_cores()
     if len(cores) == 1:
         print("only one core: stages share it", file=sys.stderr)
         cores = cores * 2
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=rounds * len(runs))
-        for number in range(rounds):
-            for run in runs[:: -1 if number % 2 else 1]:
-                progress.update(task, description=f"{run.case.model}: {run.title}")
-                try:
-                    results[run].append(run.start(cores))
-                except RuntimeError as error:
-                    progress.stop()
-                    raise SystemExit(f"{run.title} failed: {error}") from error
-                progress.advance(task)
+    order = [
+        run for number in range(rounds) for run in runs[:: -1 if number % 2 else 1]
+    ]
+    for run in track(order, console=Console(stderr=True)):
+        try:
+            results[run].append(run.start(cores))
+        except RuntimeError as error:
+            raise SystemExit(f"{run.title} failed: {error}") from error
     return results

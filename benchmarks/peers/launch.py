@@ -6,11 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..allocator import KEEP_MEMORY
 from .workload import Case
@@ -200,8 +199,9 @@ class Run:
                 shares = [cores[r : r + 1] for r in range(side.processes)]
                 meeting_place = str(Path(folder) / "meeting")
                 extra = [[str(r), meeting_place] for r in range(side.processes)]
+            process = [self.python, "-m", f"{__package__}.measure", module, case]
             commands = [
-                [self.python, "-m", f"{__package__}.{module}", case, share, *more]
+                [*process, share, *more]
                 for share, more in zip(map(json.dumps, shares), extra, strict=True)
             ]
             outputs = _together(commands, Path(folder))
@@ -225,45 +225,37 @@ def _summed(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _together(commands: list[list[str]], folder: Path) -> list[str]:
     """What processes print that run side by side; none outlives the failure of one."""
-    with _started(commands, folder) as started:
-        deadline = time.monotonic() + PATIENCE
-        while any(process.poll() is None for process, _ in started):
-            failed = any(process.poll() for process, _ in started)
+    outputs = [folder / f"{number}.out" for number in range(len(commands))]
+    processes: list[subprocess.Popen] = []
+    deadline = time.monotonic() + PATIENCE
+    try:
+        for command, output in zip(commands, outputs, strict=True):
+            with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        stdout=out,
+                        stderr=err,
+                        env=os.environ | ENVIRONMENT,
+                    )
+                )
+        while any(process.poll() is None for process in processes):
+            failed = any(process.poll() for process in processes)
             if failed or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        codes = [process.poll() for process, _ in started]
-    texts = [Path(out.name).read_text() for _, out in started]
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     if any(codes) or None in codes:
         words = [
-            Path(out.name).with_suffix(".err").read_text().strip()[-2000:]
-            for (_, out), code in zip(started, codes, strict=True)
+            output.with_suffix(".err").read_text().strip()[-2000:]
+            for output, code in zip(outputs, codes, strict=True)
             if code  # the others were ended with it
         ]
         reason = "\n".join(words) or f"no end after {PATIENCE} s"
         raise RuntimeError(f"{' '.join(commands[0])}\n{reason}")
-    return texts
-
-
-@contextmanager
-def _started(
-    commands: list[list[str]], folder: Path
-) -> Iterator[list[tuple[subprocess.Popen[bytes], IO[bytes]]]]:
-    """Starts processes that write to files; ends those that still run at the end."""
-    started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
-    try:
-        for number, command in enumerate(commands):
-            out = (folder / f"{number}.out").open("wb")
-            err = (folder / f"{number}.err").open("wb")
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=out, stderr=err, env=os.environ | ENVIRONMENT
-            )
-            err.close()
-            started.append((process, out))
-        yield started
-    finally:
-        for process, out in started:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            out.close()
+    return [output.read_text() for output in outputs]

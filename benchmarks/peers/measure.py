@@ -1,19 +1,35 @@
 """What every process of every side measures of itself, by the standard library alone.
 
-A process prints one line of JSON, the last of its output; see `report`.
+A process prints one line of JSON, the last of its output.
 """
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .workload import COMPARED, Case
+
+
+class Training(NamedTuple):
+    """What a side trains.
+
+    Attributes:
+      parameters: how many numbers this process trains.
+      step: takes one training step, waits for all of it, and returns the loss if this
+        process has it.
+      finish: called at the end; gives what else the side has found.
+    """
+
+    parameters: int
+    step: Callable[[], float | None]
+    finish: Callable[[], dict[str, Any]] = dict
 
 
 def pin(cores: Sequence[int]) -> None:
@@ -69,22 +85,15 @@ def forget_peak() -> None:
         return  # not Linux, or not the C library of GNU
 
 
-def measured(
-    case: Case, step: Callable[[], float | None], parameters: int
-) -> dict[str, Any]:
+def measured(case: Case, training: Training) -> dict[str, Any]:
     """Takes the steps of a run.
-
-    Args:
-      case: the run.
-      step: takes one training step, waits for all of it, and returns the loss if this
-        process has it.
-      parameters: how many numbers this process trains.
 
     Returns:
       The losses of the first steps; seconds of those that are timed; the processor
       time of all threads in those; the bytes resident between two steps, when what is
       not used is given back; the most while training, and ever.
     """
+    step = training.step
     losses = [step() for _ in range(COMPARED)]
     ever = resident("VmHWM")
     forget_peak()
@@ -96,7 +105,7 @@ def measured(
         step()
         seconds.append(time.perf_counter() - start)
     return {
-        "parameters": parameters,
+        "parameters": training.parameters,
         "losses": losses,
         "seconds": seconds,
         "busy_seconds": time.process_time() - busy,
@@ -106,17 +115,24 @@ def measured(
     }
 
 
-def report(result: dict[str, Any], **facts: Any) -> None:
-    """Prints what this process found, as one line of JSON.
+def main() -> None:
+    """Runs one process of one side: its module, the case, its cores, and what it adds.
 
-    Args:
-      result: from `measured`.
-      **facts: more, such as the memory that it had before.
+    A module has ``warm_up(case, *extra)``, which starts its framework, and
+    ``baseline(case)`` or ``pipeline(case, *extra)``, which give a `Training`.
     """
-    print(json.dumps(result | facts), flush=True)
+    name, text, cores, *extra = sys.argv[1:]
+    side = importlib.import_module(f"{__package__}.{name}")
+    case = Case.read(text)
+    pin(json.loads(cores))
+    side.warm_up(case, *extra)
+    start = resident("VmRSS")
+    build = side.baseline if case.schedule == "baseline" else side.pipeline
+    training: Training = build(case, *extra)
+    result = measured(case, training)
+    result |= {"start_bytes": start} | training.finish()
+    print(json.dumps(result), flush=True)
 
 
-def arguments() -> tuple[Case, list[int], list[str]]:
-    """Of a side's process: the case, its cores, and what its side adds."""
-    case, cores, *rest = sys.argv[1:]
-    return Case.read(case), json.loads(cores), rest
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ import jpipe
 
 from ..experiment import mean_cross_entropy
 from ..models.block import Block
-from .measure import arguments, measured, pin, report, resident
+from .measure import Training
 from .workload import LEARNING_RATE, Case, Layer, Size, Weights
 
 PyTree = Any
@@ -72,57 +72,36 @@ def _block_params(weights: Weights, size: Size) -> PyTree:
     }
 
 
-@dataclasses.dataclass
-class Training:
-    """A pipeline with what it trains.
-
-    Attributes:
-      pipe: the pipeline.
-      take: its train step.
-      state: before the next step.
-      batch: of every step.
-    """
-
-    pipe: jpipe.Pipeline
-    take: jpipe.TrainStep
-    state: jpipe.TrainState
-    batch: tuple[Any, Any]
-
-    def step(self) -> float:
-        """Takes a step, waits for all of it, and returns the loss."""
-        self.state, metrics = self.take(self.state, *self.batch)
-        jax.block_until_ready(self.state)
-        return float(metrics["loss"])
-
-
-def training(case: Case, devices: Any = None) -> Training:
+def pipeline(case: Case) -> Training:
     """Two stages of jpipe with the weights that all sides have."""
-    layers, batch = case.layers(), case.data()
+    layers = case.layers()
+    x, targets = case.data()
     pipe = jpipe.pipeline(
         [module(layer, case.size) for layer in layers],
         case.microbatches,
         balance=case.balance(),
-        devices=devices,
         schedule=case.schedule,
         remat=case.remat if case.remat in ("none", "full") else "min_cut",
     )
     tx = optax.sgd(LEARNING_RATE)
-    state = pipe.init_train_state(jax.random.key(0), batch[0], tx)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
     loaded = tuple(params(layer, case.size) for layer in layers)
     if jax.tree.map(np.shape, state.params) != jax.tree.map(np.shape, loaded):
         raise ValueError("the modules do not have the weights that were drawn for them")
     state = pipe.place(dataclasses.replace(state, params=loaded))
-    return Training(pipe, pipe.train_step(mean_cross_entropy, tx), state, batch)
+    take = pipe.train_step(mean_cross_entropy, tx)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = take(state, x, targets)
+        jax.block_until_ready(state)
+        return float(metrics["loss"])
+
+    return Training(total(state.params), step)
 
 
-def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
-    """Two stages of jpipe: how many parameters, and what takes a step."""
-    made = training(case)
-    return total(made.state.params), made.step
-
-
-def baseline(case: Case) -> tuple[int, Callable[[], float]]:
-    """The same of the plain step: in one `jax.jit`, a scan over micro-batches."""
+def baseline(case: Case) -> Training:
+    """The plain step: in one `jax.jit`, a scan over micro-batches."""
     layers, size = case.layers(), case.size
     x, targets = jax.device_put(case.data())
     stages = halves([module(layer, size) for layer in layers], case)
@@ -155,7 +134,7 @@ def baseline(case: Case) -> tuple[int, Callable[[], float]]:
         box.append(jax.block_until_ready(weights))
         return float(value)
 
-    return count, step
+    return Training(count, step)
 
 
 def total(params: PyTree) -> int:
@@ -183,18 +162,8 @@ def halves(modules: list[Any], case: Case) -> list[tuple[int, Callable[..., Any]
     ]
 
 
-def main() -> None:
-    """Runs one case in this process."""
-    case, cores, _ = arguments()
-    pin(cores)
-    is_baseline = case.schedule == "baseline"
-    jax.config.update("jax_num_cpu_devices", 1 if is_baseline else 2)
-    # Starts the runtime and the compiler, which are not part of the model.
+def warm_up(case: Case) -> None:
+    """Starts the runtime and the compiler, which are not part of the model."""
+    devices = 1 if case.schedule == "baseline" else 2
+    jax.config.update("jax_num_cpu_devices", devices)
     jax.block_until_ready(jax.jit(jax.grad(jnp.square))(1.0))
-    start = resident("VmRSS")
-    count, step = (baseline if is_baseline else pipeline)(case)
-    report(measured(case, step, count), start_bytes=start)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,11 @@
 """From runs to rows, to whether the work was the same, and to text."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from .. import markdown
 from .launch import SIDES, Run
 
 TOLERANCE = 1e-4
@@ -52,47 +53,53 @@ def rows(rounds: Rounds) -> list[dict[str, Any]]:
     return [_row(run, rounds) for run in rounds]
 
 
+# Figures of a run: each is the median over its rounds.
+_FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "cores_busy": lambda result: result["busy_seconds"] / sum(result["seconds"]),
+    "processor_ms": lambda result: (
+        1000 * result["busy_seconds"] / len(result["seconds"])
+    ),
+    "peak_mib": lambda result: result["peak_bytes"] / MIB,
+    "above_start_mib": lambda result: (
+        (result["peak_bytes"] - result["start_bytes"]) / MIB
+    ),
+    "between_mib": lambda result: (result["idle_bytes"] - result["start_bytes"]) / MIB,
+    "step_mib": lambda result: (result["peak_bytes"] - result["idle_bytes"]) / MIB,
+}
+
+
 def _row(run: Run, rounds: Rounds) -> dict[str, Any]:
-    results, case = rounds[run], run.case
-    medians = [statistics.median(result["seconds"]) for result in results]
+    results = rounds[run]
+    case = run.case
+    is_baseline = case.schedule == "baseline"
+    seconds = _median_seconds(results)
     row: dict[str, Any] = {
         "title": run.title,
         "case": asdict(case),
-        "stages": "1 process"
-        if case.schedule == "baseline"
-        else SIDES[run.side].stages,
-        "samples_per_s": case.size.batch / statistics.median(medians),
-        "samples_per_s_least": case.size.batch / max(medians),
-        "samples_per_s_most": case.size.batch / min(medians),
-        "cores_busy": statistics.median(
-            result["busy_seconds"] / sum(result["seconds"]) for result in results
-        ),
-        "processor_ms": statistics.median(
-            1000 * r["busy_seconds"] / len(r["seconds"]) for r in results
-        ),
-        "peak_mib": statistics.median(r["peak_bytes"] / MIB for r in results),
-        "above_start_mib": statistics.median(
-            (r["peak_bytes"] - r["start_bytes"]) / MIB for r in results
-        ),
-        "between_mib": statistics.median(
-            (r["idle_bytes"] - r["start_bytes"]) / MIB for r in results
-        ),
-        "step_mib": statistics.median(
-            (r["peak_bytes"] - r["idle_bytes"]) / MIB for r in results
-        ),
+        "stages": "1 process" if is_baseline else SIDES[run.side].stages,
+        "samples_per_s": case.size.batch / statistics.median(seconds),
+        "samples_per_s_least": case.size.batch / max(seconds),
+        "samples_per_s_most": case.size.batch / min(seconds),
     }
+    for name, figure in _FIGURES.items():
+        row[name] = statistics.median(map(figure, results))
     threads = {"forward_threads", "backward_threads"} & results[0].keys()
     row |= {name: results[0][name] for name in threads}
-    if case.schedule == "baseline":
+    if is_baseline:
         return row
-    plain = [statistics.median(r["seconds"]) for r in rounds[run.baseline]]
-    ratios = [before / now for before, now in zip(plain, medians, strict=True)]
+    plain = _median_seconds(rounds[run.baseline])
+    ratios = [before / now for before, now in zip(plain, seconds, strict=True)]
     return row | {
         "speed_up": statistics.median(ratios),
         "speed_up_least": min(ratios),
         "speed_up_most": max(ratios),
         "of_ideal": statistics.median(ratios) / ideal(case.microbatches),
     }
+
+
+def _median_seconds(results: list[dict[str, Any]]) -> list[float]:
+    """The median step of each round."""
+    return [statistics.median(result["seconds"]) for result in results]
 
 
 def same_work(rounds: Rounds) -> list[dict[str, Any]]:
@@ -141,7 +148,7 @@ def sentence(work: dict[str, Any]) -> str:
     )
 
 
-def markdown(result: dict[str, Any]) -> str:
+def shown(result: dict[str, Any]) -> str:
     """The whole result as Markdown."""
     lines = [_where(result["provenance"]), ""]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -149,7 +156,7 @@ def markdown(result: dict[str, Any]) -> str:
         case = row["case"]
         groups.setdefault((case["model"], case["remat"]), []).append(row)
     for (model, remat), own in groups.items():
-        lines += [*_table(model, remat, own, result["settings"]), ""]
+        lines += [_table(model, remat, own, result["settings"]), ""]
     lines += starved(result["rows"])
     lines += [sentence(work) for work in result["same_work"]]
     lines += [f"Left out: {reason}" for reason in result["skipped"].values()]
@@ -176,31 +183,37 @@ def starved(own: Sequence[dict[str, Any]]) -> list[str]:
 
 def _table(
     model: str, remat: str, own: Sequence[dict[str, Any]], settings: dict[str, Any]
-) -> list[str]:
+) -> str:
     number = settings["microbatches"]
-    lines = [
-        f'| {model}, M = {number}, remat "{remat}" | stages | samples/s '
-        "| least to most | speed-up | least to most "
-        f"| of the ideal {ideal(number):.2f} | cores busy | processor ms "
-        "| peak, MiB | above start | between steps | a step |",
-        "| --- | --- |" + 11 * " --: |",
-    ]
+    head = [f'{model}, M = {number}, remat "{remat}"', "stages", "samples/s"]
+    head += ["least to most", "speed-up", "least to most"]
+    head += [f"of the ideal {ideal(number):.2f}", "cores busy", "processor ms"]
+    head += ["peak, MiB", "above start", "between steps", "a step"]
+    rows = []
     for row in own:
+        ratios = ["1", "", ""]
         if "speed_up" in row:
-            ratio = (
-                f"**{row['speed_up']:.2f}** | {row['speed_up_least']:.2f} to "
-                f"{row['speed_up_most']:.2f} | {row['of_ideal']:.0%}"
-            )
-        else:
-            ratio = "1 | | "
-        lines.append(
-            f"| {row['title']} | {row['stages']} | {row['samples_per_s']:.1f} | "
-            f"{row['samples_per_s_least']:.1f} to {row['samples_per_s_most']:.1f} | "
-            f"{ratio} | {row['cores_busy']:.2f} | {row['processor_ms']:.0f} | "
-            f"{row['peak_mib']:.0f} | {row['above_start_mib']:.0f} | "
-            f"{row['between_mib']:.0f} | {row['step_mib']:.0f} |"
+            ratios = [
+                f"**{row['speed_up']:.2f}**",
+                f"{row['speed_up_least']:.2f} to {row['speed_up_most']:.2f}",
+                f"{row['of_ideal']:.0%}",
+            ]
+        rows.append(
+            [
+                row["title"],
+                row["stages"],
+                f"{row['samples_per_s']:.1f}",
+                f"{row['samples_per_s_least']:.1f} to {row['samples_per_s_most']:.1f}",
+                *ratios,
+                f"{row['cores_busy']:.2f}",
+                f"{row['processor_ms']:.0f}",
+                f"{row['peak_mib']:.0f}",
+                f"{row['above_start_mib']:.0f}",
+                f"{row['between_mib']:.0f}",
+                f"{row['step_mib']:.0f}",
+            ]
         )
-    return lines
+    return markdown.table(head, rows, left=2)
 
 
 def _where(made: dict[str, Any]) -> str:

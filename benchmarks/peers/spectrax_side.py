@@ -8,11 +8,9 @@ gradients are.
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from spectrax.runtime import GPipe, Std1F1B, sxjit, sxstage_iter, sxvalue_and_grad
@@ -20,15 +18,15 @@ from spectrax.runtime.types import MpMdMesh
 
 from ..experiment import mean_cross_entropy
 from . import ours
-from .measure import arguments, measured, pin, report, resident
+from .measure import Training
 from .workload import LEARNING_RATE, Case
 
 PyTree = Any
 SCHEDULES = {"gpipe": GPipe, "1f1b": Std1F1B}
 
 
-def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
-    """Two stages of SpectraX: how many parameters, and what takes a step."""
+def pipeline(case: Case) -> Training:
+    """Two stages of SpectraX."""
     layers, size = case.layers(), case.size
     halves = ours.halves([ours.module(layer, size) for layer in layers], case)
     devices = jax.devices()[:2]
@@ -60,20 +58,7 @@ def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
         jax.block_until_ready(box)
         return float(value)
 
-    return ours.total(box), step
+    return Training(ours.total(box), step)
 
 
-def main() -> None:
-    """Runs one case in this process."""
-    case, cores, _ = arguments()
-    pin(cores)
-    jax.config.update("jax_num_cpu_devices", 2)
-    # Starts the runtime and the compiler, which are not part of the model.
-    jax.block_until_ready(jax.jit(jax.grad(jnp.square))(1.0))
-    start = resident("VmRSS")
-    count, step = pipeline(case)
-    report(measured(case, step, count), start_bytes=start)
-
-
-if __name__ == "__main__":
-    main()
+warm_up = ours.warm_up

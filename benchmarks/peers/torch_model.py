@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false
 # PyTorch is optional and need not be where the types are checked.
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .measure import arguments, measured, pin, report, resident
+from .measure import Training
 from .workload import LEARNING_RATE, Case, Layer, Size, Weights
 
 # Flax's default, as that of PyTorch is another.
@@ -134,7 +133,7 @@ def count(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def baseline(case: Case) -> tuple[Any, Callable[[], float]]:
+def baseline(case: Case) -> Training:
     """The plain step: gradients add up in place over micro-batches."""
     stages = [
         Recomputed(half(case, number))
@@ -159,28 +158,13 @@ def baseline(case: Case) -> tuple[Any, Callable[[], float]]:
         sgd.zero_grad()
         return float(total)
 
-    return model, step
+    return Training(count(model), step)
 
 
-def prepare() -> tuple[Case, list[str]]:
-    """What every process of PyTorch begins with: its case, its cores, one thread."""
-    case, cores, rest = arguments()
-    pin(cores)
+def warm_up(case: Case) -> None:
+    """Starts what every process of PyTorch begins with, on one thread."""
     torch.set_num_threads(1)
     # PyTorch imports a good part of itself with the first optimizer.
     number = nn.Linear(1, 1)
     number(torch.zeros(1, 1)).backward()
     optimizer(number).step()
-    return case, rest
-
-
-def main() -> None:
-    """Runs the baseline in this process."""
-    case, _ = prepare()
-    start = resident("VmRSS")
-    model, step = baseline(case)
-    report(measured(case, step, count(model)), start_bytes=start)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,14 +6,14 @@ The processes meet at a file and talk by gloo.
 # pyright: reportMissingImports=false
 
 import datetime
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
 from torch.distributed import pipelining
 
-from .measure import measured, report, resident
+from . import torch_model
+from .measure import Training
 from .torch_model import (
     Recomputed,
     count,
@@ -21,7 +21,6 @@ from .torch_model import (
     data,
     half,
     optimizer,
-    prepare,
 )
 from .workload import Case
 
@@ -31,11 +30,30 @@ TIMEOUT = datetime.timedelta(minutes=2)
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 
 
-def pipeline(case: Case, rank: int) -> tuple[Any, Callable[[], float | None]]:
-    """The stage of this process, and what takes a step of it.
+def warm_up(case: Case, number: str, meeting_place: str) -> None:
+    """Starts PyTorch, and waits for the other process.
+
+    Args:
+      case: the run.
+      number: of this process.
+      meeting_place: a file.
+    """
+    torch_model.warm_up(case)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_place}",
+        rank=int(number),
+        world_size=RANKS,
+        timeout=TIMEOUT,
+    )
+
+
+def pipeline(case: Case, number: str, _: str) -> Training:
+    """The stage of this process.
 
     A step ends when both processes have ended it. The last one knows the loss.
     """
+    rank = int(number)
     own = half(case, rank)
     if case.remat == "full":
         own = Recomputed(own)
@@ -57,24 +75,8 @@ def pipeline(case: Case, rank: int) -> tuple[Any, Callable[[], float | None]]:
             return None
         return float(torch.stack([loss.detach() for loss in losses]).mean())
 
-    return own, step
+    def finish() -> dict[str, Any]:
+        torch.distributed.destroy_process_group()
+        return {}
 
-
-def main() -> None:
-    """Runs one stage of one case in this process."""
-    case, (rank, meeting_place) = prepare()
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting_place}",
-        rank=int(rank),
-        world_size=RANKS,
-        timeout=TIMEOUT,
-    )
-    start = resident("VmRSS")
-    stage, step = pipeline(case, int(rank))
-    report(measured(case, step, count(stage)), start_bytes=start)
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return Training(count(own), step, finish)

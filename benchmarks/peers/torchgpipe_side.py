@@ -14,15 +14,17 @@ from typing import Any
 
 import torchgpipe
 
-from .measure import measured, report, resident
-from .torch_model import count, cross_entropy, data, half, optimizer, prepare
+from .measure import Training
+from .torch_model import count, cross_entropy, data, half, optimizer, warm_up
 from .workload import Case
+
+__all__ = ["pipeline", "warm_up"]
 
 CHECKPOINT = {"none": "never", "full": "always", "default": "except_last"}
 
 
-def pipeline(case: Case) -> tuple[Any, Callable[[], float]]:
-    """The model in two stages, and what takes a step and returns its loss."""
+def pipeline(case: Case) -> Training:
+    """The model in two stages."""
     import torch
 
     layers = [layer for stage in range(2) for layer in half(case, stage)]
@@ -43,7 +45,7 @@ def pipeline(case: Case) -> tuple[Any, Callable[[], float]]:
         sgd.zero_grad()
         return float(loss.detach())
 
-    return model, step
+    return Training(count(model), step, lambda: threads_at_work(model, step))
 
 
 def threads_at_work(model: Any, step: Callable[[], float]) -> dict[str, int]:
@@ -62,17 +64,3 @@ def threads_at_work(model: Any, step: Callable[[], float]) -> dict[str, int]:
     for handle in handles:
         handle.remove()
     return {name: len(threads) for name, threads in seen.items()}
-
-
-def main() -> None:
-    """Runs one case in this process."""
-    case, _ = prepare()
-    start = resident("VmRSS")
-    model, step = pipeline(case)
-    result = measured(case, step, count(model))
-    threads = threads_at_work(model, step)
-    report(result, start_bytes=start, **threads)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ import optax
 from ..experiment import Experiment, Work, mean_cross_entropy
 from ..models.transformer import transformer_l
 from . import amoebanetd
-from .benchmark import Benchmark
+from .benchmark import Benchmark, read_rows
 
 _TOKENS = {"full": 1024, "small": 64, "tiny": 16}
 # Width, hidden width, heads, words.
@@ -56,70 +56,45 @@ def _work(experiment: Experiment, scale: str) -> Work:
 # Balances of AmoebaNet-D (18, 256) that torchgpipe published for as many stages, and
 # those of 48 blocks between an embedding and a projection to words, whose projection
 # costs about as much as one block.
-_BALANCES = {
-    "amoebanet": {2: (9, 15), 4: (3, 6, 7, 8), 8: (2, 2, 2, 3, 3, 4, 4, 4)},
-    "transformer": {2: (25, 25), 4: (13, 12, 13, 12), 8: (7, 6, 6, 6, 7, 6, 6, 6)},
-}
-_MODELS = {"amoebanet": (18, 256), "transformer": (48,)}
 _TINY_BLOCKS = 6
-
-# By the number of stages and of micro-batches.
-_THROUGHPUT = {
-    "amoebanet": {
-        (2, 1): 1.0,
-        (4, 1): 1.13,
-        (8, 1): 1.38,
-        (2, 4): 1.07,
-        (4, 4): 1.26,
-        (8, 4): 1.72,
-        (2, 32): 1.21,
-        (4, 32): 1.84,
-        (8, 32): 3.48,
-    },
-    "transformer": {
-        (2, 1): 1.0,
-        (4, 1): 1.07,
-        (8, 1): 1.3,
-        (2, 4): 1.7,
-        (4, 4): 3.2,
-        (8, 4): 4.8,
-        (2, 32): 1.8,
-        (4, 32): 3.4,
-        (8, 32): 6.3,
-    },
-}
-_SLOW = {
-    "amoebanet": {2: 1.0, 4: 1.7, 8: 2.7},
-    "transformer": {2: 1.0, 4: 1.8, 8: 3.3},
-}
-
-
-def _row(
-    group: str, stages: int, microbatches: int, speed_up: float, slow: bool
-) -> Experiment:
-    # Batches were adjusted to what fits; here micro-batches of all rows are alike.
-    size = 8 if group == "transformer" else 32
-    return Experiment(
-        f"{group}-k{stages}" if slow else f"{group}-k{stages}-m{microbatches}",
-        _BALANCES[group][stages],
-        size * microbatches,
-        microbatches,
-        remat="full",
-        model=_MODELS[group],
-        group=group,
-        bandwidth=1.0 if slow else None,
-        published={"speed-up of GPipe": speed_up},
-    )
-
+_AMOEBANET = {"remat": "full", "model": (18, 256), "group": "amoebanet"}
+_TRANSFORMER = {"remat": "full", "model": (48,), "group": "transformer"}
+_TITLES = "row | balance | batch | M | speed-up of GPipe"
 
 THROUGHPUT = Benchmark(
     "table2-throughput",
     "GPipe's Table 2: K stages, M micro-batches, speed-up by K = 2, M = 1 (TPUs)",
     "speed",
-    tuple(
-        _row(group, stages, count, figure, slow=False)
-        for group, figures in _THROUGHPUT.items()
-        for (stages, count), figure in figures.items()
+    # Batches were adjusted to what fits; here micro-batches of all rows are alike.
+    read_rows(
+        _TITLES,
+        """
+        amoebanet-k2-m1   9,15               32   1  1.0
+        amoebanet-k4-m1   3,6,7,8            32   1  1.13
+        amoebanet-k8-m1   2,2,2,3,3,4,4,4    32   1  1.38
+        amoebanet-k2-m4   9,15              128   4  1.07
+        amoebanet-k4-m4   3,6,7,8           128   4  1.26
+        amoebanet-k8-m4   2,2,2,3,3,4,4,4   128   4  1.72
+        amoebanet-k2-m32  9,15             1024  32  1.21
+        amoebanet-k4-m32  3,6,7,8          1024  32  1.84
+        amoebanet-k8-m32  2,2,2,3,3,4,4,4  1024  32  3.48
+        """,
+        **_AMOEBANET,
+    )
+    + read_rows(
+        _TITLES,
+        """
+        transformer-k2-m1   25,25              8   1  1.0
+        transformer-k4-m1   13,12,13,12        8   1  1.07
+        transformer-k8-m1   7,6,6,6,7,6,6,6    8   1  1.3
+        transformer-k2-m4   25,25             32   4  1.7
+        transformer-k4-m4   13,12,13,12       32   4  3.2
+        transformer-k8-m4   7,6,6,6,7,6,6,6   32   4  4.8
+        transformer-k2-m32  25,25            256  32  1.8
+        transformer-k4-m32  13,12,13,12      256  32  3.4
+        transformer-k8-m32  7,6,6,6,7,6,6,6  256  32  6.3
+        """,
+        **_TRANSFORMER,
     ),
     _work,
     "AmoebaNet-D (18, 256) and Transformer-48. GPipe adjusted batches to fit memory "
@@ -131,43 +106,30 @@ SLOW_INTERCONNECT = Benchmark(
     "table3-slow-interconnect",
     "GPipe's Table 3: M = 32 without a fast interconnect, speed-up by K = 2 (GPUs)",
     "speed",
-    tuple(
-        _row(group, stages, 32, figure, slow=True)
-        for group, figures in _SLOW.items()
-        for stages, figure in figures.items()
+    read_rows(
+        _TITLES,
+        """
+        amoebanet-k2  9,15             1024  32  1.0
+        amoebanet-k4  3,6,7,8          1024  32  1.7
+        amoebanet-k8  2,2,2,3,3,4,4,4  1024  32  2.7
+        """,
+        bandwidth=1.0,
+        **_AMOEBANET,
+    )
+    + read_rows(
+        _TITLES,
+        """
+        transformer-k2  25,25            256  32  1.0
+        transformer-k4  13,12,13,12      256  32  1.8
+        transformer-k8  7,6,6,6,7,6,6,6  256  32  3.3
+        """,
+        bandwidth=1.0,
+        **_TRANSFORMER,
     ),
     _work,
     "Every prediction of this table is for 1 GB/s between devices.",
     tiny=("transformer-k2",),
 )
-
-
-def _largest(
-    name: str,
-    group: str,
-    balance: tuple[int, ...],
-    model: tuple[int, ...],
-    parameters: float,
-    model_gb: float,
-    activations_gb: float,
-) -> Experiment:
-    naive = name.startswith("naive")
-    count = 1 if naive else 32
-    return Experiment(
-        f"{group}-{name}",
-        balance,
-        32 if group == "transformer" else 128,
-        count if group == "transformer" or naive else 128,
-        remat="none" if naive else "full",
-        model=model,
-        group=group,
-        published={
-            "parameters": parameters,
-            "model, GB": model_gb,
-            "activations, GB": activations_gb,
-            "size": model[-1],
-        },
-    )
 
 
 def largest_work(experiment: Experiment, scale: str) -> Work:
@@ -176,40 +138,45 @@ def largest_work(experiment: Experiment, scale: str) -> Work:
     return build(experiment, scale, optax.rmsprop(0.1))
 
 
+_SIZES_OF_MODELS = "size | parameters | model, GB | activations, GB"
+
+
+def _amoebanet(text: str, microbatches: int, remat: str) -> tuple[Experiment, ...]:
+    titles = f"row | model | balance | {_SIZES_OF_MODELS}"
+    settings = {"microbatches": microbatches, "remat": remat, "batch": 128}
+    return read_rows(titles, text, group="amoebanet", **settings)
+
+
+def _transformer(stages: int, text: str) -> tuple[Experiment, ...]:
+    return read_rows(
+        f"row | M | remat | model | {_SIZES_OF_MODELS}",
+        f"transformer-{text}",
+        balance=(1,) * stages,
+        batch=32,
+        group="transformer",
+    )
+
+
 LARGEST = Benchmark(
     "table1-memory",
     "GPipe's Table 1: the largest model that devices of one size can train",
     "largest",
-    (
-        _largest("naive-1", "amoebanet", (24,), (18, 208), 82e6, 1.05, 6.26),
-        _largest("pipeline-1", "amoebanet", (24,), (18, 416), 318e6, 3.8, 3.46),
-        _largest("pipeline-2", "amoebanet", (16, 8), (18, 544), 542e6, 6.45, 8.11),
-        _largest(
-            "pipeline-4",
-            "amoebanet",
-            (16, 12, 7, 7),
-            (36, 544),
-            1.05e9,
-            12.53,
-            15.21,
-        ),
-        _largest(
-            "pipeline-8",
-            "amoebanet",
-            (23, 16, 11, 6, 6, 5, 5, 6),
-            (72, 512),
-            1.8e9,
-            24.62,
-            26.24,
-        ),
-        _largest("naive-1", "transformer", (1,), (3,), 282.2e6, 11.7, 3.15),
-        _largest("pipeline-1", "transformer", (1,), (13,), 785.8e6, 8.8, 6.4),
-        _largest("pipeline-8", "transformer", (1,) * 8, (103,), 5.3e9, 59.5, 50.9),
-        _largest("pipeline-32", "transformer", (1,) * 32, (415,), 21e9, 235.1, 199.9),
-        _largest(
-            "pipeline-128", "transformer", (1,) * 128, (1663,), 83.9e9, 937.9, 796.1
-        ),
-    ),
+    _amoebanet("amoebanet-naive-1 18,208 24 208 82e6 1.05 6.26", 1, "none")
+    + _amoebanet(
+        """
+        amoebanet-pipeline-1  18,416  24                  416   318e6   3.8   3.46
+        amoebanet-pipeline-2  18,544  16,8                544   542e6   6.45  8.11
+        amoebanet-pipeline-4  36,544  16,12,7,7           544  1.05e9  12.53 15.21
+        amoebanet-pipeline-8  72,512  23,16,11,6,6,5,5,6  512   1.8e9  24.62 26.24
+        """,
+        128,
+        "full",
+    )
+    + _transformer(1, "naive-1  1  none  3  3  282.2e6  11.7  3.15")
+    + _transformer(1, "pipeline-1  32  full  13  13  785.8e6  8.8  6.4")
+    + _transformer(8, "pipeline-8  32  full  103  103  5.3e9  59.5  50.9")
+    + _transformer(32, "pipeline-32  32  full  415  415  21e9  235.1  199.9")
+    + _transformer(128, "pipeline-128  32  full  1663  1663  83.9e9  937.9  796.1"),
     largest_work,
     "AmoebaNet-D (L, D) on GPUs of 8 GB, L as published and D sought; Transformer-L "
     "on TPUs of 16 GB, the number of blocks sought.",

@@ -1,12 +1,14 @@
 """U-Net: speed, memory, and what skip connections cost (torchgpipe)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from ..experiment import Experiment, Work, mean_binary_cross_entropy
 from ..models.unet import unet
-from .benchmark import Benchmark
+from .benchmark import Benchmark, read_rows
 
 _PIXELS = {"full": 192, "small": 64, "tiny": 16}
 
@@ -29,30 +31,20 @@ def work(experiment: Experiment, scale: str) -> Work:
     )
 
 
-def _row(
-    name: str, balance: list[int], batch: int, chunks: int, throughput: float
-) -> Experiment:
-    return Experiment(
-        name,
-        tuple(balance),
-        batch,
-        chunks,
-        remat="none" if name == "baseline" else "except_last",
-        model=(5, 64),
-        published={"samples/s": throughput},
-    )
-
-
 SPEED = Benchmark(
     "unet-speed",
     "U-Net (5, 64), images of 192 x 192, SGD: throughput and speed-up",
     "speed",
-    (
-        _row("baseline", [241], 40, 1, 28.500),
-        _row("pipeline-1", [241], 80, 2, 24.456),
-        _row("pipeline-2", [104, 137], 512, 32, 35.502),
-        _row("pipeline-4", [30, 66, 84, 61], 512, 16, 67.042),
-        _row("pipeline-8", [16, 27, 31, 44, 22, 57, 27, 17], 640, 40, 88.497),
+    read_rows(
+        "row | balance | batch | M | remat | samples/s",
+        """
+        baseline    241                       40   1  none         28.500
+        pipeline-1  241                       80   2  except_last  24.456
+        pipeline-2  104,137                  512  32  except_last  35.502
+        pipeline-4  30,66,84,61              512  16  except_last  67.042
+        pipeline-8  16,27,31,44,22,57,27,17  640  40  except_last  88.497
+        """,
+        model=(5, 64),
     ),
     work,
     "Batch sizes differ from row to row.",
@@ -60,39 +52,29 @@ SPEED = Benchmark(
 )
 
 
-def _timeline(
-    name: str,
-    throughput: float,
-    utilization: float,
-    gib: float,
-    carried: bool,
-    ours: bool = True,
-) -> Experiment:
-    return Experiment(
-        name,
-        (34, 76, 70, 61),
-        128,
-        8,
+def _timeline(text: str, **common: Any) -> tuple[Experiment, ...]:
+    return read_rows(
+        "row | samples/s | utilization, % | memory, GiB",
+        text,
+        balance=(34, 76, 70, 61),
+        batch=128,
+        microbatches=8,
         model=(5, 64),
-        options={"carried": True} if carried else {},
-        published={
-            "samples/s": throughput,
-            "utilization, %": utilization,
-            "memory, GiB": gib,
-        },
-        ours=ours,
+        **common,
     )
 
+
+_CARRIED = {"carried": True}
 
 TIMELINE = Benchmark(
     "unet-timeline",
     "U-Net (5, 64) on four devices, 8 micro-batches: what skips past stages are worth",
     "timeline",
     (
-        _timeline("baseline", 30.662, 44, 52.2, carried=True, ours=False),
-        _timeline("dep-x-x", 41.306, 59, 19.1, carried=True, ours=False),
-        _timeline("dep-str-x", 55.191, 71, 30.0, carried=True),
-        _timeline("dep-str-ptl", 58.477, 75, 23.5, carried=False),
+        *_timeline("baseline 30.662 44 52.2", options=_CARRIED, ours=False),
+        *_timeline("dep-x-x 41.306 59 19.1", options=_CARRIED, ours=False),
+        *_timeline("dep-str-x 55.191 71 30.0", options=_CARRIED),
+        *_timeline("dep-str-ptl 58.477 75 23.5"),
     ),
     work,
     "torchgpipe's rows `baseline` and `dep-x-x` take away the order of its backwards "
@@ -104,42 +86,21 @@ TIMELINE = Benchmark(
 )
 
 
-def _memory(
-    name: str,
-    model: tuple[int, int],
-    balance: list[int],
-    parameters: float,
-    gib: float,
-) -> Experiment:
-    baseline = name == "baseline"
-    return Experiment(
-        name,
-        tuple(balance),
-        32,
-        1 if baseline else 32,
-        # With 128 chunks for 32 examples, torchgpipe checkpoints the last one too.
-        remat={"baseline": "none", "pipeline-8": "full"}.get(name, "except_last"),
-        model=model,
-        published={"parameters": parameters, "memory, GiB": gib},
-    )
-
-
 MEMORY = Benchmark(
     "unet-memory",
     "U-Net (B, C), batch 32 in 32 micro-batches, SGD: bytes of all devices",
     "memory",
-    (
-        _memory("baseline", (6, 72), [285], 362.2e6, 20.3),
-        _memory("pipeline-1", (11, 128), [505], 2.21e9, 20.5),
-        _memory("pipeline-2", (24, 128), [526, 551], 4.99e9, 43.4),
-        _memory("pipeline-4", (24, 160), [472, 54, 36, 515], 7.80e9, 79.1),
-        _memory(
-            "pipeline-8",
-            (48, 160),
-            [800, 140, 62, 36, 36, 36, 36, 987],
-            15.82e9,
-            154.1,
-        ),
+    # With 128 chunks for 32 examples, torchgpipe's pipeline-8 checkpoints the last too.
+    read_rows(
+        "row | M | remat | model | balance | parameters | memory, GiB",
+        """
+        baseline     1  none         6,72    285                         362.2e6   20.3
+        pipeline-1  32  except_last  11,128  505                         2.21e9    20.5
+        pipeline-2  32  except_last  24,128  526,551                     4.99e9    43.4
+        pipeline-4  32  except_last  24,160  472,54,36,515               7.80e9    79.1
+        pipeline-8  32  full         48,160  800,140,62,36,36,36,36,987  15.82e9  154.1
+        """,
+        batch=32,
     ),
     work,
     "Published is all that the allocators had reserved, model included: parameters and "

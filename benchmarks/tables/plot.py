@@ -1,25 +1,39 @@
 """A result as a picture: the published figures, ours beside them."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..experiment import Experiment
 from ..published import Benchmark
-from ..result import Cell, Result
-from .report import published_speed_up, rows_shown, speed_up
+from ..result import KINDS as KINDS_OF_CELLS
+from ..result import Result
+from .kinds import KINDS
+from .view import View
 
 _COLORS = {
+    "torchgpipe": "#9aa5b1",
     "published": "#9aa5b1",
     "GPipe": "#cfd6dd",
-    "ours": "#1f6feb",
-    "1f1b": "#1a7f5a",
+    "": "#1f6feb",
+    "1F1B ": "#1a7f5a",
+    "default ": "#8250df",
 }
+_TITLES = {"": "jpipe", "1F1B ": "with 1F1B", "default ": "with defaults"}
 # Cells that were not measured are hatched.
 _HATCHES = {"measured": "", "compiled": "..", "predicted": "///"}
-Bars = dict[str, tuple[str, str, list[float | None]]]
-Maker = Callable[[Benchmark, Result, list[str]], tuple[str, Bars]]
+
+
+class Bars(NamedTuple):
+    """Bars of one color: a height for each row, ``None`` where there is none."""
+
+    title: str
+    color: str
+    hatch: str
+    heights: list[float | None]
+    spreads: list[float]
 
 
 def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
@@ -37,76 +51,136 @@ def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
 
 
 def drawn(benchmark: Benchmark, result: Result) -> Figure:
-    """Bars for each experiment that has any.
-
-    Args:
-      benchmark: the published table.
-      result: our cells.
-
-    Returns:
-      The picture.
-    """
-    names = [row.name for row in rows_shown(benchmark, result)]
-    label, bars = _BARS[benchmark.kind](benchmark, result, names)
-    bars = {title: bar for title, bar in bars.items() if any(bar[2])}
-    keep = [i for i in range(len(names)) if any(bar[2][i] for bar in bars.values())]
+    """Bars for each experiment that has any."""
+    kind = KINDS[benchmark.kind]
+    view = View(benchmark, result)
+    groups = [*_published_bars(view, view.rows), *_our_bars(view, view.rows)]
+    groups = [group for group in groups if any(group.heights)]
+    indices = [
+        index
+        for index in range(len(view.rows))
+        if any(group.heights[index] for group in groups)
+    ]
     # The legend beside the bars takes two inches and a half.
-    size = max(5.0, 1.1 * len(keep) + 2) + 2.5, 3.6
+    size = max(5.0, 1.1 * len(indices) + 2) + 2.5, 3.6
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / max(len(bars), 1)
-    for n, (title, (color, hatch, values)) in enumerate(bars.items()):
-        _draw(axes, [values[i] for i in keep], n, width, title, color, hatch)
-    if benchmark.kind == "accuracy":
-        _draw_spreads(axes, [result.rows.get(names[i], {}).get("error") for i in keep])
+    width = 0.8 / max(len(groups), 1)
+    for number, group in enumerate(groups):
+        _draw(axes, group, indices, number * width, width)
+    is_crowded = len(indices) > 6
     axes.set_xticks(
-        [i + 0.4 - width / 2 for i in range(len(keep))],
-        [names[i] for i in keep],
-        rotation=30 if len(keep) > 6 else 0,
-        ha="right" if len(keep) > 6 else "center",
+        [place + 0.4 - width / 2 for place in range(len(indices))],
+        [view.rows[index].name for index in indices],
+        rotation=30 if is_crowded else 0,
+        ha="right" if is_crowded else "center",
     )
-    axes.set_ylabel(label)
+    axes.set_ylabel(kind.axis or kind.compared)
     if benchmark.kind == "largest":  # from millions of parameters to many billions
         axes.set_yscale("log")
-    how = " ".join(filter(None, (f"{result.scale} scale", result.variant)))
-    if result.variant:  # stages may share what was there
-        devices = {str(where["devices"]) for where in result.provenance.values()}
-        how += f", on {' or '.join(sorted(devices))}"
-    axes.set_title(f"{benchmark.name} (ours: {how})", fontsize=10)
+    axes.set_title(f"{benchmark.name} (ours: {_how(result)})", fontsize=10)
     figure.legend(fontsize=8, frameon=False, loc="outside right upper")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
+def _how(result: Result) -> str:
+    how = " ".join(filter(None, (f"{result.scale} scale", result.variant)))
+    if result.variant:  # stages may share what was there
+        devices = {str(where["devices"]) for where in result.provenance.values()}
+        how += f", on {' or '.join(sorted(devices))}"
+    return how
+
+
+def _published_bars(view: View, rows: list[Experiment]) -> list[Bars]:
+    kind = view.benchmark.kind
+    published = KINDS[kind].published
+    no_spreads = [0.0] * len(rows)
+    if kind != "speed":
+        # Bytes of small models beside those of large ones would show nothing.
+        if view.result.scale != "full" and kind != "timeline":
+            return []
+        heights = [published(view.benchmark, row) for row in rows]
+        return [Bars("published", _COLORS["published"], "", heights, no_spreads)]
+    heights = {
+        "torchgpipe": [
+            published(view.benchmark, row) if "samples/s" in row.published else None
+            for row in rows
+        ],
+        "GPipe": [row.published.get("speed-up of GPipe") for row in rows],
+    }
+    return [
+        Bars(title, _COLORS[title], "", own, no_spreads)
+        for title, own in heights.items()
+    ]
+
+
+def _our_bars(view: View, rows: list[Experiment]) -> list[Bars]:
+    kind = view.benchmark.kind
+    groups = []
+    for column, settings in KINDS[kind].ours.items():
+        cells = [
+            view.speed_up(row, column)
+            if kind == "speed"
+            else view.cells(row).get(column)
+            for row in rows
+        ]
+        for filled in KINDS_OF_CELLS:
+            own = [cell if cell and cell.kind == filled else None for cell in cells]
+            groups.append(
+                Bars(
+                    title=f"{_TITLES[settings]}, {filled}",
+                    color=_COLORS[settings],
+                    hatch=_HATCHES[filled],
+                    heights=[cell.value if cell else None for cell in own],
+                    spreads=[(cell and cell.spread) or 0.0 for cell in own],
+                )
+            )
+    return groups
+
+
 def _draw(
-    axes: Axes,
-    values: list[float | None],
-    n: int,
-    width: float,
-    title: str,
-    color: str,
-    hatch: str,
+    axes: Axes, group: Bars, indices: list[int], offset: float, width: float
 ) -> None:
-    places = [i + n * width for i, value in enumerate(values) if value]
-    heights = [value for value in values if value]
+    """Draws the bars of some rows beside each other.
+
+    Args:
+      axes: where.
+      group: bars of one color.
+      indices: of the rows that are shown.
+      offset: of the first bar from the left.
+      width: of a bar.
+    """
+    filled = [
+        (place + offset, group.heights[index], group.spreads[index])
+        for place, index in enumerate(indices)
+        if group.heights[index]
+    ]
+    if not filled:
+        return
+    places, heights, spreads = zip(*filled, strict=True)
     axes.bar(
         places,
         heights,
         0.92 * width,
-        label=title,
-        color=color,
-        hatch=hatch,
+        label=group.title,
+        color=group.color,
+        hatch=group.hatch,
         edgecolor="white",
         linewidth=0,
     )
+    has_spreads = any(spreads) and group.title.endswith("measured")
+    if has_spreads:
+        axes.errorbar(places, heights, spreads, fmt="none", ecolor="#444", capsize=3)
     for place, height in zip(places, heights, strict=True):
         axes.annotate(
             _text(height),
-            (place, height),
+            # At the foot of a bar with a spread, out of the way of its line.
+            (place, 0 if has_spreads else height),
             ha="center",
             va="bottom",
             fontsize=6,
-            color="#444",
+            color="white" if has_spreads else "#444",
         )
 
 
@@ -115,101 +189,3 @@ def _text(height: float) -> str:
         if height >= least:
             return f"{height / size:.3g}{unit}"
     return f"{height:.2f}" if height < 10 else f"{height:.0f}"
-
-
-def _draw_spreads(axes: Axes, cells: list[Cell | None]) -> None:
-    """Standard deviations over seeds, on the last bars that were drawn."""
-    for text in axes.texts:  # at the foot of its bar, out of the way of the lines
-        text.set(y=0, color="white")
-    bars = axes.containers[-1] if axes.containers else []
-    found = [cell for cell in cells if cell]
-    places = [bar.get_x() + bar.get_width() / 2 for bar in bars]
-    if len(places) == len(found):
-        axes.errorbar(
-            places,
-            [cell.value for cell in found],
-            [cell.spread or 0.0 for cell in found],
-            fmt="none",
-            ecolor="#444",
-            capsize=3,
-        )
-
-
-def _speed_bars(
-    benchmark: Benchmark, result: Result, names: list[str]
-) -> tuple[str, Bars]:
-    rows = [benchmark.row(name) for name in names]
-
-    def ours(column: str) -> list[float | None]:
-        cells = [speed_up(benchmark, result, row, column) for row in rows]
-        return [cell and cell.value for cell in cells]
-
-    torchgpipe = any("samples/s" in row.published for row in rows)
-    bars: Bars = {}
-    if torchgpipe:
-        values = [published_speed_up(benchmark, row) for row in rows]
-        bars["torchgpipe"] = (_COLORS["published"], "", values)
-    bars["GPipe"] = (
-        _COLORS["GPipe"],
-        "",
-        [row.published.get("speed-up of GPipe") for row in rows],
-    )
-    bars["jpipe, measured"] = (_COLORS["ours"], "", ours("samples/s"))
-    hatch = _HATCHES["predicted"]
-    bars["jpipe, predicted"] = (_COLORS["ours"], hatch, ours("predicted samples/s"))
-    bars["with 1F1B, predicted"] = (_COLORS["1f1b"], hatch, ours("1f1b samples/s"))
-    return "speed-up", bars
-
-
-def _cells(result: Result, names: list[str], column: str) -> list[Cell | None]:
-    return [result.rows.get(name, {}).get(column) for name in names]
-
-
-def _bars_of(published: str, ours: dict[str, str], label: str) -> Maker:
-    """Bars of one published figure and the columns of ours that stand beside it."""
-
-    def make(
-        benchmark: Benchmark, result: Result, names: list[str]
-    ) -> tuple[str, Bars]:
-        by_name = {row.name: row for row in benchmark.rows}
-        figures = [
-            by_name[name].published.get(published) if name in by_name else None
-            for name in names
-        ]
-        bars: Bars = {}
-        # Bytes of small models beside those of large ones would show nothing.
-        if result.scale == "full" or label.startswith("utilization"):
-            bars["published"] = (_COLORS["published"], "", figures)
-        for title, column in ours.items():
-            cells = _cells(result, names, column)
-            kinds = {cell.kind for cell in cells if cell}
-            color = _COLORS["1f1b" if "1F1B" in title else "ours"]
-            for kind in sorted(kinds):
-                values = [c.value if c and c.kind == kind else None for c in cells]
-                bars[f"{title}, {kind}"] = (color, _HATCHES[kind], values)
-        return label, bars
-
-    return make
-
-
-def _memory_bars(
-    benchmark: Benchmark, result: Result, names: list[str]
-) -> tuple[str, Bars]:
-    activations = any("activations, GiB" in row.published for row in benchmark.rows)
-    what = "activations" if activations else "memory"
-    ours = {"jpipe": what, "with 1F1B": f"{what} (1f1b)"}
-    label = f"{what} of all devices, GiB"
-    return _bars_of(f"{what}, GiB", ours, label)(benchmark, result, names)
-
-
-_BARS: dict[str, Maker] = {
-    "speed": _speed_bars,
-    "memory": _memory_bars,
-    "timeline": _bars_of(
-        "utilization, %",
-        {"jpipe": "utilization", "with 1F1B": "utilization (1f1b)"},
-        "utilization, %",
-    ),
-    "largest": _bars_of("parameters", {"jpipe": "parameters"}, "parameters"),
-    "accuracy": _bars_of("error, %", {"jpipe": "error"}, "test error, %"),
-}

@@ -1,181 +1,164 @@
-"""Runs the experiments of a table: which cells each kind of table has."""
+"""Rows of a table, run one after the other; each is kept as soon as it is there.
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+measured.rows    rows that were compiled for the devices there are   }  (name, job)
+foretold.rows    rows that are compiled or predicted                 }
+|
+job() -> cells  ->  JSON, Markdown and picture of a result
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.progress import Progress
 
-from .. import accuracy
-from ..cells.compiled import Way, peak
-from ..cells.largest import Largest
-from ..cells.measure import measure, prepare
-from ..cells.predict import Link, Predictor
-from ..experiment import Experiment
-from ..provenance import provenance
-from ..published import Benchmark
-from ..result import COMPILED, GIB, PREDICTED, Cell, Result, Rows
+from ..provenance import cores, provenance
+from ..published import BY_NAME, Benchmark
+from ..result import GIB, Cell, Result
+from .plot import plot
+from .report import whole
+
+# The name of a row, and what fills its cells.
+Jobs = Iterator[tuple[str, Callable[[], dict[str, Cell]]]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run.
+    """How to run, as it was typed.
 
     Attributes:
-      scale: ``"full"``, ``"small"`` or ``"tiny"``.
-      steps: how many are timed.
-      examples: the largest micro-batch that is timed for a prediction.
+      scale: one of `SCALES`.
+      steps: how many are timed at most.
+      folder: where the results are kept.
+      measured: whether all rows run on the devices that there are, and nothing else.
+      dtype: of the arithmetic and of images, where it is measured: one of `DTYPES`.
+      schedule: of all measured rows but the plain step; empty: GPipe's, as published.
+      remat: of all measured rows but the plain step; empty: as published.
+      predict: whether measured rows are predicted too, those of more stages than
+        devices alone.
       bandwidth: of predicted transfers, in gigabytes per second.
-      measured: the devices that cells may be measured on; none: only predictions.
+      examples: the largest micro-batch that is timed for a prediction; 0: no limit.
       data: an ImageNet folder.
       seeds: of accuracy.
     """
 
     scale: str
     steps: int
-    examples: int | None
-    bandwidth: float
-    measured: Sequence[Any]
+    folder: Path
+    measured: bool = False
+    dtype: str = "float32"
+    schedule: str = ""
+    remat: str = ""
+    predict: bool = False
+    bandwidth: float = 12.0
+    examples: int = 0
     data: Path | None = None
     seeds: int = 5
 
+    @property
+    def variant(self) -> str:
+        """The options that the result's file is named by."""
+        if not self.measured:
+            return ""
+        dtype = "" if self.dtype == "float32" else self.dtype
+        predict = "predict" if self.predict else ""
+        words = ("measured", dtype, self.schedule, self.remat, predict)
+        return "-".join(filter(None, words))
 
-class Runner:
-    """Runs experiments.
-
-    Args:
-      options: how.
-      progress: shows how far.
-    """
-
-    def __init__(self, options: Options, progress: Progress) -> None:
-        self._options = options
-        self._progress = progress
-        self._predictor = Predictor(jax.devices()[0], most_examples=options.examples)
-        # Read once: a result that is saved may be part of what is checked out.
-        self._where = provenance() | {"options": self._told()}
-        self._cells = {
-            "speed": self.speed,
-            "memory": self.memory,
-            "timeline": self.timeline,
-            "largest": Largest(options.scale, self._shown()).find,
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a result tells of them: nothing of this machine's folders."""
+        return {
+            "steps": self.steps,
+            "bandwidth": self.bandwidth,
+            "examples": self.examples,
+            "seeds": self.seeds,
         }
 
-    def run(self, benchmark: Benchmark, names: Sequence[str]) -> Result:
-        """Runs experiments of a table.
 
-        Args:
-          benchmark: the table.
-          names: of the experiments.
+def run(benchmark: Benchmark, names: Sequence[str], options: Options) -> list[str]:
+    """Runs rows of a table; saves each as it comes, and prints the table.
 
-        Returns:
-          Their cells.
+    Args:
+      benchmark: the table.
+      names: of its rows.
+      options: how.
 
-        Raises:
-          ValueError: if images or devices that accuracy needs are not there.
-        """
-        scale = self._options.scale
-        if benchmark.kind == "accuracy":
-            rows = self._accuracy(names)
-        else:
-            cells = self._cells[benchmark.kind]
-            rows = {name: cells(benchmark, benchmark.row(name)) for name in names}
-        return Result(benchmark.name, scale, dict.fromkeys(rows, self._where), rows)
+    Returns:
+      The rows that failed, with the reason.
+    """
+    from . import foretold, measured
 
-    def _accuracy(self, names: Sequence[str]) -> Rows:
-        options = self._options
-        rows = accuracy.run(
-            options.scale,
-            experiments=names,
-            seeds=options.seeds,
-            data=options.data,
-            progress=self._progress,
+    source = measured if options.measured else foretold
+    # Read once: a result that is saved may be part of what is checked out.
+    where = provenance() | {"options": options.described}
+    failed = []
+    result = None
+    try:
+        took, jobs = source.rows(benchmark, names, options)
+    except Exception as error:
+        return [f"{benchmark.name}: {', '.join(names)}: {advice(error)}"]
+    if took:
+        print(f"{benchmark.name}: {took}", flush=True)
+        where["options"]["took"] = took
+    for name, fill_cells in jobs:
+        gc.collect()  # the arrays of the row before
+        try:
+            cells = fill_cells()
+        except Exception as error:  # the others may still run
+            failed.append(f"{benchmark.name}: {name}: {advice(error)}")
+            print(f"  {name}: {error!r}"[:400], flush=True)
+            continue
+        row = Result(
+            benchmark.name, options.scale, {name: where}, {name: cells}, options.variant
         )
-        if options.scale != "full":
-            # A model this thin on cores that stages share: no throughput to speak of.
-            for cells in rows.values():
-                cells.pop("throughput", None)
-        return rows
+        result, path = row.keep(options.folder)
+        render(result, path)
+        print(f"  {name}: {_figures(cells)}", flush=True)
+    if result is not None:
+        print(whole(benchmark, result))
+    return failed
 
-    def speed(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
-        """Throughput: measured where the devices are there, and predicted."""
-        setting = benchmark.setting(row, self._options.scale)
-        published, cells = self._published(row), {}
-        # An interconnect that was asked for is not there.
-        if row.num_stages <= len(self._options.measured) and row.bandwidth is None:
-            with ThreadPoolExecutor() as pool:
-                compiled = prepare(setting, published, self._options.measured, pool)
-            row_of = compiled.result()
-            found = measure(row_of, setting.batch, self._options.steps)
-            cells = found.cells(row_of, published.detail(setting))
-        ways = {"predicted samples/s": published}
-        if row.num_stages > 1:
-            ways["1f1b samples/s"] = Way("1f1b", "full")
-        for column, way in ways.items():
-            prediction = self._predictor.predict(setting, way, self._link(row))
-            cells[column] = prediction.cell
-        return cells
 
-    def memory(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
-        """Bytes of all devices: as published, under 1F1B, and as jpipe comes."""
-        setting = benchmark.setting(row, self._options.scale)
-        cells = {}
-        ways = {"": self._published(row)}
-        if row.num_stages > 1:
-            ways[" (1f1b)"] = Way("1f1b", "full")
-            ways[" (default)"] = Way("1f1b", "min_cut")
-        for suffix, way in ways.items():
-            found = peak(setting, way)
-            detail = way.detail(setting) | {"bytes of each device": found.devices}
-            cells["parameters"] = Cell(found.parameters, COMPILED)
-            cells["model"] = Cell(found.model / GIB, COMPILED, "GiB")
-            cells[f"activations{suffix}"] = Cell(
-                found.activations / GIB, COMPILED, "GiB", detail=detail
-            )
-            cells[f"memory{suffix}"] = Cell(
-                sum(found.devices) / GIB, COMPILED, "GiB", detail=detail
-            )
-        return cells
+def render(result: Result, path: Path) -> None:
+    """Writes the Markdown and the picture of a result beside its JSON."""
+    benchmark = BY_NAME[result.benchmark]
+    picture = path.with_suffix(".png")
+    plot(benchmark, result, picture)
+    path.with_suffix(".md").write_text(whole(benchmark, result, picture))
 
-    def timeline(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
-        """Throughput, utilization and memory."""
-        setting = benchmark.setting(row, self._options.scale)
-        cells = {}
-        ways = {"": self._published(row), " (1f1b)": Way("1f1b", "full")}
-        for suffix, way in ways.items():
-            made = self._predictor.predict(setting, way, self._link(row))
-            found = peak(setting, way)
-            busy = 100 * (1 - made.timeline.bubble_fraction)
-            cells |= {
-                f"samples/s{suffix}": made.cell,
-                f"utilization{suffix}": Cell(busy, PREDICTED, "%"),
-                f"memory{suffix}": Cell(
-                    sum(found.devices) / GIB,
-                    COMPILED,
-                    "GiB",
-                    detail=way.detail(setting)
-                    | {"bytes of each device": found.devices},
-                ),
-            }
-        return cells
 
-    def _shown(self) -> Callable[[str], None]:
-        return lambda text: self._progress.console.print(f"  {text}")
+def devices_for(scale: str) -> list[Any]:
+    """The devices that are really there: accelerators, or as many as there are cores.
 
-    def _published(self, row: Experiment) -> Way:
-        """As torchgpipe ran it; the tiny scale saves the programs of two modes."""
-        tiny = self._options.scale == "tiny" and row.num_stages > 1
-        return Way("gpipe", "full" if tiny else row.remat)
+    At full scale a CPU is too slow to train these models: there are none.
+    """
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return devices
+    return [] if scale == "full" else devices[: cores()]
 
-    def _link(self, row: Experiment) -> Link:
-        return Link(1e9 * (row.bandwidth or self._options.bandwidth))
 
-    def _told(self) -> dict[str, object]:
-        told = dataclasses.asdict(dataclasses.replace(self._options, measured=()))
-        told["measured"] = len(self._options.measured)
-        told["data"] = self._options.data.name if self._options.data else None
-        return told
+def advice(error: Exception) -> str:
+    """An error; of too little memory what there was and what to type."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return repr(error)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    size = f" of {limit / GIB:.0f} GiB" if limit else ""
+    return (
+        f"RESOURCE_EXHAUSTED: it needs more than this device{size} has. If programs "
+        "were compiled just now, type the same again: XLA's search takes more memory "
+        "than steps, and what it compiled is kept. Else add --dtype bfloat16, or "
+        "--schedule 1f1b --remat full, or --predict, or choose smaller rows by "
+        "--experiment"
+    )
+
+
+def _figures(cells: dict[str, Cell]) -> str:
+    figures = []
+    for column, cell in cells.items():
+        unit = "" if cell.unit == column else cell.unit
+        figures.append(f"{column} {cell.value:,.5g} {unit}".rstrip())
+    return ", ".join(figures)

@@ -5,7 +5,6 @@ import pytest
 
 from benchmarks.published import BY_NAME
 from benchmarks.result import SCALES
-from benchmarks.tables.report import published_speed_up
 
 WITH_MODELS = [name for name, benchmark in BY_NAME.items() if benchmark.work]
 # As many layers again as in another row, and nothing else.
@@ -27,7 +26,7 @@ SPEED_UPS = {
 def test_speed_ups_follow_from_throughputs(name):
     benchmark = BY_NAME[name]
     rows = [row for row in benchmark.rows if not row.only_measured]
-    found = [published_speed_up(benchmark, row) for row in rows]
+    found = [benchmark.speed_up(row) for row in rows]
     # The page rounds to three digits; its n4m32 is one off its own column.
     np.testing.assert_allclose(found, SPEED_UPS[name], atol=6e-4)
 

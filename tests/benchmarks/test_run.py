@@ -11,7 +11,6 @@ from benchmarks import __main__ as command
 from benchmarks.provenance import cores
 from benchmarks.published import BY_NAME
 from benchmarks.result import COMPILED, MEASURED, PREDICTED, Result
-from benchmarks.tables.rows import default_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +60,7 @@ def test_tables_of_every_kind_run_at_the_tiny_scale(tmp_path):
     shown = run_tiny("benchmarks", *words)
     results = {name: Result.load(tmp_path / f"{name}-tiny.json") for name in TABLES}
     for name, result in results.items():
-        ran = default_rows(BY_NAME[name], "tiny")
+        ran = BY_NAME[name].default_rows("tiny")
         assert list(result.rows) == ran
         assert set(result.provenance) == set(ran)
         assert all(result.rows.values()), f"{name} has a row without a cell"
