@@ -14,29 +14,27 @@ import argparse
 import ctypes
 import gc
 import json
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jpipe._instructions._memory import peak_bytes
 
+from ..markdown import table
 from ..peers import ours
 from ..peers.measure import forget_peak, resident
 from ..peers.workload import Case
+from ..processes import printed
 from ..provenance import line, provenance
-from .processes import one_process
 
 ONE_POOL = {"MALLOC_ARENA_MAX": "1"}
-SIDES = ("plain", "jpipe")
+# name of a side -> its schedule in the comparison with peers
+SIDES = {"plain": "baseline", "jpipe": "1f1b"}
 
 
 class Ledger:
     """The memory of this process, noted from time to time, in MiB above the start."""
 
     def __init__(self) -> None:
-        # Starts the runtime and the compiler.
-        jax.block_until_ready(jax.jit(jax.grad(jnp.square))(1.0))
         self._start = self._now()
         self.rows: dict[str, float] = {}
 
@@ -54,10 +52,10 @@ class Ledger:
         return resident("VmRSS") / 2**20
 
 
-def measure_plain() -> dict[str, float]:
+def measure_plain(case: Case) -> dict[str, float]:
     """The memory of the step in one `jax.jit`."""
     ledger = Ledger()
-    _, step = ours.baseline(Case("transformer", "full", 8, "baseline", "default"))
+    step = ours.baseline(case).step
     ledger.note("parameters, and what made them")
     step()
     step()
@@ -70,47 +68,48 @@ def measure_plain() -> dict[str, float]:
     return ledger.rows
 
 
-def measure_jpipe() -> dict[str, float]:
+def measure_jpipe(case: Case) -> dict[str, float]:
     """The memory of the same step as a pipeline."""
     ledger = Ledger()
-    training = ours.training(Case("transformer", "full", 8, "1f1b", "default"))
+    take, state = ours.train_step(case)
+    batch = case.data()
     ledger.note("parameters, and what made them")
-    program = training.take.program(training.state, *training.batch)
+    program = take.program(state, *batch)
     ledger.note("traces and the list of instructions")
     program.compile()
     ledger.note("compiled")
-    training.step()
-    training.step()
+    for _ in range(2):
+        state, metrics = take(state, *batch)
+        jax.block_until_ready((state, metrics))
     ledger.note("after two steps")
     forget_peak()
-    training.step()
+    state, metrics = take(state, *batch)
+    jax.block_until_ready((state, metrics))
     ledger.note_peak("at the peak of a step")
     jax.clear_caches()
     ledger.note("without the caches of JAX")
-    arrays = sum(peak_bytes(program)) / 2**20
     temporaries = sum(
         executable.run.memory_analysis().temp_size_in_bytes
         for executable in program.executables
         if "backward" in executable.name
     )
-    ledger.rows["arrays at the peak, counted"] = round(arrays, 1)
-    ledger.rows["temporaries of both backwards"] = round(temporaries / 2**20, 1)
+    ledger.rows["arrays at the peak, counted"] = sum(peak_bytes(program)) / 2**20
+    ledger.rows["temporaries of both backwards"] = temporaries / 2**20
     return ledger.rows
 
 
-def table(side: str) -> list[str]:
-    """The rows of a side, measured in two processes, as Markdown."""
+def table_of(side: str) -> str:
+    """The rows of a side, measured in two processes."""
     words = ["--side", side]
     module = "benchmarks.overhead.process_memory"
-    as_it_comes: dict[str, Any] = one_process(module, words)
-    one_pool = one_process(module, words, ONE_POOL)
-    lines = [
-        f"| {side} | MiB | with one pool of malloc |",
-        "| --- | --: | --: |",
+    as_it_comes = printed(module, words)
+    one_pool = printed(module, words, ONE_POOL)
+    rows = [
+        [name, f"{mebibytes:.0f}", f"{one_pool[name]:.0f}"]
+        for name, mebibytes in as_it_comes.items()
     ]
-    for name, mebibytes in as_it_comes.items():
-        lines.append(f"| {name} | {mebibytes:.0f} | {one_pool[name]:.0f} |")
-    return [*lines, ""]
+    head = [f"{side}, MiB above the start", "as it comes", "with one pool of malloc"]
+    return table(head, rows)
 
 
 def main() -> None:
@@ -120,16 +119,15 @@ def main() -> None:
     )
     parser.add_argument("--side", choices=SIDES, help="in this process, as JSON")
     options = parser.parse_args()
-    if options.side == "plain":
-        jax.config.update("jax_num_cpu_devices", 1)
-        print(json.dumps(measure_plain()))
-    elif options.side == "jpipe":
-        jax.config.update("jax_num_cpu_devices", 2)
-        print(json.dumps(measure_jpipe()))
-    else:
+    if options.side is None:
         for side in SIDES:
-            print("\n".join(table(side)))
+            print(table_of(side), end="\n\n")
         print(line(provenance()))
+        return
+    case = Case("transformer", "full", 8, SIDES[options.side], "default")
+    ours.warm_up(case)
+    measure = {"plain": measure_plain, "jpipe": measure_jpipe}[options.side]
+    print(json.dumps(measure(case)))
 
 
 if __name__ == "__main__":

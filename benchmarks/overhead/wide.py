@@ -8,7 +8,6 @@ Each size is a process of its own, since memory is asked for once.
 import argparse
 import json
 import re
-import resource
 import statistics
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from jpipe.schedules import Schedule, one_f_one_b
 
 from ..experiment import mean_square
 from ..markdown import table
+from ..peers.measure import resident
 from ..processes import printed
 
 WIDTH = 8
@@ -57,7 +57,7 @@ def on_paper(num_ranks: int, num_microbatches: int) -> dict[str, float]:
 def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
     """What it takes to write down a step of tiny stages; nothing is compiled."""
     jax.config.update("jax_num_cpu_devices", stages * devices)
-    before = _resident()
+    before = resident("VmHWM")
     pipe = jpipe.pipeline(
         [nn.Dense(WIDTH) for _ in range(stages)],
         microbatches,
@@ -72,7 +72,7 @@ def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
         "seconds": time.perf_counter() - start,
         "instructions": len(program.instructions),
         "programs": len(program.executables),
-        "MiB": (_resident() - before) / 1024,
+        "MiB": (resident("VmHWM") - before) / 2**20,
     }
 
 
@@ -114,10 +114,6 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
         name: statistics.median(each[name] for each in rounds) / actions * 1e6
         for name in rounds[0]
     }
-
-
-def _resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]:

@@ -74,8 +74,22 @@ def _block_params(weights: Weights, size: Size) -> PyTree:
 
 def pipeline(case: Case) -> Training:
     """Two stages of jpipe with the weights that all sides have."""
+    take, state = train_step(case)
+    batch = case.data()
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = take(state, *batch)
+        jax.block_until_ready(state)
+        return float(metrics["loss"])
+
+    return Training(total(state.params), step)
+
+
+def train_step(case: Case) -> tuple[jpipe.TrainStep, jpipe.TrainState]:
+    """The train step of two stages, and the state before the first step."""
     layers = case.layers()
-    x, targets = case.data()
+    x, _ = case.data()
     pipe = jpipe.pipeline(
         [module(layer, case.size) for layer in layers],
         case.microbatches,
@@ -89,15 +103,7 @@ def pipeline(case: Case) -> Training:
     if jax.tree.map(np.shape, state.params) != jax.tree.map(np.shape, loaded):
         raise ValueError("the modules do not have the weights that were drawn for them")
     state = pipe.place(dataclasses.replace(state, params=loaded))
-    take = pipe.train_step(mean_cross_entropy, tx)
-
-    def step() -> float:
-        nonlocal state
-        state, metrics = take(state, x, targets)
-        jax.block_until_ready(state)
-        return float(metrics["loss"])
-
-    return Training(total(state.params), step)
+    return pipe.train_step(mean_cross_entropy, tx), state
 
 
 def baseline(case: Case) -> Training:
