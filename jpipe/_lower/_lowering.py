@@ -332,7 +332,7 @@ class Lowering:
           action: the forward, or the backward with which it is fused.
           functions: the functions of its stage.
           inputs: the inputs of the forward.
-          results: those of `StageFunctions.forward_adding`, and of what is fused.
+          results: the results of `StageFunctions.forward_adding`, then of what is fused.
 
         Returns:
           The results of what is fused.

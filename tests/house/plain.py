@@ -66,7 +66,10 @@ def splatted_tuples(folder: Path) -> list[str]:
 
 
 def backward_docstrings(folder: Path) -> list[str]:
-    """Docstrings, and entries of their arguments, that do not begin with a subject."""
+    """Docstrings, and entries of their arguments, that do not begin with a subject.
+
+    They begin with a word of `BACKWARD` or `BACKWARD_ENTRY`: begin with a noun.
+    """
     faults = []
     for module, node in _nodes(folder):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):

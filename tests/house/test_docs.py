@@ -242,7 +242,9 @@ def test_the_gallery_is_what_the_page_on_schedules_draws(interpreter, tmp_path):
     drawn = {path.name: path.read_text() for path in tmp_path.glob("build/*/*.svg")}
     kept = {path.name: path.read_text() for path in (DOCS / "gallery").glob("*")}
     assert drawn
-    assert drawn == kept
+    changed = [name for name in drawn if drawn[name] != kept.get(name)]
+    assert changed == [], "run the first block of docs/schedules.md, copy build/gallery"
+    assert drawn.keys() == kept.keys()
 
 
 @pytest.mark.slow

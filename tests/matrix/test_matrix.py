@@ -102,7 +102,9 @@ def test_every_value_is_in_a_quick_row():
     assert not all_kinds - quick
     catalogue = {name for name in BY_NAME if name != "forward_only"}
     schedules = {row.schedule for row in QUICK_ROWS}
-    assert schedules == {*catalogue, "own"} == set(SCHEDULES)
+    assert schedules == {*catalogue, "own"} == set(SCHEDULES), (
+        "a schedule needs a quick row of ROWS, and an entry of _SCHEDULES, in rows.py"
+    )
     optimizers = {row.optimizer for row in QUICK_ROWS}
     assert optimizers == set(check.OPTIMIZERS) == set(OPTIMIZERS)
     assert {row.trainable for row in QUICK_ROWS} == set(TRAINABLE)

@@ -1,7 +1,10 @@
 """The schedules of the catalogue: as published, and in closed form."""
 
+from pathlib import Path
+
 import pytest
 
+import jpipe
 from jpipe.schedules import BY_NAME, Schedule
 
 from .orders import IN_A_V, ON_A_LINE
@@ -51,6 +54,23 @@ def cells(picture: str) -> list[list[str]]:
     """The columns of each rank of a picture."""
     lines = [line for line in picture.splitlines() if "|" in line]
     return [line.split("|")[1].split() for line in lines]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_schedule_of_the_catalogue_is_public_and_on_the_pages(name):
+    builder = BY_NAME[name]
+    assert getattr(jpipe.schedules, builder.__name__, None) is builder, (
+        "import it in jpipe/schedules/__init__.py"
+    )
+    docs = Path(__file__).parents[2] / "docs"
+    rows = (docs / "schedules.md").read_text()
+    assert f'`"{name}"`' in rows, "add its row to docs/schedules.md"
+    gallery = (docs / "gallery.md").read_text()
+    assert f"\n## {name}\n" in gallery, "add its heading to docs/gallery.md"
+    assert f"(gallery/{name}.svg)" in gallery, "add its picture to docs/gallery.md"
+    assert (docs / "gallery" / f"{name}.svg").exists(), (
+        "run the first block of docs/schedules.md and copy its picture from build/gallery"
+    )
 
 
 @pytest.mark.parametrize("name", PICTURES)
