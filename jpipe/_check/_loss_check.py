@@ -19,6 +19,7 @@ from .. import _compat
 from .._arguments._batch import Batch
 from .._arguments._objective import Objective, as_loss_weight
 from .._jaxprs import _dataflow, _sharding_constraints
+from .._layers._text import shape_text
 from ._comparison import Difference, compare, floating_axes
 from ._comparison import tolerance as rounding_tolerance
 from ._report import CheckResult
@@ -26,6 +27,7 @@ from ._split_function import (
     SplitFunction,
     differentiated,
     first_line,
+    join_examples,
     slice_examples,
     split_examples,
     to_host,
@@ -39,8 +41,9 @@ ADVICE = (
     "micro-batch gives by itself type reduction='microbatch_mean'; num_microbatches=1 "
     "computes any loss"
 )
-# Digests of the programs of losses that passed: they are not run again.
-_passed: set[bytes] = set()
+# digest of the program of a loss -> the program: other targets are not compiled again
+_compiled: dict[bytes, Any] = {}
+_MAX_COMPILED = 64
 # The outputs that a loss is run on have at most this number of elements.
 _MAX_ELEMENTS = 2**26
 # reduction -> relative difference of two numbers that are equal but for rounding; a
@@ -239,6 +242,9 @@ def probe(
 ) -> str:
     """Runs a loss before anything is compiled, on random outputs and real targets.
 
+    The targets are those of the first examples and of the last ones, since padding is
+    where a mini-batch ends.
+
     Args:
       objective: the loss.
       outputs: specs of the outputs of the first micro-batch.
@@ -268,9 +274,16 @@ def probe(
     in_microbatches = _terms(objective, [*axes, *target_axes], sizes)
 
     def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
-        some_targets = slice_examples(
-            targets, target_axes, start=0, stop=count, count=batch.num_examples
-        )
+        num_examples = batch.num_examples
+        first_examples = (0, sizes[0])
+        last_examples = (num_examples - sizes[1], num_examples)
+        parts = [
+            slice_examples(
+                targets, target_axes, start=start, stop=stop, count=num_examples
+            )
+            for start, stop in (first_examples, last_examples)
+        ]
+        some_targets = join_examples(parts, target_axes)
         return [terms(outputs, some_targets) for terms in (at_once, in_microbatches)]
 
     try:
@@ -280,10 +293,7 @@ def probe(
         if traced.jaxpr.effects:
             return "it has effects"
         lowered = traced.lower()
-        digest = hashlib.sha256(lowered.as_text().encode()).digest()
-        if digest in _passed:
-            return ""
-        compiled = lowered.compile(compiler_options=_compat.quick_to_compile())
+        compiled = _compile(lowered)
         results = [
             jax.tree.map(float, compiled(y, targets))
             for y in _random_outputs(specs, axes)
@@ -293,23 +303,33 @@ def probe(
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"
         )
-    finite = [
-        (loss, terms) for (loss,), terms in results if np.isfinite([loss, *terms]).all()
-    ]
+    finite = [(loss, terms) for (loss,), terms in results if np.isfinite(loss)]
     if not finite:
         return "it gives no finite number for random outputs"
     limit = max(_TOLERANCE[objective.reduction], rounding)
     for loss, terms in finite:
         combined = sum(terms)
-        if abs(loss - combined) > limit * max(map(abs, [loss, *terms])):
+        # A part whose loss is no number differs from all examples, whose loss is one.
+        if not abs(loss - combined) <= limit * max(map(abs, [loss, *terms])):
             raise ValueError(
                 f"reduction={objective.reduction!r}: loss_fn is {loss:.6g} for "
                 f"{count} examples but {combined:.6g} as combined of two parts of "
-                f"{sizes[0]} and {sizes[1]} (random outputs, the first of these "
-                f"targets), so micro-batches would train another loss; {ADVICE}"
+                f"{sizes[0]} and {sizes[1]} (random outputs {shape_text(specs)}, "
+                f"targets of the first and the last examples), so micro-batches would "
+                f"train another loss; {ADVICE}"
             )
-    _passed.add(digest)
     return ""
+
+
+def _compile(lowered: Any) -> Any:
+    """Compiles the program of a loss, unless one of the same text is there."""
+    digest = hashlib.sha256(lowered.as_text().encode()).digest()
+    if digest not in _compiled:
+        if len(_compiled) >= _MAX_COMPILED:
+            _compiled.clear()
+        options = _compat.quick_to_compile()
+        _compiled[digest] = lowered.compile(compiler_options=options)
+    return _compiled[digest]
 
 
 def _is_local_array(leaf: Any) -> bool:

@@ -203,6 +203,25 @@ def slice_examples(
     )
 
 
+def join_examples(parts: Sequence[PyTree], axes: Sequence[int | None]) -> PyTree:
+    """The arrays of the examples of all parts; one without examples is the same in all.
+
+    Args:
+      parts: the arrays of some examples each.
+      axes: the axis of the examples in each of the arrays.
+    """
+
+    def join_leaves(axis: int | None, *leaves: Any) -> Any:
+        return leaves[0] if axis is None else jnp.concatenate(leaves, axis)
+
+    structure = jax.tree.structure(parts[0])
+    leaves_of_parts = [jax.tree.leaves(part) for part in parts]
+    return structure.unflatten(
+        join_leaves(axis, *leaves)
+        for axis, *leaves in zip(axes, *leaves_of_parts, strict=True)
+    )
+
+
 def with_values_of(
     tree: PyTree, microbatch_values: Sequence[Any], microbatch: int
 ) -> PyTree:

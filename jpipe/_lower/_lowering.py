@@ -332,7 +332,8 @@ class Lowering:
           action: the forward, or the backward with which it is fused.
           functions: the functions of its stage.
           inputs: the inputs of the forward.
-          results: the results of `StageFunctions.forward_adding`, then of what is fused.
+          results: the results of `StageFunctions.forward_adding`, then those of what
+            is fused with it.
 
         Returns:
           The results of what is fused.

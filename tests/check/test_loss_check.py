@@ -115,6 +115,44 @@ def test_ordinary_loss_passes_without_a_word(model, name):
     assert np.isfinite(loss)
 
 
+def padded(first, last):
+    """Targets of which the examples from `first` to before `last` are padding."""
+    tokens = np.maximum(TOKENS, 1)
+    tokens[first:last] = 0
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        (BATCH - 1, BATCH, r"targets of the first and the last examples"),
+        (0, 2, r"but nan as combined"),
+    ],
+)
+def test_a_masked_mean_of_padded_examples_is_refused(model, first, last, says):
+    """The check looks at half of the examples: at the last ones too."""
+    _, variables = model
+    pipe = jpipe.sequential([nn.Dense(WORDS)], 6)
+
+    def loss_fn(y, t):
+        return masked_mean(y, t) * 1.0
+
+    step = pipe.value_and_grad(loss_fn)
+    with pytest.raises(ValueError, match=says):
+        step(variables, X, padded(first, last))
+
+
+def test_a_loss_is_checked_again_on_the_targets_of_another_function(model):
+    pipe, variables = model
+
+    def loss_fn(y, t):
+        return masked_mean(y, t) * 2.0
+
+    pipe.value_and_grad(loss_fn)(variables, X, padded(0, 0))
+    with pytest.raises(ValueError, match=r"return \(total, weight\)"):
+        pipe.value_and_grad(loss_fn)(variables, X, padded(1, 3))
+
+
 @pytest.mark.slow
 def test_wrong_loss_raises_at_real_size():
     """Two examples are enough where all outputs together are 10^8 numbers."""
