@@ -315,8 +315,9 @@ def probe(
                 f"reduction={objective.reduction!r}: loss_fn is {loss:.6g} for "
                 f"{count} examples but {combined:.6g} as combined of two parts of "
                 f"{sizes[0]} and {sizes[1]} (random outputs {shape_text(specs)}, "
-                f"targets of the first and the last examples), so micro-batches would "
-                f"train another loss; {ADVICE}"
+                f"targets of the first and the last examples of "
+                f"{shape_text(targets)}), so micro-batches would train another loss; "
+                f"{ADVICE}"
             )
     return ""
 

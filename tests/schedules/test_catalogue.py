@@ -69,7 +69,7 @@ def test_a_schedule_of_the_catalogue_is_public_and_on_the_pages(name):
     assert f"\n## {name}\n" in gallery, "add its heading to docs/gallery.md"
     assert f"(gallery/{name}.svg)" in gallery, "add its picture to docs/gallery.md"
     assert (docs / "gallery" / f"{name}.svg").exists(), (
-        "run the first block of docs/schedules.md and copy its picture from build/gallery"
+        "run the first block of docs/schedules.md, copy its picture from build/gallery"
     )
 
 
