@@ -16,6 +16,7 @@ References:
   <https://arxiv.org/abs/2405.15362>`_ (2024).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -144,8 +145,15 @@ def _repeat_block(
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     check_counts(name, counts)
     placement = place_in_v(num_ranks)
+    schedule = Schedule(
+        name=name,
+        num_stages=len(placement),
+        num_microbatches=num_microbatches,
+        placement=placement,
+        rows=((),) * num_ranks,
+    )
     # By default F, I and W take the same time, and a stage of a micro-batch is a unit.
-    tables = ActionTables(Costs(), placement, num_ranks, num_microbatches)
+    tables = ActionTables(Costs(), schedule)
 
     rows: IdRows | None = []
     block = build_block(num_ranks)
@@ -176,13 +184,7 @@ def _repeat_block(
         if shifted.makespan >= simulated.makespan:
             break
         simulated = shifted
-    return Schedule(
-        name=name,
-        num_stages=len(placement),
-        num_microbatches=num_microbatches,
-        placement=placement,
-        rows=tables.to_actions(simulated.rows),
-    )
+    return dataclasses.replace(schedule, rows=tables.to_actions(simulated.rows))
 
 
 def _v_min_block(num_ranks: int) -> list[_Offsets]:
