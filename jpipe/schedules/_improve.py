@@ -22,6 +22,41 @@ from collections.abc import Sequence
 
 from ._action import BACKWARD, INPUT, WEIGHT
 from ._action_tables import ActionTables, SimulatedOrder
+from ._list_schedule import list_schedule
+
+# The most rounds in which an order is pushed late and early again.
+_MAX_ROUNDS = 3
+
+
+def shorten_ends(
+    simulated: SimulatedOrder, max_bytes: float, *, has_whole_backwards: bool
+) -> SimulatedOrder:
+    """Changes an order before and after its steady phase, where ranks wait.
+
+    Everything is pushed late, then early in that order, as long as the step gets
+    shorter.
+
+    Args:
+      simulated: the order to start from.
+      max_bytes: the most that any rank may hold.
+      has_whole_backwards: False if backwards are split.
+    """
+    tables = simulated.tables
+    for _ in range(_MAX_ROUNDS):
+        rows = list_schedule(
+            tables,
+            compute_latest_starts(simulated),
+            [max_bytes] * tables.num_ranks,
+            has_whole_backwards=has_whole_backwards,
+            reserves=True,
+        )
+        if rows is None:
+            break
+        shifted = tables.simulate(rows)
+        if shifted.makespan >= simulated.makespan:
+            break
+        simulated = shifted
+    return simulated
 
 
 def compute_latest_starts(simulated: SimulatedOrder) -> list[float]:
