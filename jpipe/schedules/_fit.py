@@ -28,8 +28,8 @@ def fit(
     """The fastest valid schedule that is found for these costs under this memory limit.
 
     It tries the schedules of `BY_NAME`, so that none of them is faster, and others for
-    these costs: list schedules by several rules, the fastest orders again with what is
-    not urgent pushed late, and swaps on the longest chain. The timeline of the result
+    these costs: list schedules by several rules, and the fastest orders again with what
+    is not urgent pushed late. The timeline of the result
     tells how far it is from the lower bound.
 
     Args:
