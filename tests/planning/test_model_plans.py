@@ -182,7 +182,7 @@ class WideHead(nn.Module):
     ("model", "options"),
     [
         # Within a checkpointed block, which is one operation where stages are larger.
-        (Checkpointed(), {"num_devices": 2, "balance": [3, 23]}),
+        (Checkpointed(), {"num_devices": 2, "balance": [3, 27]}),
         # Two stages of the loss alone, that have nothing to compute in evaluation.
         slow(WideHead(), {"num_devices": 4, "balance": [3, 1, 2, 1]}),
     ],
