@@ -26,7 +26,7 @@ PHOTOGRAPHS = jax.ShapeDtypeStruct((2, 192, 192, 3), jnp.float32)
 @cache
 def profile(model, *size, sample=IMAGES):
     """What is known of each layer, estimated: nothing is compiled."""
-    return jpipe.profile(model(*size), sample, measure=False)
+    return jpipe.profile(model(*size), sample, num_microbatches=1, measure=False)
 
 
 def slow(*row):
@@ -107,7 +107,7 @@ def rounded(number, like):
 
 
 def params_of(layers, spec):
-    found = jpipe.profile(layers, spec, measure=False)
+    found = jpipe.profile(layers, spec, num_microbatches=1, measure=False)
     return [layer.num_params for layer in found.layers]
 
 
