@@ -1,7 +1,8 @@
 """Every private name of JAX in use, with its reason and when it can be removed.
 
 Where a name is missing, or behaves otherwise, the public way is taken, which returns
-the same arrays and distinguishes the same settings; or a check is left out.
+the same arrays and distinguishes the same settings; or a check is left out. Options of
+XLA, which no release promises to keep, are here too.
 """
 
 import importlib

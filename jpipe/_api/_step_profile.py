@@ -177,14 +177,7 @@ def _timeline(schedule: Schedule, spans: Mapping[Action, Span]) -> Timeline:
         start[action] = span.begin - first
         end[action] = span.end - first
         free_from[rank] = span.end
-    return Timeline(
-        schedule.name,
-        schedule.placement,
-        schedule.rows,
-        start,
-        end,
-        replicas=schedule.replicas,
-    )
+    return Timeline(schedule, start, end)
 
 
 def _memory_events(

@@ -175,13 +175,14 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def _copy_lines(index: int, source: IO[str], target: IO[str]) -> None:
     """Copies the output of a process line by line, with its index in front."""
-    for line in source:
-        # The pipe is drained even if our own output is closed: else the process would
-        # wait.
-        with contextlib.suppress(OSError, ValueError):
-            # One call, since other threads write to the same file.
-            target.write(f"[{index}] {line.rstrip()}\n")
-            target.flush()
+    with source:
+        for line in source:
+            # The pipe is drained even if our own output is closed: else the process
+            # would wait.
+            with contextlib.suppress(OSError, ValueError):
+                # One call, since other threads write to the same file.
+                target.write(f"[{index}] {line.rstrip()}\n")
+                target.flush()
 
 
 def _end_with_parent() -> None:

@@ -12,7 +12,7 @@ is the largest cost of a stage if the equations before candidate j are s + 1 sta
 """
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -269,13 +269,13 @@ def _candidates(
         if kinds[index - 1] != EqnKind.STAGE:
             continue
         begin = max(bisect_left(cost_before, cost_before[index] - reach), first)
-        end = min(bisect_left(cost_before, cost_before[index] + reach), last)
+        end = min(bisect_right(cost_before, cost_before[index] + reach), last + 1)
         next_scan = bisect_left(scans, index)
         if next_scan > 0:
             begin = max(begin, scans[next_scan - 1] + 1)
         if next_scan < len(scans):
-            end = min(end, scans[next_scan])
-        nearby = crossing[begin : end + 1] if begin <= end else [crossing[index]]
+            end = min(end, scans[next_scan] + 1)
+        nearby = crossing[begin:end] if begin < end else [crossing[index]]
         if crossing[index] > _AS_FEW_BYTES * min(nearby):
             continue
         follows_equal = (

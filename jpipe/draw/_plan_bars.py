@@ -48,7 +48,8 @@ def simulate_plan(plan: Any) -> Timeline:
         name += ": the devices alone, which wait for the host"
     # The memory of a timeline lacks the optimizer's state and workspace, so its peaks
     # would contradict the bars.
-    return dataclasses.replace(timeline, name=name, memory=())
+    schedule = dataclasses.replace(timeline.schedule, name=name)
+    return dataclasses.replace(timeline, schedule=schedule, memory=())
 
 
 def _split_fused_forwards(timeline: Timeline, forward_seconds: float) -> Timeline:

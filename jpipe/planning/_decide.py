@@ -1,13 +1,15 @@
 """`jpipe.plan`: decides the mesh, balance, schedule and remat modes of a pipeline.
 
-layers --profile--> seconds and bytes of each layer, for several sizes of micro-batch
+layers --profile--> seconds and bytes of each layer, for two sizes of micro-batch
+--interpolate--> seconds and bytes for each number of micro-batches
 --search---> candidates with forecasts              (`_plan_search`)
 --lower----> candidates with counted bytes          (`_verify`)
 --explain--> the `Plan`, with reasons               (`_reasons`)
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ import optax
 
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
+from .._layers import _rng
+from .._layers._adapter import is_model, is_module
 from .._layers._layer_group import check_balance
 from .._placed._mesh_context import outside_of_meshes
 from .._train._optimizer import opt_state_bytes
@@ -23,18 +27,16 @@ from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import find_catalogue_key
 from ..schedules._choose import format_argument
 from ..schedules._formats import format_bytes, format_seconds
-from ._estimate import Rates
-from ._fingerprint import estimated, fingerprint
+from ._fingerprint import fingerprint
 from ._interpolate import interpolate
-from ._layer_profile import find_count_faults
-from ._link import measure_link
+from ._layer_profile import Link, find_count_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
 from ._plan import Plan
 from ._planned_model import PlannedModel
-from ._profile import Profile, find_speed_faults
-from ._profiler import profile_traced
-from ._reasons import explain_best
+from ._profile import Profile, check_profile, find_speed_faults
+from ._profiler import profile_sizes
+from ._reasons import describe_profile, explain_best
 from ._request import Request
 from ._residual_ratios import scale_residuals
 from ._space import Hardware, SearchSpace
@@ -43,11 +45,11 @@ from ._verify import rank_candidates
 
 PyTree = Any
 _TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
-# The arguments of `jpipe.profile` that `plan` takes too.
-_PROFILE_OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
-    "sample",
-    "num_microbatches",
-}
+_LOSS_FUNCTION = (
+    "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
+    "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, loss=..., "
+    "targets=...), and build it with jpipe.value_and_grad(loss_fn, plan=plan)"
+)
 _NO_LOSS = (
     "loss: none was given (loss=, targets=): what it computes and keeps, such as "
     "log-probabilities, is not counted"
@@ -70,7 +72,21 @@ def plan(
     remat: str | Sequence[str] = TRIED_MODES,
     balance: Sequence[int] | None = None,
     profile: Profile | None = None,
-    **options: Any,
+    loss: Callable[[PyTree, PyTree], Any] | None = None,
+    targets: PyTree = (),
+    has_aux: bool = False,
+    reduction: str = "mean",
+    trainable: Any = None,
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    rngs: _rng.Rngs = None,
+    train: bool = True,
+    measure: bool = True,
+    rounds: int = 5,
+    device: Device | None = None,
+    peak_flops: float | None = None,
+    memory_bandwidth: float | None = None,
+    action_seconds: float | None = None,
 ) -> Plan:
     """Decides how to run a model: its mesh, cut, micro-batches and schedule.
 
@@ -100,11 +116,11 @@ def plan(
       tx: the optax optimizer, whose state takes memory.
       num_devices: the number of devices; default: that of `jax.devices`.
       memory_limit: the bytes that a device has; ``None``: no limit.
-      bandwidth: bytes per second between two devices; default: as measured between
-        two of them, where layers are measured and there are two; else transfers take
-        no time but ``latency``.
-      latency: seconds that a transfer takes whatever its size; default: measured
-        likewise, else 0.
+      bandwidth: bytes per second between two devices; default: as the profile has it,
+        which was measured where there were two; else transfers take no time but
+        ``latency``.
+      latency: seconds that a transfer takes whatever its size; default: as the profile
+        has it, else 0.
       num_microbatches: the number of micro-batches, or several to choose from; default:
         one, two, four and eight times the number of stages that all devices make, as
         far as there are examples, and one. Layers are profiled for the smallest shard
@@ -118,10 +134,25 @@ def plan(
       remat: a mode, or several that stages may have.
       balance: the balance, if it is decided already. Of one model it counts the
         sections that its profile lists.
-      profile: a profile of ``layers`` on a micro-batch of ``sample``, in place of
-        measuring. It fixes the product of ``data`` and ``num_microbatches``.
-      **options: arguments for `jpipe.profile`, such as ``loss`` and ``targets``, or
-        ``measure=False``.
+      profile: a profile of ``layers``, made anywhere, in place of measuring: no device
+        is needed. Of one size of micro-batches it fixes the product of ``data`` and
+        ``num_microbatches``; by default it has two.
+      loss: ``(outputs, targets) -> scalar``, a part of the last layer; left out, what
+        it takes is not counted.
+      targets: the targets of the mini-batch, in arrays or specs.
+      has_aux: as for `Pipeline.value_and_grad`.
+      reduction: likewise.
+      trainable: likewise.
+      in_axes: as for `jpipe.pipeline`.
+      target_axes: likewise.
+      rngs: as for `Pipeline.apply`; left out in training, a key, as in a training step.
+      train: True for layers as they are in training.
+      measure: True to measure layers; else their times are estimated.
+      rounds: the number of times that they are measured; see `jpipe.profile`.
+      device: the device to measure on; default: the first of `jax.devices`.
+      peak_flops: operations per second for an estimate; see `jpipe.profile`.
+      memory_bandwidth: bytes of memory per second for an estimate; likewise.
+      action_seconds: seconds of any action for an estimate; likewise.
 
     Returns:
       The plan: it prints with the reasons, `jpipe.draw.svg` draws it, and
@@ -142,11 +173,10 @@ def plan(
       >>> sum(plan.balance), jpipe.Plan.from_json(plan.to_json()) == plan
       (5, True)
     """
-    check_optimizer(tx)
+    with _explain_loss_functions(layers):
+        check_optimizer(tx)
     if profile is not None:
-        options = {**_options_of_profile(profile), **options}
-    if unknown := sorted(options.keys() - _PROFILE_OPTIONS):
-        raise TypeError(f"plan takes no {', '.join(unknown)}; see help(jpipe.plan)")
+        check_profile("plan", profile)
     if num_devices is None:
         num_devices = len(jax.devices())
     microbatch_counts = None
@@ -174,35 +204,78 @@ def plan(
         *_name_faults(schedule_names, remat_modes),
         *find_speed_faults(hardware.bandwidth, hardware.latency),
     ]
+    if profile is not None:
+        made_by = {
+            "device": device,
+            "peak_flops": peak_flops,
+            "memory_bandwidth": memory_bandwidth,
+            "action_seconds": action_seconds,
+        }
+        faults += [
+            f"{name}= is for making a profile: leave it out, or leave out profile="
+            for name, option in made_by.items()
+            if option is not None
+        ]
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
 
-    request = Request(sample, **options)
+    request = Request(
+        sample,
+        loss=loss,
+        targets=targets,
+        has_aux=has_aux,
+        reduction=reduction,
+        trainable=trainable,
+        in_axes=in_axes,
+        target_axes=target_axes,
+        rngs=rngs,
+        train=train,
+        measure=measure and profile is None,
+        rounds=rounds,
+        device=device,
+        peak_flops=peak_flops,
+        memory_bandwidth=memory_bandwidth,
+        action_seconds=action_seconds,
+    )
+    with _explain_loss_functions(layers):
+        num_examples = request.batch().sizes[0]
+    fixed_size = None
+    if profile is not None and profile.larger is None:
+        fixed_size = profile.microbatch_size
     model = PlannedModel(layers)
     shapes = mesh_shapes(
         data_counts,
         microbatch_counts,
         num_devices=num_devices,
-        num_examples=request.batch().sizes[0],
-        shard_size=None if profile is None else profile.microbatch_size,
+        num_examples=num_examples,
+        shard_size=fixed_size,
     )
     shard_counts = sorted({shape.num_microbatch_shards for shape in shapes})
     finest = dataclasses.replace(request, num_microbatches=shard_counts[-1])
 
     with Progress("plans made"):  # a terminal shows all progress as a part of this
-        traced = model.traced(finest)
+        traced_request = finest
+        if profile is not None:
+            traced_request = request.resized(profile.microbatch_size)
+        with _explain_loss_functions(layers):
+            traced = model.traced(traced_request)
+        if profile is not None:
+            profile.check(fingerprint(traced, train=train))
         checked_balance = None
         if balance is not None:
             checked_balance = check_balance(balance, len(traced.names))
         optimizer_bytes = _optimizer_bytes(tx, traced)
         if profile is None:
-            profiles = _profile_shards(model, traced, finest, shard_counts)
-            hardware = _with_measured_link(hardware, latency, finest.device_or_rates)
-        else:
-            profile.check(
-                fingerprint(traced, finest.device_or_rates, train=finest.train)
-            )
-            profiles = {shard_counts[0]: profile}
+            requests = [
+                dataclasses.replace(request, num_microbatches=count)
+                for count in _profiled_counts(shard_counts)
+            ]
+            profile = profile_sizes(model, traced, requests)
+        hardware = _with_link(hardware, latency, profile.link)
+        profiles = {
+            count: interpolate(profile, -(-num_examples // count))
+            for count in shard_counts
+        }
         if memory_limit is not None:
             profiles = scale_residuals(profiles, model, finest, num_devices)
         space = SearchSpace(
@@ -227,25 +300,23 @@ def plan(
             f"{space.num_layers} layers on {num_devices} devices in {counts} "
             f"micro-batches"
         )
-    notes = [_NO_LOSS] if request.loss is None else []
+    size = candidates[0].profile.microbatch_size
+    is_size_fixed = fixed_size is not None and num_microbatches is None
+    notes = [describe_profile(profile, size, is_size_fixed=is_size_fixed)]
+    if loss is None:
+        notes.append(_NO_LOSS)
     return explain_best(candidates, space, notes)
 
 
-def _options_of_profile(profile: Any) -> dict[str, Any]:
-    """The options by which a profile was made, as it stores them.
-
-    Raises:
-      TypeError: if it is no profile.
-    """
-    if not isinstance(profile, Profile):
-        raise TypeError(
-            f"profile={profile!r} is a {type(profile).__name__}; needs what "
-            f"jpipe.profile returned, or jpipe.Profile.from_json(text)"
-        )
-    rates = estimated(profile.fingerprint)
-    if rates is None:
-        return {}
-    return {"measure": False, **rates}
+@contextlib.contextmanager
+def _explain_loss_functions(layers: Any) -> Iterator[None]:
+    """Adds to an error what to type for a loss function, if this may be one."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if is_model(layers) and not is_module(layers):
+            error.add_note(_LOSS_FUNCTION)
+        raise
 
 
 def _as_tuple(argument: Any) -> tuple[Any, ...]:
@@ -285,70 +356,44 @@ def _name_faults(
     yield from map(format_unknown_mode, unknown_modes)
 
 
-def _profile_shards(
-    model: PlannedModel,
-    traced: TracedLayers,
-    finest: Request,
-    shard_counts: Sequence[int],
-) -> Mapping[int, Profile]:
-    """Profiles by the number of shards of all micro-batches, the middle interpolated.
+def _profiled_counts(shard_counts: Sequence[int]) -> set[int]:
+    """The most shards, and the fewest: their sizes are measured.
+
+    A whole mini-batch at once may be more than a device holds.
 
     Args:
-      model: the model that is planned.
-      traced: its layers, traced on the smallest shard.
-      finest: the request for the smallest shard.
       shard_counts: the numbers of shards of all micro-batches, in order.
     """
-    # A whole mini-batch at once may be more than a device holds.
     split_counts = (count for count in shard_counts[:-1] if count > 1)
-    fewest_shards = next(split_counts, shard_counts[0])
-    small = profile_traced(traced, finest)
-    large = small
-    if fewest_shards != finest.num_microbatches:
-        coarsest = dataclasses.replace(finest, num_microbatches=fewest_shards)
-        large = profile_traced(model.traced(coarsest), coarsest)
-
-    num_examples = sum(finest.batch().sizes)
-    return {
-        count: interpolate(small, large, -(-num_examples // count))
-        for count in shard_counts
-    }
+    return {next(split_counts, shard_counts[0]), shard_counts[-1]}
 
 
-def _with_measured_link(
-    hardware: Hardware, latency: float | None, device_or_rates: Device | Rates
+def _with_link(
+    hardware: Hardware, latency: float | None, link: Link | None
 ) -> Hardware:
-    """Hardware with a measured link, if it can be measured and is not given.
+    """Hardware with the link of a profile, as far as the user describes none.
 
     Args:
       hardware: the devices.
-      latency: the latency of the user; ``None``: as measured.
-      device_or_rates: the device that layers are measured on, or the rates of an
-        abstract one.
+      latency: the latency that the user gives.
+      link: the link of the profile.
     """
-    if isinstance(device_or_rates, Rates) or hardware.num_devices == 1:
+    if link is None or hardware.num_devices == 1:
         return hardware
     if hardware.bandwidth is not None and latency is not None:
         return hardware
-    device = device_or_rates
-    devices = jax.local_devices(backend=device.platform)
-    neighbor = next((other for other in devices if other != device), None)
-    if neighbor is None:
-        return hardware
-
-    measured = measure_link(device, neighbor)
     if latency is None:
-        latency = measured.latency
+        latency = link.latency
     bandwidth = hardware.bandwidth
     if bandwidth is None:
-        bandwidth = measured.bandwidth
+        bandwidth = link.bandwidth
     return dataclasses.replace(
         hardware,
         latency=latency,
         bandwidth=bandwidth,
         link_text=f"{format_seconds(latency)} for each and "
         f"{format_bytes(int(bandwidth))} per second, "
-        f"where not given as measured from {device} to {neighbor}",
+        f"where not given as measured from {link.source} to {link.target}",
     )
 
 

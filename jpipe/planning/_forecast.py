@@ -16,8 +16,8 @@ from typing import Any
 
 from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._fingerprint import is_measured_on_cpu
 from ._mode_names import stores_only_inputs
+from ._origin import is_measured_on_cpu
 from ._plan import Memory, Plan
 from ._profile import Profile
 from ._replicate import ring_seconds
@@ -85,7 +85,7 @@ class Candidate:
         action that fills a bubble takes them away: with halves of backwards a step is
         not as fast as predicted (`docs/performance.md`).
         """
-        if not is_measured_on_cpu(self.profile.fingerprint):
+        if not is_measured_on_cpu(self.profile.origin):
             return 1.0
         actions = itertools.chain(*self.choice.schedule.rows)
         has_halves = any(action.op == WEIGHT for action in actions)

@@ -4,7 +4,8 @@
     fraction   = (size - small) / (large - small)
 
 Times and bytes are taken to be linear: a part that does not depend on the size, and a
-part for each example.
+part for each example. Of several sizes, *small* and *large* are the two around the new
+one; beyond the ends they are the last two.
 """
 
 import dataclasses
@@ -14,24 +15,35 @@ from typing import Any
 from ._profile import Profile
 
 
-def interpolate(small: Profile, large: Profile, size: int) -> Profile:
-    """A profile of micro-batches of another size, from those of two sizes.
+def interpolate(profile: Profile, size: int) -> Profile:
+    """A profile of micro-batches of another size.
 
     Args:
-      small: the profile of the smaller micro-batch.
-      large: the profile of the larger one; may be the same.
+      profile: the profile, of one or several sizes. Of one size, its costs are taken as
+        they are.
       size: the number of examples of the micro-batch.
+
+    Returns:
+      The profile of this size alone.
     """
+    small = profile
+    large = profile.larger
+    if large is None:
+        return dataclasses.replace(profile, microbatch_size=size)
+    while large.larger is not None and large.microbatch_size < size:
+        small = large
+        large = large.larger
     span = large.microbatch_size - small.microbatch_size
-    fraction = (size - small.microbatch_size) / span if span else 0.0
+    fraction = (size - small.microbatch_size) / span
     layers = zip(small.layers, large.layers, strict=True)
     skips = zip(small.skips, large.skips, strict=True)
     return dataclasses.replace(
-        small,
+        profile,
         layers=tuple(_between_fields(a, b, fraction) for a, b in layers),
         input_bytes=_between(small.input_bytes, large.input_bytes, fraction),
         skips=tuple(_between_fields(a, b, fraction) for a, b in skips),
         microbatch_size=size,
+        larger=None,
     )
 
 

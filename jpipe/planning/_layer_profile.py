@@ -1,11 +1,11 @@
-"""The costs of one layer and of one skip connection, and checks of their numbers."""
+"""The costs of a layer, a skip connection and a link, and checks of their numbers."""
 
 import dataclasses
 import numbers
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,22 @@ class SkipProfile:
     bytes: int
     cotangent_bytes: int
     is_output: bool = False
+
+
+class Link(NamedTuple):
+    """The measured speed of transfers between two devices.
+
+    Attributes:
+      latency: seconds of a transfer, whatever its size.
+      bandwidth: bytes per second.
+      source: the name of the device that sent.
+      target: the name of the device that received.
+    """
+
+    latency: float
+    bandwidth: float
+    source: str
+    target: str
 
 
 def find_layer_faults(layers: Sequence[LayerProfile], **fields: float) -> Iterator[str]:

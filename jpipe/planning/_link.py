@@ -8,13 +8,14 @@ A hop is a small program and the transfer of its result, in a chain of them.
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from .._instructions import _transfer
 from .._instructions._transfer import Device
+from ._layer_profile import Link
 
 # The number of transfers that wait for each other, as those of micro-batches do.
 _HOPS = 30
@@ -24,16 +25,11 @@ _REPEATS = 5
 _BYTES = 1 << 24
 
 
-class Link(NamedTuple):
-    """The speed of transfers between two devices.
-
-    Attributes:
-      latency: seconds, whatever its size.
-      bandwidth: bytes per second.
-    """
-
-    latency: float
-    bandwidth: float
+def measure_neighbor_link(device: Device) -> Link | None:
+    """Measures transfers to another device of this process; ``None`` if it has none."""
+    devices = jax.local_devices(backend=device.platform)
+    neighbor = next((other for other in devices if other != device), None)
+    return None if neighbor is None else measure_link(device, neighbor)
 
 
 def measure_link(source: Device, target: Device) -> Link:
@@ -44,7 +40,7 @@ def measure_link(source: Device, target: Device) -> Link:
     seconds = _shortest_seconds(lambda: _transfer.put([large], target))
     if seconds > latency:
         seconds -= latency
-    return Link(latency, _BYTES / seconds)
+    return Link(latency, _BYTES / seconds, str(source), str(target))
 
 
 def _hop_seconds(source: Device, target: Device) -> float:

@@ -49,7 +49,8 @@ def mesh_shapes(
         rank has something to do.
       num_devices: the number of devices.
       num_examples: the number of examples in the mini-batch.
-      shard_size: the number of examples in a shard, if a profile decides it.
+      shard_size: the number of examples in a shard, if a profile of one size decides
+        it.
 
     Returns:
       The shapes; those of one device per stage first.
@@ -75,25 +76,22 @@ def mesh_shapes(
             if shape.num_microbatch_shards <= num_examples:
                 shapes.append(shape)
 
+    if profiled_count is not None:
+        shapes = [x for x in shapes if x.num_microbatch_shards == profiled_count]
     if not shapes:
         note = ""
         if shard_size is not None:
-            note = f" in parts of {shard_size}, as in the profile"
+            note = (
+                f" in parts of {shard_size}, of which alone the profile is (jpipe."
+                f"profile(..., num_microbatches=(4, 16)) makes one of several sizes)"
+            )
         raise ValueError(
             f"plan: data={data!r} and num_microbatches={num_microbatches!r} leave "
             f"nothing to choose for {num_examples} examples{note}: data divides the "
             f"{num_devices} devices and the examples, and data times num_microbatches "
             f"is no more than {num_examples}"
         )
-    if profiled_count is None:
-        return tuple(shapes)
-    profiled_shapes = [
-        shape for shape in shapes if shape.num_microbatch_shards == profiled_count
-    ]
-    if not profiled_shapes:
-        # The profile is refused later: the message shows what it should be of.
-        return tuple(shapes[:1])
-    return tuple(profiled_shapes)
+    return tuple(shapes)
 
 
 def _default_counts(num_shards: int, num_devices: int, num_examples: int) -> set[int]:

@@ -19,6 +19,7 @@ from ..schedules._choose import format_argument
 from ..schedules._json import decode, parse_json
 from . import _layer_profile
 from ._layer_profile import LayerProfile as LayerProfile
+from ._layer_profile import Link
 from ._layer_profile import SkipProfile as SkipProfile
 from ._mode_names import MODE_NAMES, mode_between_halves, stores_only_inputs
 from ._sums import Matrix, add_copies, sum_stages
@@ -35,11 +36,16 @@ class Profile:
       skips: the long skip connections.
       ties: groups of indices of layers that use the same parameters.
       microbatch_size: the number of examples of a micro-batch.
-      fingerprint: the model and the place of the profile, by name: measured or
-        estimated, the device or its rates, versions, shapes, and a digest of each
+      fingerprint: the model, by name: the shapes of its inputs, and a digest of each
         layer.
+      origin: how and where the profile was made, by name: measured or estimated, the
+        device or its rates, and versions.
       action_seconds: seconds that any action takes, whatever it computes: to have a
         program run from Python.
+      link: the measured speed of transfers between two devices; ``None`` if there was
+        one device, or nothing was measured.
+      larger: the profile of a larger micro-batch, if several sizes were profiled: from
+        both follow the costs of other sizes.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -48,7 +54,16 @@ class Profile:
     ties: tuple[tuple[int, ...], ...] = ()
     microbatch_size: int = 1
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
     action_seconds: float = 0.0
+    link: Link | None = None
+    larger: "Profile | None" = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of examples of the micro-batches that were profiled."""
+        larger_sizes = [] if self.larger is None else self.larger.sizes
+        return [self.microbatch_size, *larger_sizes]
 
     def __str__(self) -> str:
         return format_profile(self)
@@ -82,7 +97,23 @@ class Profile:
                 faults.append(
                     f"ties[{i}]={tuple(group)}: needs numbers of layers, 0 to {last}"
                 )
+        if self.link is not None:
+            speed_faults = find_speed_faults(self.link.bandwidth, self.link.latency)
+            faults += [f"link.{fault}" for fault in speed_faults]
+        if self.larger is not None:
+            faults += [f"larger: {fault}" for fault in self.larger.faults()]
+            faults += self._larger_faults(self.larger)
         return faults
+
+    def _larger_faults(self, larger: "Profile") -> Iterator[str]:
+        """Faults of the profile of more examples, which is of the same model."""
+        if larger.microbatch_size <= self.microbatch_size:
+            yield (
+                f"larger.microbatch_size={larger.microbatch_size}: needs more than "
+                f"{self.microbatch_size}"
+            )
+        if _outline(larger) != _outline(self):
+            yield "larger has other layers, remat modes or skip connections"
 
     def costs(
         self,
@@ -283,20 +314,20 @@ class Profile:
         return mode
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Refuses a profile that was made on something else.
+        """Refuses a profile of another model.
 
         Args:
-          fingerprint: the fingerprint of its use.
+          fingerprint: the fingerprint of the model that it is used for.
 
         Raises:
           ValueError: if anything differs; the message names all of it.
 
         Example:
-          >>> Profile((), fingerprint={"device": "a"}).check({"device": "b"})
+          >>> Profile((), fingerprint={"layer 0": "a"}).check({"layer 0": "b"})
           Traceback (most recent call last):
-          ValueError: the profile was made on something else:
-            * device: 'a' in the profile, 'b' here
-          Measure again, or use the profile where it was made; ...
+          ValueError: the profile is of another model:
+            * layer 0: 'a' in the profile, 'b' here
+          Make a profile of this one; ...
         """
         differences = [
             f"{name}: {self.fingerprint.get(name)!r} in the profile, "
@@ -307,9 +338,9 @@ class Profile:
         if differences:
             listed = "".join(f"\n  * {line}" for line in differences)
             raise ValueError(
-                f"the profile was made on something else:{listed}\nMeasure again, or "
-                f"use the profile where it was made; give jpipe.profile the same "
-                f"num_microbatches=, loss=, targets= and trainable= as jpipe.plan"
+                f"the profile is of another model:{listed}\nMake a profile of this "
+                f"one; give jpipe.profile the same loss=, targets=, trainable= and "
+                f"train= as jpipe.plan"
             )
 
     def to_json(self) -> str:
@@ -332,7 +363,7 @@ class Profile:
             profile: Profile = decode(cls, fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
-            str(profile)  # it needs some fields of the fingerprint
+            str(profile)  # it needs some entries of the origin
         return profile
 
     def _stage_seconds(
@@ -378,6 +409,13 @@ class Profile:
                     source, target, skip.bytes, skip.cotangent_bytes
                 )
         yield from skips.values()
+
+
+def _outline(profile: Profile) -> list[Any]:
+    """The layers and skip connections, as in profiles of micro-batches of any size."""
+    layers = [(layer.name, set(layer.residual_bytes)) for layer in profile.layers]
+    skips = [(skip.name, skip.source, skip.target) for skip in profile.skips]
+    return [layers, skips]
 
 
 def _plain(number: Any) -> int | float:

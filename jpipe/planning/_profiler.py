@@ -1,6 +1,7 @@
 """`jpipe.profile`: the costs of each layer of a model."""
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._instructions._progress import Progress, count_items
@@ -15,7 +16,8 @@ from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, estimate_seconds, estimate_workspace
-from ._fingerprint import fingerprint
+from ._fingerprint import describe_origin, fingerprint
+from ._link import measure_neighbor_link
 from ._measure import Times, measure_layers
 from ._mode_names import MODE_NAMES
 from ._planned_model import PlannedModel
@@ -24,6 +26,8 @@ from ._request import Request
 from ._traced import TracedLayers
 
 PyTree = Any
+# The numbers of micro-batches whose sizes are profiled by default.
+_DEFAULT_COUNTS = (4, 16)
 
 
 @outside_of_meshes
@@ -31,7 +35,7 @@ def profile(
     layers: Any,
     sample: PyTree,
     *,
-    num_microbatches: int = 1,
+    num_microbatches: int | Sequence[int] | None = None,
     loss: Callable[[PyTree, PyTree], Any] | None = None,
     targets: PyTree = (),
     has_aux: bool = False,
@@ -50,6 +54,10 @@ def profile(
 ) -> Profile:
     """Finds the costs of each layer, or section of a model, on one micro-batch.
 
+    From the costs of micro-batches of two sizes follow those of others, so that
+    `jpipe.plan` may choose the number of micro-batches from a profile. A profile holds
+    numbers and names only, and may be used on any machine.
+
     The programs of each layer are measured by themselves: its forward, its backward
     from residuals, and the halves of that; and a program that computes nothing, whose
     time is taken off. Equal layers are measured once. The device holds one layer at a
@@ -66,7 +74,10 @@ def profile(
       layers: as `jpipe.pipeline` takes them; of one model its sections are profiled, at
         whose ends few bytes cross.
       sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
-      num_microbatches: the number of micro-batches; the first is used.
+      num_microbatches: the number of micro-batches, of which the first is used; or
+        several numbers, so that micro-batches of several sizes are profiled: then the
+        costs are those of the smallest, and `Profile.larger` has the others. Default: 4
+        and 16, or fewer if there are fewer examples.
       loss: ``(outputs, targets) -> scalar``, which is then a part of the last layer;
         left out, the gradient of the output of the last layer is drawn.
       targets: the targets of the mini-batch, in arrays or specs.
@@ -99,7 +110,9 @@ def profile(
       >>> import jax.numpy as jnp, jpipe
       >>> from flax import linen as nn
       >>> layers = [nn.Dense(8), nn.relu, nn.Dense(2)]
-      >>> costs = jpipe.profile(layers, jnp.ones((4, 16)), measure=False)
+      >>> costs = jpipe.profile(layers, jnp.ones((64, 16)), measure=False)
+      >>> costs.sizes
+      [4, 16]
       >>> [layer.num_params for layer in costs.layers]
       [136, 0, 18]
       >>> [layer.output_bytes for layer in costs.layers]
@@ -109,9 +122,10 @@ def profile(
       Harlap et al., `PipeDream: Fast and Efficient Pipeline Parallel DNN Training
       <https://arxiv.org/abs/1806.03377>`_ (2018), section 3.2.
     """
+    counts = _as_counts(num_microbatches)
     request = Request(
         sample,
-        num_microbatches=num_microbatches,
+        num_microbatches=counts[0] if counts else 1,
         loss=loss,
         targets=targets,
         has_aux=has_aux,
@@ -128,11 +142,67 @@ def profile(
         memory_bandwidth=memory_bandwidth,
         action_seconds=action_seconds,
     )
+    if not counts:
+        counts = _default_counts(request.batch().sizes[0])
+    requests = [dataclasses.replace(request, num_microbatches=x) for x in counts]
+    finest = max(requests, key=lambda x: x.num_microbatches)
+    model = PlannedModel(layers)
     with Progress("profiles made"):
-        return profile_traced(PlannedModel(layers).traced(request), request)
+        return profile_sizes(model, model.traced(finest), requests)
 
 
-def profile_traced(model: TracedLayers, request: Request) -> Profile:
+def _as_counts(num_microbatches: Any) -> tuple[Any, ...]:
+    """The numbers of micro-batches of the user; empty by default.
+
+    Raises:
+      ValueError: if there is a list without any.
+    """
+    if num_microbatches is None:
+        return ()
+    if not isinstance(num_microbatches, Sequence) or isinstance(num_microbatches, str):
+        return (num_microbatches,)
+    if not num_microbatches:
+        raise ValueError(
+            f"profile: num_microbatches={num_microbatches!r}: give one number or "
+            f"several, such as (4, 16)"
+        )
+    return tuple(num_microbatches)
+
+
+def _default_counts(num_examples: int) -> tuple[int, int]:
+    """The numbers of micro-batches whose sizes are profiled by default."""
+    fewest, most = _DEFAULT_COUNTS
+    most = min(most, num_examples)
+    return min(fewest, -(-most // 2)), most
+
+
+def profile_sizes(
+    model: PlannedModel, finest_layers: TracedLayers, requests: Sequence[Request]
+) -> Profile:
+    """The profile of the smallest micro-batch, with those of the larger ones.
+
+    Args:
+      model: the model.
+      finest_layers: its layers, traced on the smallest micro-batch.
+      requests: a request for each number of micro-batches.
+    """
+    profile: Profile | None = None
+    *coarser, finest = sorted(requests, key=lambda x: x.num_microbatches)
+    for request in (*coarser, finest):  # the largest size first
+        layers = finest_layers if request is finest else model.traced(request)
+        has_size = profile is not None and profile.sizes[0] == layers.batch.sizes[0]
+        if not has_size:
+            profile = dataclasses.replace(
+                _profile_layers(layers, request), larger=profile
+            )
+    assert profile is not None
+    device = finest.device_or_rates
+    if isinstance(device, Rates):
+        return profile
+    return dataclasses.replace(profile, link=measure_neighbor_link(device))
+
+
+def _profile_layers(model: TracedLayers, request: Request) -> Profile:
     """The requested profile of layers, each by itself."""
     if isinstance(request.device_or_rates, Rates):
         rates = request.device_or_rates
@@ -147,7 +217,8 @@ def profile_traced(model: TracedLayers, request: Request) -> Profile:
         skips=tuple(_skip_profiles(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        fingerprint=fingerprint(model, request.device_or_rates, train=request.train),
+        fingerprint=fingerprint(model, train=request.train),
+        origin=describe_origin(request.device_or_rates),
         action_seconds=action_seconds,
     )
 

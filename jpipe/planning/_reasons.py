@@ -1,15 +1,18 @@
 """Makes a plan of the best candidate, and explains why it is the best."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
+
+import jax
 
 from ..schedules import Action, Schedule
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._formats import format_bytes, format_seconds
-from ._fingerprint import estimated, is_measured_on_cpu
+from ._fingerprint import describe_origin
 from ._forecast import Candidate, rank_transfers, stage_costs
+from ._origin import format_differences, format_origin
 from ._plan import Forecast, Plan
+from ._profile import Profile
 from ._space import Hardware, SearchSpace
 
 # Steps whose seconds differ by a smaller part are called as long.
@@ -50,23 +53,40 @@ def explain_best(
     return dataclasses.replace(best.plan, forecast=forecast)
 
 
+def describe_profile(profile: Profile, size: int, *, is_size_fixed: bool) -> str:
+    """Says where the costs of a plan are from.
+
+    Args:
+      profile: the profile from which all is predicted.
+      size: the number of examples of a micro-batch of the plan, on one device.
+      is_size_fixed: True if the plan had no choice of this size.
+    """
+    text = format_origin(profile.origin) or "of unknown origin"
+    if "device" in profile.origin:
+        here = describe_origin(jax.local_devices()[0])
+        if differences := format_differences(profile.origin, here):
+            text += f"; planned {differences}"
+    sizes = profile.sizes
+    if is_size_fixed:
+        text += (
+            f"; it is of micro-batches of {size} alone, so that num_microbatches times "
+            f"data is fixed: jpipe.profile(..., num_microbatches=(4, 16)) lets a plan "
+            f"choose"
+        )
+    elif not sizes[0] <= size <= sizes[-1]:
+        measured = " and ".join(map(str, sizes))
+        text += f"; micro-batches of {size} are extrapolated from {measured} examples"
+    return f"profile: {text}"
+
+
 def _reasons(
     candidates: Sequence[Candidate], hardware: Hardware, sent_bytes: int
 ) -> Iterator[str]:
     """Sentences that say why the first candidate is the best."""
     best, *_ = candidates
     yield _bottleneck(best)
-    if best.host_seconds > best.timeline.makespan:
-        yield (
-            f"host: one thread has all programs and transfers run, which takes "
-            f"{format_seconds(best.host_seconds)}, more than the devices need: "
-            f"{format_seconds(best.timeline.makespan)}"
-        )
     yield _memory(best, hardware)
-    yield _transfers(sent_bytes, hardware)
-    if best.choice.num_shards > 1:
-        yield _exchange(best)
-
+    yield _transfers(best, sent_bytes, hardware)
     fitting = (x for x in candidates[1:] if x.fits(hardware))
     runner_up = next((x for x in fitting if not _is_same_run(x, best)), None)
     if runner_up is not None:
@@ -77,26 +97,17 @@ def _reasons(
             f"{num_idle} of {hardware.num_devices} devices are left idle: no better "
             f"plan that uses them was found"
         )
-    if best.choice.num_devices > 1 and is_measured_on_cpu(best.profile.fingerprint):
-        yield (
-            f"cores: {best.choice.num_devices} devices share the {os.cpu_count() or 1} "
-            f"cores of this machine, each layer was measured with all of them to "
-            f"itself: a step will take longer than predicted, with halves of backwards "
-            f"above all"
-        )
-    rates = estimated(best.profile.fingerprint)
-    if rates is not None:
-        yield (
-            f"layers: estimated for a device of {rates['peak_flops']:g} flops and "
-            f"{rates['memory_bandwidth']:g} bytes of memory per second, and "
-            f"{rates['action_seconds'] * 1e6:g} µs more for each action; peak_flops=, "
-            f"memory_bandwidth= and action_seconds= describe yours"
-        )
 
 
 def _bottleneck(best: Candidate) -> str:
-    """The rank that computes longest."""
+    """The rank that computes longest, or the host if it dispatches for longer."""
     timeline = best.timeline
+    if best.host_seconds > timeline.makespan:
+        return (
+            f"bottleneck: the host: dispatching a step takes "
+            f"{format_seconds(best.host_seconds)}, the devices need "
+            f"{format_seconds(timeline.makespan)}"
+        )
     bottleneck = timeline.bottleneck
     stages = [str(s) for s, rank in enumerate(timeline.placement) if rank == bottleneck]
     return (
@@ -118,26 +129,31 @@ def _memory(best: Candidate, hardware: Hardware) -> str:
     return text
 
 
-def _transfers(sent_bytes: int, hardware: Hardware) -> str:
-    """The bytes that cross between devices, and the speed that was assumed."""
+def _transfers(best: Candidate, sent_bytes: int, hardware: Hardware) -> str:
+    """The bytes that cross between devices, and the speed that was assumed.
+
+    Args:
+      best: the best candidate.
+      sent_bytes: the bytes that cross in a step.
+      hardware: the devices, with the speed of transfers.
+    """
     speed = hardware.link_text
     if not speed and not hardware.bandwidth:
         speed = "they were taken to cost no time"
         if hardware.latency:
             speed = f"{format_seconds(hardware.latency)} for each, whatever its size"
     text = f"transfers: {format_bytes(sent_bytes)} a step between devices"
-    return f"{text}; {speed}" if speed else text
-
-
-def _exchange(best: Candidate) -> str:
-    """The seconds in which shards add up their gradients."""
-    timeline = best.timeline
-    actions_end = max(timeline.end.values()) - min(timeline.start.values())
-    exchange_seconds = timeline.makespan - actions_end
-    return (
-        f"exchange: the {best.choice.num_shards} devices of a stage add up its "
-        f"gradients once in a step, {format_seconds(exchange_seconds)} of it"
-    )
+    if speed:
+        text += f"; {speed}"
+    if best.choice.num_shards > 1:
+        timeline = best.timeline
+        actions_end = max(timeline.end.values()) - timeline.begin
+        exchange_seconds = timeline.makespan - actions_end
+        text += (
+            f"; the {best.choice.num_shards} devices of a stage add up its gradients "
+            f"in the last {format_seconds(exchange_seconds)}"
+        )
+    return text
 
 
 def _difference(runner_up: Candidate, best: Candidate) -> str:

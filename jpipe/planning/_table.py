@@ -10,16 +10,12 @@ from ..schedules._formats import (
     format_seconds,
     format_table,
 )
+from ._origin import format_origin, is_measured_on_cpu
 
 # Field of a layer -> the head of its column, where that is another.
 _COLUMN_NAMES = {"input_grad": "I", "weight_grad": "W"}
 # Columns whose numbers have no sum.
 _WITHOUT_SUM = ("output", "workspace")
-_ORIGINS = {
-    "estimated": "estimated at {peak_flops} flops and {memory_bandwidth} bytes per "
-    "second for ",
-    "measured": "measured on {device} with ",
-}
 
 
 def format_profile(profile: Any) -> str:
@@ -37,7 +33,8 @@ def format_profile(profile: Any) -> str:
             total = write(sum(numbers))
         columns.append([name, *cells, total])
     rows = [list(row) for row in zip(*columns, strict=True)]
-    return "\n".join([_origin(profile), *_links(profile), format_table(rows, left={1})])
+    lines = [*_describe(profile), *_connections(profile)]
+    return "\n".join([*lines, format_table(rows, left={1})])
 
 
 def _number_columns(
@@ -61,21 +58,33 @@ def _number_columns(
     return columns
 
 
-def _origin(profile: Any) -> str:
-    """The device, the micro-batch and the versions that a profile was made with."""
+def _describe(profile: Any) -> Iterator[str]:
+    """Lines on how and where the profile was made, and the micro-batch."""
+    if origin := format_origin(profile.origin):
+        yield origin
     fingerprint = profile.fingerprint
-    how = _ORIGINS.get(fingerprint.get("how"), "").format(**fingerprint)
     examples = f"a micro-batch of {format_count(profile.microbatch_size, 'example')}"
-    shapes = f" ({fingerprint['input']})" if "input" in fingerprint else ""
-    versions = [
-        f", {name} {fingerprint[name]}"
-        for name in ("jax", "flax")
-        if name in fingerprint
-    ]
-    return "".join([how, examples, shapes, *versions])
+    if "input" in fingerprint:
+        examples += f" ({fingerprint['input']})"
+    if profile.larger is not None:
+        sizes = " and ".join(map(str, profile.larger.sizes))
+        examples += f"; the costs of {sizes} examples are stored too"
+    yield examples
+    if is_measured_on_cpu(profile.origin):
+        yield (
+            "cores: each layer had all of them to itself; devices that share them take "
+            "longer than predicted, with halves of backwards above all"
+        )
+    if profile.link is not None:
+        link = profile.link
+        yield (
+            f"transfers: {format_seconds(link.latency)} for each and "
+            f"{format_bytes(int(link.bandwidth))} per second, as measured from "
+            f"{link.source} to {link.target}"
+        )
 
 
-def _links(profile: Any) -> Iterator[str]:
+def _connections(profile: Any) -> Iterator[str]:
     """A line for each group of tied layers and for each skip connection."""
     for group in profile.ties:
         owner, *readers = map(str, group)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, LOCAL_READS, OPS, WEIGHT, Action
 from ._costs import Costs, Numbers, look_up
-from ._placement import find_ranks, list_ranks
+from ._schedule_data import ScheduleData
 
 Rows = tuple[tuple[Action, ...], ...]
 # The IDs of the actions of each rank, in order.
@@ -45,19 +45,15 @@ class Dependencies(NamedTuple):
 
 
 class ActionTables:
-    """The costs, dependencies and bytes of every action of a placement, by its ID.
+    """The costs, dependencies and bytes of every action of a schedule, by its ID.
 
     The ID of an action is ``(op_index * S + stage) * M + microbatch``, with S stages, M
     micro-batches and the index of its op in `OPS`. All lists below are by ID.
 
     Args:
       costs: the costs of each action.
-      placement: the rank of each stage.
-      num_ranks: the number of ranks.
-      num_microbatches: the number of micro-batches.
-      has_backwards: False for inference.
-      rows: the actions of each rank, if several ranks take turns at a stage.
-      replicas: the ranks of each stage, if several ranks take turns at a stage.
+      schedule: the schedule. Its rows are read only where several ranks take turns at a
+        stage: the order of actions is an argument of `simulate`.
 
     Attributes:
       durations: the time of each action.
@@ -69,25 +65,15 @@ class ActionTables:
       initial_bytes: the bytes of each rank (not by ID) before the first action.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        placement: Sequence[int],
-        num_ranks: int,
-        num_microbatches: int,
-        *,
-        has_backwards: bool = True,
-        rows: Rows = (),
-        replicas: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def __init__(self, costs: Costs, schedule: ScheduleData) -> None:
         self.costs = costs
-        self.placement = tuple(placement)
-        self.ranks_of = list_ranks(placement, replicas)
-        self.rank_of = find_ranks(placement, rows, replicas)
-        self.has_backwards = has_backwards
-        self.num_ranks = num_ranks
-        self.num_microbatches = num_microbatches
-        self.num_stages = len(self.placement)
+        self.schedule = schedule
+        self.placement = schedule.placement
+        self.rank_of = schedule.rank_of
+        self.has_backwards = not schedule.forward_only
+        self.num_ranks = schedule.num_ranks
+        self.num_microbatches = schedule.num_microbatches
+        self.num_stages = schedule.num_stages
 
         # (op, stage) -> what the op receives from other stages, and sends to them.
         incoming: dict[tuple[str, int], Messages] = defaultdict(list)
@@ -105,9 +91,9 @@ class ActionTables:
         self.memory_deltas: list[MemoryDeltas] = []
         self.dependencies: list[Dependencies] = []
         # If all micro-batches cost the same, only the first is looked up.
-        is_uniform = costs.is_uniform and not replicas
-        self._looked_up = range(1 if is_uniform else num_microbatches)
-        num_copies = num_microbatches // len(self._looked_up)
+        is_uniform = costs.is_uniform and not schedule.replicas
+        self._looked_up = range(1 if is_uniform else self.num_microbatches)
+        num_copies = self.num_microbatches // len(self._looked_up)
         for op, stage in itertools.product(OPS, range(self.num_stages)):
             actions = [Action(op, stage, i) for i in self._looked_up]
             received = incoming[op, stage]
@@ -117,9 +103,9 @@ class ActionTables:
                 self._deltas(action, received, sent) for action in actions
             ] * num_copies
             exchange = 0.0 if op == FORWARD else look_up(costs.exchange, stage)
-            self.exchange_times += [exchange] * num_microbatches
+            self.exchange_times += [exchange] * self.num_microbatches
             first = self.first_id(INPUT if op == BACKWARD else op, stage)
-            self.result_ids += range(first, first + num_microbatches)
+            self.result_ids += range(first, first + self.num_microbatches)
             self._add_dependencies(op, stage, received, num_copies)
         self.initial_bytes = self._sum_initial_bytes()
 
@@ -231,7 +217,7 @@ class ActionTables:
             stage_bytes += look_up(costs.shared_bytes, stage)
             if self.has_backwards:
                 stage_bytes += look_up(costs.accumulator_bytes, stage)
-            for rank in self.ranks_of[stage]:
+            for rank in self.schedule.ranks_of[stage]:
                 live[rank] += stage_bytes
         return live
 
@@ -276,9 +262,7 @@ class ActionTables:
     @functools.cached_property
     def dispatch_tables(self) -> "ActionTables":
         """The same actions at the times that decide the order of dispatch."""
-        return ActionTables(
-            Costs(), self.placement, self.num_ranks, self.num_microbatches
-        )
+        return ActionTables(Costs(), self.schedule)
 
     def simulate(self, rows: IdRows) -> "SimulatedOrder":
         """Runs each rank in its order, as far as ranks do not wait for each other."""

@@ -16,21 +16,19 @@ References:
   <https://arxiv.org/abs/2405.15362>`_ (2024).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._action_tables import ActionTables, IdRows
 from ._build import check_counts
 from ._costs import Costs
-from ._improve import compute_latest_starts
-from ._list_schedule import list_schedule
+from ._improve import shorten_ends
 from ._placement import group_by_rank, place_in_v
 from ._schedule import Schedule
 
 # The units of time from one micro-batch to the next: F, I and W of two chunks.
 _PERIOD = 6
-# The most rounds in which an order is pushed late and early again.
-_MAX_ROUNDS = 3
 # for one rank: (op, chunk) -> its offset in the block; a whole backward takes two units
 _Offsets = Mapping[tuple[str, int], int]
 
@@ -144,10 +142,17 @@ def _repeat_block(
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     check_counts(name, counts)
     placement = place_in_v(num_ranks)
+    schedule = Schedule(
+        name=name,
+        num_stages=len(placement),
+        num_microbatches=num_microbatches,
+        placement=placement,
+        rows=((),) * num_ranks,
+    )
     # By default F, I and W take the same time, and a stage of a micro-batch is a unit.
-    tables = ActionTables(Costs(), placement, num_ranks, num_microbatches)
+    tables = ActionTables(Costs(), schedule)
 
-    rows: IdRows | None = []
+    rows: IdRows = []
     block = build_block(num_ranks)
     for offsets, stages in zip(block, group_by_rank(placement), strict=True):
         cells: list[tuple[int, int]] = []  # offset, action
@@ -160,29 +165,12 @@ def _repeat_block(
 
     simulated = tables.simulate(rows)
     memory = tables.memory(simulated.sort_by_end())
-    max_bytes = max(live for _, _, live in memory)
-    for _ in range(_MAX_ROUNDS):
-        # Everything late, then early in that order.
-        rows = list_schedule(
-            tables,
-            compute_latest_starts(simulated),
-            [max_bytes] * num_ranks,
-            has_whole_backwards=has_whole_backwards,
-            reserves=True,
-        )
-        if rows is None:
-            break
-        shifted = tables.simulate(rows)
-        if shifted.makespan >= simulated.makespan:
-            break
-        simulated = shifted
-    return Schedule(
-        name=name,
-        num_stages=len(placement),
-        num_microbatches=num_microbatches,
-        placement=placement,
-        rows=tables.to_actions(simulated.rows),
+    simulated = shorten_ends(
+        simulated,
+        max_bytes=max(live for _, _, live in memory),
+        has_whole_backwards=has_whole_backwards,
     )
+    return dataclasses.replace(schedule, rows=tables.to_actions(simulated.rows))
 
 
 def _v_min_block(num_ranks: int) -> list[_Offsets]:

@@ -4,6 +4,7 @@ Stages are placed in a loop and, if there are two per rank, in a V; of the order
 `search_orders` tries for each placement, the fastest that keeps to the limit is taken.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
@@ -27,8 +28,8 @@ def fit(
     """The fastest valid schedule that is found for these costs under this memory limit.
 
     It tries the schedules of `BY_NAME`, so that none of them is faster, and others for
-    these costs: list schedules by several rules, the fastest orders again with what is
-    not urgent pushed late, and swaps on the longest chain. The timeline of the result
+    these costs: list schedules by several rules, and the fastest orders again with what
+    is not urgent pushed late. The timeline of the result
     tells how far it is from the lower bound.
 
     Args:
@@ -83,10 +84,21 @@ def fit(
     placements = [place_in_loop(num_ranks, num_chunks)]
     if num_chunks == 2:
         placements.insert(0, place_in_v(num_ranks))
+    # placement -> a schedule without actions
+    empty_schedules = {
+        placement: Schedule(
+            name="fit",
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            placement=placement,
+            rows=((),) * num_ranks,
+        )
+        for placement in placements
+    }
     catalogue = list_catalogue(num_ranks, num_microbatches, num_chunks)
     orders: list[SimulatedOrder] = []
-    for placement in dict.fromkeys(placements):
-        tables = ActionTables(costs, placement, num_ranks, num_microbatches)
+    for empty in empty_schedules.values():
+        tables = ActionTables(costs, empty)
         orders += search_orders(tables, limits, catalogue)
 
     fitting = [x for x in orders if x.fits(limits) and x.makespan < math.inf]
@@ -99,13 +111,7 @@ def fit(
     for schedule in catalogue:
         if schedule.rows == rows:
             return schedule
-    return Schedule(
-        name="fit",
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        placement=best.tables.placement,
-        rows=rows,
-    )
+    return dataclasses.replace(empty_schedules[best.tables.placement], rows=rows)
 
 
 def _check_max_bytes(max_bytes: Any, num_ranks: int) -> list[float] | None:

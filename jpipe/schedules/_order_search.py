@@ -3,7 +3,6 @@
 catalogue, one micro-batch at a time   always
 list schedules by four rules           unless the bound is reached
 the fastest, pushed late, then early   unless the bound is reached
-the fastest that fit, with swaps       unless the bound is reached
 """
 
 import contextlib
@@ -15,16 +14,13 @@ from ._action import BACKWARD, FORWARD
 from ._action_tables import ActionTables, IdRows, SimulatedOrder
 from ._bound import compute_lower_bound
 from ._catalogue import BY_NAME
-from ._improve import compute_latest_starts, swap_neighbours
+from ._improve import compute_latest_starts
 from ._list_schedule import list_schedule
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
-# The numbers of the fastest orders that are shifted, and of those that fit swapped.
+# The number of the fastest orders that are shifted.
 _NUM_SHIFTED = 4
-_NUM_SWAPPED = 3
-# The number of actions that are simulated to improve one order by swaps.
-_SWAP_BUDGET = 20_000
 # Sums of the same times in another order differ by less.
 _ROUNDING = 1e-12
 
@@ -64,7 +60,7 @@ def search_orders(
         if schedule.placement == tables.placement:
             add(tables.to_ids(schedule.rows))
     add(_run_one_at_a_time(tables))
-    for attempts in (_list_orders, _shift_orders, _swap_orders):
+    for attempts in (_list_orders, _shift_orders):
         fastest = next((x.makespan for x in orders if x.fits(max_bytes)), math.inf)
         if fastest > bound:
             for rows in list(attempts(tables, max_bytes, orders)):
@@ -112,18 +108,6 @@ def _shift_orders(
             has_whole_backwards=order.has_whole_backwards,
             reserves=False,
         )
-
-
-def _swap_orders(
-    tables: ActionTables,
-    max_bytes: Sequence[float] | None,
-    orders: list[SimulatedOrder],
-) -> Iterator[IdRows]:
-    """Yields the fastest that fit, with neighbours swapped."""
-    fitting = [order for order in orders if order.fits(max_bytes)]
-    for order in _distinct(fitting, _NUM_SWAPPED):
-        budget = _SWAP_BUDGET // len(order.order) + 1
-        yield swap_neighbours(order, max_bytes, budget).rows
 
 
 def _run_one_at_a_time(tables: ActionTables) -> IdRows:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from ._action_tables import ActionTables, SimulatedOrder
 from ._costs import Costs
 from ._formats import format_count, format_percent
 from ._json import decode, parse_json
-from ._placement import find_ranks, list_ranks
+from ._schedule_data import ScheduleData
 from ._simulate import (
     TOO_LONG,
     ScheduleError,
@@ -26,7 +26,7 @@ from ._timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(ScheduleData):
     """The actions of every rank, in order.
 
     Attributes:
@@ -51,29 +51,6 @@ class Schedule:
       rank 0 |F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2|
       rank 1 |.  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  . |
     """
-
-    name: str
-    num_stages: int
-    num_microbatches: int
-    placement: tuple[int, ...]
-    rows: tuple[tuple[Action, ...], ...]
-    forward_only: bool = False
-    replicas: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks."""
-        return len(self.rows)
-
-    @cached_property
-    def rank_of(self) -> Mapping[int, Sequence[int]]:
-        """For each micro-batch the rank of each stage."""
-        return find_ranks(self.placement, self.rows, self.replicas)
-
-    @property
-    def ranks_of(self) -> Sequence[Sequence[int]]:
-        """All ranks of each stage."""
-        return list_ranks(self.placement, self.replicas)
 
     def to_text(self) -> str:
         """One line per rank, cells separated by blanks; `from_text` reads it."""
@@ -187,7 +164,7 @@ class Schedule:
         """
         costs = Costs() if costs is None else costs
         check_costs(self.name, costs, self.num_microbatches, self.num_stages)
-        return build_timeline(self, self._simulate_rows(costs))
+        return build_timeline(self._simulate_rows(costs), self.order())
 
     def order(self) -> tuple[Action, ...]:
         """All actions in the order in which a step dispatches them.
@@ -204,15 +181,7 @@ class Schedule:
 
     def _simulate_rows(self, costs: Costs) -> SimulatedOrder:
         """Simulates the rows; raises a ScheduleError if they deadlock."""
-        tables = ActionTables(
-            costs,
-            self.placement,
-            self.num_ranks,
-            self.num_microbatches,
-            has_backwards=not self.forward_only,
-            rows=self.rows,
-            replicas=self.replicas,
-        )
+        tables = ActionTables(costs, self)
         simulated = tables.simulate(tables.to_ids(self.rows))
         if not simulated.is_complete:
             raise ScheduleError(explain_deadlock(simulated))

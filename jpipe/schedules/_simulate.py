@@ -1,8 +1,7 @@
 """Builds the timeline of a simulated order; explains deadlocks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, Action
 from ._action_tables import ActionTables, SimulatedOrder
@@ -39,13 +38,14 @@ def check_costs(
         raise ScheduleError(f"{name}: costs cannot be used:{lines}")
 
 
-def build_timeline(schedule: Any, simulated: SimulatedOrder) -> Timeline:
-    """Builds the timeline of a `Schedule` whose rows were simulated.
+def build_timeline(simulated: SimulatedOrder, dispatched: Iterable[Action]) -> Timeline:
+    """Builds the timeline of a schedule whose rows were simulated.
 
     One thread dispatches its actions in the order of the schedule, ahead of the
     devices: memory is taken and freed in this order, however long actions take.
     """
     tables = simulated.tables
+    schedule = tables.schedule
     ids = chain.from_iterable(simulated.rows)
     actions = dict(zip(ids, chain.from_iterable(schedule.rows), strict=True))
     order = [actions[action_id] for action_id in simulated.order]
@@ -55,21 +55,17 @@ def build_timeline(schedule: Any, simulated: SimulatedOrder) -> Timeline:
         MemoryEvent(0.0, rank, num_bytes)
         for rank, num_bytes in enumerate(tables.initial_bytes)
     ]
-    now = [0.0] * len(schedule.rows)
-    dispatched = map(tables.id_of, schedule.order())
-    for action_id, rank, live in tables.memory(dispatched):
+    now = [0.0] * schedule.num_ranks
+    for action_id, rank, live in tables.memory(map(tables.id_of, dispatched)):
         now[rank] = max(now[rank], end[actions[action_id]])
         memory.append(MemoryEvent(now[rank], rank, live))
 
     return Timeline(
-        name=schedule.name,
-        placement=tables.placement,
-        rows=schedule.rows,
+        schedule=schedule,
         start=dict(zip(order, simulated.starts, strict=True)),
         end=end,
         memory=tuple(memory),
         costs=tables.costs,
-        replicas=schedule.replicas,
         exchanges=tuple(_list_exchanges(tables, end)),
     )
 
@@ -85,7 +81,7 @@ def _list_exchanges(
     for stage, start in sorted(last_end.items()):
         seconds = look_up(tables.costs.exchange, stage)
         if seconds:
-            ranks = tuple(tables.ranks_of[stage])
+            ranks = tuple(tables.schedule.ranks_of[stage])
             yield Exchange(stage, ranks, start=start, end=start + seconds)
 
 

@@ -12,6 +12,7 @@ from ._action_tables import ActionTables
 from ._bound import compute_lower_bound
 from ._costs import TIME_FIELDS, Costs
 from ._formats import format_bytes, format_percent, format_seconds
+from ._schedule_data import ScheduleData
 
 # The most columns into which the text picture divides the shortest action.
 _MAX_COLUMNS = 8
@@ -42,35 +43,44 @@ class Timeline:
     bubble, the peaks.
 
     Attributes:
-      name: the name of the schedule.
-      placement: the rank of each stage.
-      rows: the actions of each rank, in order.
+      schedule: the schedule.
       start: the start of each action, in the unit of the costs; seconds if measured.
       end: the end of each action.
       memory: the bytes of each rank: first of all ranks before the first action, then
         after each change, in order.
       costs: the costs from which it was predicted; if it was measured, the medians of
         its times and its bytes, or ``None``.
-      replicas: the ranks of each stage, if several take turns at one; else empty.
-      exchanges: the exchanges of gradients between such ranks, each after the last
-        gradient of its stage: at the end of the step, or hidden behind other stages
-        that still compute.
+      exchanges: the exchanges of gradients between ranks that share a stage, each after
+        the last gradient of its stage: at the end of the step, or hidden behind other
+        stages that still compute.
     """
 
-    name: str
-    placement: tuple[int, ...]
-    rows: tuple[tuple[Action, ...], ...]
+    schedule: ScheduleData
     start: Mapping[Action, float]
     end: Mapping[Action, float]
     memory: tuple[MemoryEvent, ...] = ()
     costs: Costs | None = None
-    replicas: tuple[tuple[int, ...], ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule."""
+        return self.schedule.name
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.schedule.placement
+
+    @property
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank, in order."""
+        return self.schedule.rows
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
-        return len(self.placement)
+        return self.schedule.num_stages
 
     @property
     def in_seconds(self) -> bool:
@@ -121,17 +131,7 @@ class Timeline:
                 f"{self.name} was measured: schedule.simulate(costs) has costs that a "
                 f"bound can be computed from"
             )
-        microbatches = (action.microbatch for action in self.end)
-        tables = ActionTables(
-            self.costs,
-            self.placement,
-            num_ranks=len(self.rows),
-            num_microbatches=max(microbatches, default=-1) + 1,
-            has_backwards=any(action.op != FORWARD for action in self.end),
-            rows=self.rows,
-            replicas=self.replicas,
-        )
-        return compute_lower_bound(tables)
+        return compute_lower_bound(ActionTables(self.costs, self.schedule))
 
     @property
     def gap(self) -> float:

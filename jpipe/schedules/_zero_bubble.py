@@ -7,12 +7,16 @@ The V schedules here are texts: ``"F0I1W1" * n`` runs the forward of chunk 0 and
 halves of the backward of chunk 1, n times. Micro-batches are numbered afterwards.
 """
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._action_tables import ActionTables
 from ._build import Cell, build, build_with_warmup, check_counts
+from ._costs import Costs
+from ._improve import shorten_ends
 from ._placement import place_in_v
 from ._schedule import Schedule
 from ._simulate import ScheduleError
@@ -106,13 +110,12 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Args:
       num_ranks: the number of ranks, two stages on each.
-      num_microbatches: the number of micro-batches, any positive number; what
-        is said here holds from ``2 p - 1`` on. With fewer, `v_half` may take less time
-        and hold less.
+      num_microbatches: the number of micro-batches, any positive number.
 
     Returns:
-      A valid schedule. With ``F = I = W`` no rank waits between its first action and
-      its last, and none holds more than ``gpipe`` of p micro-batches.
+      A valid schedule; no rank holds more than ``gpipe`` of p micro-batches. With ``F =
+      I = W`` and ``2 p - 1`` micro-batches or more, no rank waits between its first
+      action and its last.
 
     Raises:
       ScheduleError: if either number is less than 1.
@@ -146,7 +149,16 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             + "W0" * rank
         )
 
-    return build("zb_v", num_microbatches, placement=place_in_v(num_ranks), row=row)
+    schedule = build("zb_v", num_microbatches, placement=place_in_v(num_ranks), row=row)
+    if num_microbatches >= 2 * num_ranks - 1:
+        return schedule
+    # There is no steady phase: a rank need not wait for what it would interlock with.
+    tables = ActionTables(Costs(), schedule)
+    simulated = tables.simulate(tables.to_ids(schedule.rows))
+    simulated = shorten_ends(
+        simulated, max_bytes=max(simulated.peak_bytes), has_whole_backwards=False
+    )
+    return dataclasses.replace(schedule, rows=tables.to_actions(simulated.rows))
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:

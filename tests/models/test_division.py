@@ -1,5 +1,6 @@
 """What `print` tells of the work and the names of stages, and what is warned of."""
 
+import itertools
 import re
 import warnings
 
@@ -54,6 +55,23 @@ def test_blocks_are_divided_alike_in_a_checkpoint(wrap):
     assert re.search(rf"work\n.* {first.work:.0%}\n.* {last.work:.0%}\n", str(grad_fn))
     again = jpipe.Plan.from_json(grad_fn.plan.to_json())
     assert again == grad_fn.plan
+
+
+def test_a_gap_is_compared_with_those_up_to_a_quarter_of_a_stage_away():
+    """Gaps half a stage away, which fewer bytes cross, are no better."""
+    widths = [64, 64, 62, 60, 58]
+    params = [jnp.ones(shape) for shape in itertools.pairwise(widths)]
+
+    def loss(params, x):
+        for weights in params:
+            x = x @ weights
+        return x.mean()
+
+    grad_fn, said = placed(loss, params)
+    assert not said
+    sizes = [leaf.size for leaf in params]
+    num_params = [stage.num_params for stage in grad_fn.plan.stages]
+    assert num_params == [sum(sizes[:2]), sum(sizes[2:])]
 
 
 def test_a_program_without_modules_names_its_parameters():

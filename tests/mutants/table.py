@@ -260,6 +260,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("change[reader + 1] -=", "change[reader] -="),
         ("max(self.largest_cost, cost)", "self.largest_cost + cost"),
         ("scans[next_scan - 1] + 1", "0"),
+        ("cost_before[index] + reach), last + 1)", "np.inf), last + 1)"),
     ],
     "_partition/_cut_points": [
         ("differences = abs(", "differences = 0 * abs("),
@@ -392,6 +393,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "num_microbatches * self.bottleneck",
         ),
     ],
+    "planning/_fingerprint": [
+        ("if precision == default_precision:", "if False:"),
+    ],
     "planning/_forecast": [
         ("max(input_grads[0] + weight_grads[0] -", "max(weight_grads[0] -"),
         ("    input_grads[0] = 0.0\n", ""),
@@ -407,6 +411,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "(size - small.microbatch_size) / span",
             "(large.microbatch_size - size) / span",
         ),
+        ("large.microbatch_size < size", "large.microbatch_size > size"),
     ],
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
@@ -427,6 +432,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "schedules/_costs": [
         ("[*neighbours, *self.skips]", "[*neighbours]"),
+    ],
+    "schedules/_improve": [
+        ("if shifted.makespan >= simulated.makespan:", "if True:"),
     ],
     "schedules/_simulate": [
         ("end=start + seconds)", "end=start + 2 * seconds)"),

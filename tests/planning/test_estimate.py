@@ -67,7 +67,9 @@ THREE = [nn.Dense(5, use_bias=False), lambda x: x * x, nn.Dense(3, use_bias=Fals
 
 
 def test_estimated_seconds_are_those_counted_by_hand():
-    made = jpipe.profile(THREE, jnp.ones((2, 7)), measure=False, **FLOPS)
+    made = jpipe.profile(
+        THREE, jnp.ones((2, 7)), num_microbatches=1, measure=False, **FLOPS
+    )
     first, _, last = map(times, made.layers)
     assert first == (140, 140, 0, 140)
     assert last == (60, 120, 60, 60)
@@ -76,7 +78,8 @@ def test_estimated_seconds_are_those_counted_by_hand():
 
 def test_frozen_stages_have_no_backward():
     layers = [ref.dense(6), ref.dense(6), ref.dense(6)]
-    made = jpipe.profile(layers, X, measure=False, trainable="1/*")
+    options = {"num_microbatches": 1, "measure": False}
+    made = jpipe.profile(layers, X, trainable="1/*", **options)
     first, second, third = made.layers
     assert times(first)[1:] == (0, 0, 0)
     assert set(first.residual_bytes.values()) == {0}
@@ -105,16 +108,20 @@ def test_unused_reads_are_not_counted_as_sent():
         jnp.sin(x)
         return 2 * total
 
-    made = jpipe.profile([summed, last], jnp.ones((4, 3)), measure=False)
+    made = jpipe.profile(
+        [summed, last], jnp.ones((4, 3)), num_microbatches=1, measure=False
+    )
     assert [layer.output_bytes for layer in made.layers] == [4 * 4, 4 * 4]
 
 
 def test_a_profile_is_printed_as_a_table():
     made = profile("skips", measure=False)
-    first, skip, header, *rows, last = str(made).splitlines()
-    assert first.startswith(
-        "estimated at 1e+12 flops and 1e+11 bytes per second for a micro-batch of "
-        "4 examples (float32[4,5]), jax "
+    origin, examples, skip, header, *rows, last = str(made).splitlines()
+    assert examples == "a micro-batch of 4 examples (float32[4,5])"
+    assert origin.startswith(
+        "estimated for a device of 1e+12 flops and 1e+11 bytes of memory per second, "
+        "and 2e-05 s for each action (peak_flops=, memory_bandwidth=, "
+        "action_seconds=), "
     )
     assert skip == "skip connection 'across': layer 1 to 3, 96 B"
     assert header.split()[:7] == [
@@ -130,6 +137,8 @@ def test_a_profile_is_printed_as_a_table():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"num_microbatches": ()}, r"num_microbatches=\(\): give one number or sev"),
+        ({"num_microbatches": (4, "2")}, r"num_microbatches='2': needs an int of at"),
         (
             {"num_microbatches": 0, "rounds": 2.0, "targets": X},
             r"num_microbatches=0: .* at least 1; rounds=2.0: .*; targets are for a ",

@@ -32,8 +32,9 @@ def reason(plan, name):
 def test_the_shape_hangs_on_what_an_exchange_takes():
     slow, fast, free = (planned(bandwidth=b) for b in (1e9, 1e12, None))
     assert slow.data == 1 < fast.data
-    assert reason(free, "exchange").endswith("once in a step, 0 s of it")
+    assert reason(free, "transfers").endswith("add up its gradients in the last 0 s")
     assert not any("no time" in line for line in fast.forecast.reasons)
+    assert "add up" not in reason(slow, "transfers")
 
 
 def test_a_plan_of_a_mesh_is_printed_saved_and_drawn():

@@ -180,7 +180,7 @@ class WideHead(nn.Module):
     ("model", "options"),
     [
         # Within a checkpointed block, which is one operation where stages are larger.
-        (Checkpointed(), {"num_devices": 2, "balance": [3, 23]}),
+        (Checkpointed(), {"num_devices": 2, "balance": [3, 27]}),
         # Two stages of the loss alone, that have nothing to compute in evaluation.
         slow(WideHead(), {"num_devices": 4, "balance": [3, 1, 2, 1]}),
     ],
@@ -374,3 +374,18 @@ def test_a_loss_is_a_part_of_the_last_stage(double):
 
     expected = jax.value_and_grad(loss)(ref.on_host(variables)["params"])
     ref.assert_close(found, expected, ref.FLOAT64)
+
+
+def test_a_loss_function_is_told_what_to_plan(double):
+    def fun(params, tokens):
+        return loss_fn(MODEL.apply({"params": params}, tokens), tokens)
+
+    params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)["params"]
+    for sample, tx in ((params, TOKENS), ((params, TOKENS), TX)):
+        with pytest.raises((TypeError, ValueError)) as refusal:
+            jpipe.plan(fun, sample, tx, measure=False)
+        (note,) = [x for x in refusal.value.__notes__ if "loss function" in x]
+        assert "plan = jpipe.plan(model, x, tx, loss=..., targets=...)" in note
+    with pytest.raises(TypeError, match="needs an optax optimizer") as refusal:
+        jpipe.plan(MODEL, params, TOKENS, measure=False)
+    assert not getattr(refusal.value, "__notes__", ())

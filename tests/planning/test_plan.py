@@ -14,6 +14,7 @@ from flax import linen as nn
 
 import jpipe
 from jpipe import schedules
+from jpipe.planning._layer_profile import Link
 
 from .. import reference as ref
 from . import models
@@ -48,7 +49,7 @@ def test_a_plan_prints_its_reasons():
         "memory",
         "transfers",
         "runner-up",
-        "layers",
+        "profile",
         "loss",
     ]
     text = str(planned())
@@ -141,7 +142,7 @@ def test_tiny_layers_are_not_spread_over_devices():
     assert two.forecast.seconds == 2e-5 * (3 * 4 + 2 * 4)
     # Each stage has its shards add up their gradients.
     assert tiny(data=2, **halves).forecast.seconds == 2e-5 * (3 * 4 + 2 * 4 + 2)
-    says = "host: one thread has all programs and transfers run, which takes "
+    says = "bottleneck: the host: dispatching a step takes 400 µs, the devices need "
     assert any(line.startswith(says) for line in two.forecast.reasons)
 
 
@@ -299,7 +300,13 @@ def test_an_unknown_link_is_measured():
     assert says in str(slow)
     for options in (
         {"profile": profile, "latency": 0.0, "bandwidth": 1e9},
+        {"profile": dataclasses.replace(profile, link=None)},
         {"measure": False},
-        {"profile": profile},  # it may be of another machine
     ):
         assert "measured from" not in str(made(**options))
+    # A profile has the link of the place where it was made.
+    link = Link(0.125, 2.0**20, "here", "there")
+    elsewhere = made(profile=dataclasses.replace(profile, link=link))
+    assert "; 125 ms for each and 1.0 MiB per second, where not" in str(elsewhere)
+    assert "measured from here to there" in str(elsewhere)
+    assert elsewhere.forecast.costs.bandwidth == 2.0**20

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from jpipe.planning._layer_profile import Link
 from jpipe.schedules import Skip
 
 from .chains import LayerProfile, Profile, SkipProfile, profile
@@ -102,14 +103,18 @@ def test_costs_of_stages_that_do_not_exist_are_refused():
 def test_a_saved_profile_is_restored():
     given = dataclasses.replace(
         profile(random.Random(0), 6, skips=3, ties=1),
-        fingerprint={"device": "cpu"},
+        fingerprint={"input": "f32[4]"},
+        origin={"device": "cpu"},
         microbatch_size=4,
         action_seconds=0.25,
+        link=Link(0.5, 1e9, "cpu:0", "cpu:1"),
     )
     first = dataclasses.replace(
         given.layers[0], forward=1 / 3, input_grad=0.1, workspace_bytes=3, flops=1e30
     )
     given = dataclasses.replace(given, layers=(first, *given.layers[1:]))
+    larger = dataclasses.replace(given, microbatch_size=9)
+    given = dataclasses.replace(given, larger=larger)
     assert Profile.from_json(given.to_json()) == given
 
 
@@ -121,7 +126,9 @@ def test_a_saved_profile_is_restored():
         ({"made": {"how": "measured"}}, "made is unknown"),
         ({"skips": [["a", 0, 9, 1, 1]]}, r"skips\[0\] is \['a', 0, .*needs an object"),
         ({"ties": [[0, 3]]}, r"ties\[0\]=\(0, 3\): needs numbers of layers, 0 to 2"),
-        ({"fingerprint": {"how": "estimated"}}, "KeyError: 'peak_flops'"),
+        ({"origin": {"how": "estimated"}}, "KeyError: 'peak_flops'"),
+        ({"link": [-1, 1, "a", "b"]}, "link.latency=-1; needs a number, finite and"),
+        ({"larger": {"layers": []}}, "larger: layers is empty; needs at least one"),
         ({"input_bytes": -1}, "input_bytes=-1; needs a number, finite and not neg"),
     ],
 )
@@ -133,16 +140,16 @@ def test_a_text_that_is_something_else_is_refused(change, says):
         Profile.from_json("profile.json")
 
 
-def test_a_profile_of_something_else_is_refused_with_all_that_differs():
-    fingerprint = {"device": "cpu", "jax": "0.10.2"}
+def test_a_profile_of_another_model_is_refused_with_all_that_differs():
+    fingerprint = {"layer 0": "a", "train": "True"}
     stale = Profile((), fingerprint=fingerprint)
     stale.check(dict(fingerprint))
-    with pytest.raises(ValueError, match="made on something else") as refusal:
-        stale.check({"device": "gpu", "jax": "0.10.2", "shapes": "f32[8]"})
+    with pytest.raises(ValueError, match="of another model") as refusal:
+        stale.check({"layer 0": "b", "train": "True", "layer 1": "c"})
     assert str(refusal.value) == (
-        "the profile was made on something else:\n"
-        "  * device: 'cpu' in the profile, 'gpu' here\n"
-        "  * shapes: None in the profile, 'f32[8]' here\n"
-        "Measure again, or use the profile where it was made; give jpipe.profile the "
-        "same num_microbatches=, loss=, targets= and trainable= as jpipe.plan"
+        "the profile is of another model:\n"
+        "  * layer 0: 'a' in the profile, 'b' here\n"
+        "  * layer 1: None in the profile, 'c' here\n"
+        "Make a profile of this one; give jpipe.profile the same loss=, targets=, "
+        "trainable= and train= as jpipe.plan"
     )

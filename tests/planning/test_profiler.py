@@ -21,13 +21,15 @@ def test_all_but_times_is_as_estimated():
         }
     assert measured.skips == paper.skips
     assert measured.ties == paper.ties
-    of_layers = [key for key in paper.fingerprint if "layer" in key]
-    assert [measured.fingerprint.get(key) for key in of_layers] == [
-        paper.fingerprint[key] for key in of_layers
-    ]
-    assert measured.fingerprint["how"] == "measured"
-    assert measured.fingerprint["device"].startswith("cpu (")
-    assert str(measured).startswith("measured on cpu (")
+    assert measured.fingerprint == paper.fingerprint
+    assert measured.origin["how"] == "measured"
+    assert measured.origin["device"].startswith("cpu (")
+    lines = str(measured).splitlines()
+    assert lines[0].startswith("measured on cpu (")
+    assert lines[2].startswith("cores: each layer had all of them to itself")
+    assert lines[3].startswith("transfers: ")
+    assert lines[3].endswith(f"from {measured.link.source} to {measured.link.target}")
+    assert (paper.link, "cores" in str(paper)) == (None, False)
     assert 1e-7 < measured.action_seconds < 1e-2
 
 

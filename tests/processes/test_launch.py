@@ -1,12 +1,15 @@
 """`python -m jpipe launch`: what is started, and what is printed of it."""
 
+import io
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 import jpipe
+from jpipe._command import _launch
 
 from .jobs import ROOT
 
@@ -42,6 +45,33 @@ def test_a_script_or_a_module_is_started_so_many_times(
     assert sorted(done.stdout.splitlines()) == [
         f"[{number}] {number} 1.5 -m --steps=2" for number in range(3)
     ]
+
+
+def test_threads_start_after_the_last_process(monkeypatch):
+    """Between `fork` and `exec` a process may wait for a lock that a thread held."""
+    counts = []
+    has_ended = threading.Event()
+
+    class Output(io.StringIO):
+        def __iter__(self):
+            has_ended.wait(timeout=60)
+            return iter(())
+
+    class Process:
+        def __init__(self, *args, **options):
+            counts.append(threading.active_count())
+            self.stdout = Output()
+            self.stderr = Output()
+
+        def poll(self):
+            has_ended.set()
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(_launch, "_kill", lambda process: None)
+    assert _launch.launch(["a program"], num_processes=3) == 0
+    assert len(counts) == 3
+    assert len(set(counts)) == 1
 
 
 def test_a_program_that_forgets_to_join_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import given
 
-from jpipe.schedules import Action, Timeline
+from jpipe.schedules import Action, Schedule, Timeline
 
 from .predictions import predictions
 
@@ -36,9 +36,7 @@ def test_a_measured_timeline_counts_from_its_first_start():
     # 0F0 from 100 to 101, 1F0 from 101 to 104: rank 0 waits 3 of 4, rank 1 1 of 4.
     first, second = Action("F", 0, 0), Action("F", 1, 0)
     timeline = Timeline(
-        "measured",
-        (0, 1),
-        ((first,), (second,)),
+        Schedule.from_text("0F0\n1F0"),
         {first: 100.0, second: 101.0},
         {first: 101.0, second: 104.0},
     )

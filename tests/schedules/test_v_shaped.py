@@ -43,3 +43,16 @@ def test_a_block_of_the_literature_holds_and_idles_what_its_table_says(block):
             longest = idle(p) if m >= 2 * p - 1 else max(idle(p), 6 * p - 6)
             assert max(timeline.idle) <= max(longest, 0)
             assert len(set(timeline.idle)) == 1
+
+
+def test_zb_v_takes_less_time_than_v_half_or_as_much_in_no_more_memory():
+    for p in range(1, 8):
+        for m in range(1, 2 * p + 2):
+            fast = BY_NAME["zb_v"](p, m).validate().simulate()
+            small = BY_NAME["v_half"](p, m).simulate()
+            assert fast.makespan <= small.makespan
+            if fast.makespan == small.makespan:
+                assert max(fast.peak_bytes) <= max(small.peak_bytes)
+            assert max(fast.peak_bytes) <= 2 * min(p, m)
+    few = BY_NAME["zb_v"](4, 4).simulate()
+    assert (few.makespan, max(few.peak_bytes)) == (27.0, 8.0)

@@ -1,0 +1,178 @@
+"""A profile is data: saved in one place, and planned with in another."""
+
+import dataclasses
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+from jpipe.planning._interpolate import interpolate
+
+from .chains import LayerProfile, Profile
+from .models import SAMPLE, dense
+
+HERE = jax.devices()[0].device_kind
+TX = optax.adam(1e-3)
+
+
+def estimate(num_microbatches=(2, 16), layers=None, **options):
+    layers = dense(3) if layers is None else layers
+    options = {"measure": False, "num_microbatches": num_microbatches, **options}
+    return jpipe.profile(layers, SAMPLE, **options)
+
+
+def plan(profile, layers=None, sample=SAMPLE, **options):
+    layers = dense(3) if layers is None else layers
+    options = {"num_devices": 2, "bandwidth": 1e9, **options}
+    return jpipe.plan(layers, sample, TX, profile=profile, **options)
+
+
+def origin_of(made):
+    (line,) = (x for x in made.forecast.reasons if x.startswith("profile: "))
+    return line
+
+
+@pytest.mark.parametrize("limit", [None, 2**30])
+def test_a_saved_profile_leaves_the_choice_of_micro_batches_and_data(limit):
+    saved = Profile.from_json(estimate().to_json())
+    assert saved.sizes == [1, 8]
+    planned = plan(saved, memory_limit=limit)
+    # Without a profile a plan makes one of these two sizes.
+    expected = plan(None, measure=False, memory_limit=limit)
+    assert planned.forecast == expected.forecast
+    assert planned == expected
+    counts = {plan(saved, num_microbatches=m).schedule.num_microbatches for m in (1, 8)}
+    assert counts == {1, 8}
+    assert plan(saved, data=2).data == 2
+
+
+def test_costs_of_other_sizes_are_between_or_beyond_those_of_the_two_around_them():
+    def sized(size, seconds, larger=None):
+        layer = LayerProfile("a", seconds, 2 * seconds, residual_bytes={"none": size})
+        return Profile((layer,), microbatch_size=size, larger=larger)
+
+    profile = sized(2, 1.0, sized(4, 2.0, sized(8, 10.0)))
+    assert profile.sizes == [2, 4, 8]
+    assert profile.faults() == []
+    for size, seconds in ((1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0), (6, 6.0), (10, 14.0)):
+        (layer,) = interpolate(profile, size).layers
+        assert (layer.forward, layer.backward) == (seconds, 2 * seconds)
+        assert layer.residual_bytes == {"none": size}
+        assert interpolate(profile, size).sizes == [size]
+    assert interpolate(sized(4, 2.0), 8).layers == sized(4, 2.0).layers
+
+
+def test_a_profile_of_one_size_fixes_the_number_of_examples_of_a_device():
+    profile = estimate(4)
+    assert profile.sizes == [4]
+    planned = plan(profile)
+    assert planned.schedule.num_microbatches * planned.data == 4
+    says = "it is of micro-batches of 4 alone, so that num_microbatches times data is"
+    assert says in origin_of(planned)
+    for chosen in (plan(estimate()), plan(profile, num_microbatches=4)):
+        assert says not in origin_of(chosen)
+    with pytest.raises(ValueError, match=r"16 examples in parts of 4, of which alone"):
+        plan(profile, num_microbatches=8)
+
+
+def test_a_plan_says_which_sizes_are_extrapolated():
+    profile = estimate((4, 8))
+    says = "micro-batches of 16 are extrapolated from 2 and 4 examples"
+    assert says in origin_of(plan(profile, num_microbatches=1))
+    assert "extrapolated" not in origin_of(plan(profile, num_microbatches=4))
+
+
+def test_a_plan_says_where_it_was_profiled_and_planned():
+    there = {"how": "measured", "device": "NVIDIA H100", "jax": "0.1", "flax": "0.2"}
+    profile = dataclasses.replace(estimate((1, 16)), origin=there)
+    assert re.fullmatch(
+        rf"profile: measured on NVIDIA H100, jax 0.1, flax 0.2; planned on {HERE} "
+        rf"\(.*\), jax {jax.__version__}, flax [\d.]+",
+        origin_of(plan(profile)),
+    )
+    same = there | {"jax": jax.__version__}
+    planned = plan(dataclasses.replace(profile, origin=same))
+    assert "planned on" in origin_of(planned)
+    assert origin_of(planned).count("jax ") == 1
+    assert "planned on" not in origin_of(plan(estimate()))
+    by_hand = plan(dataclasses.replace(profile, origin={}))
+    assert origin_of(by_hand) == "profile: of unknown origin"
+
+
+def test_the_precision_of_all_products_belongs_to_the_place():
+    with jax.default_matmul_precision("bfloat16"):
+        profile = estimate()
+    assert ", matmul precision bfloat16, jax " in origin_of(plan(profile))
+    assert plan(profile).forecast.costs == plan(estimate()).forecast.costs
+    imprecise = [nn.Dense(4, precision="default")]
+    with jax.default_matmul_precision("highest"):
+        profile = estimate(layers=[nn.Dense(4)])
+        with pytest.raises(ValueError, match=r"another model:\n  \* layer 0: 'Dense: "):
+            plan(profile, imprecise)
+
+
+def test_a_profile_is_of_any_mini_batch_but_of_no_other_model():
+    profile = estimate()
+    larger = jax.ShapeDtypeStruct((64, 8), float)
+    assert plan(profile, sample=larger, num_microbatches=16).forecast.seconds > 0
+    layers = dense(3)
+    layers[4] = nn.Dense(31)
+    with pytest.raises(ValueError, match="the profile is of another model") as refusal:
+        plan(profile, layers)
+    text = str(refusal.value)
+    assert [line.split(":")[0] for line in text.splitlines()[1:-1]] == [
+        "  * layer 4",
+        "  * layer 5",
+        "  * layer 6",
+    ]
+    with pytest.raises(ValueError, match=r"(?s)\* layer 6: .*the same loss=, targets="):
+        plan(profile, loss=lambda y, _: jnp.mean(y))
+    narrow = jax.ShapeDtypeStruct((16, 7), float)
+    with pytest.raises(ValueError, match=r"\* input: 'float32\[1,8\]' in the profile"):
+        plan(profile, sample=narrow)
+    with pytest.raises(ValueError, match="train: 'True' in the profile, 'False' here"):
+        plan(profile, train=False)
+
+
+def test_options_of_a_profile_are_not_taken_beside_one():
+    with pytest.raises(ValueError, match="device= is for making a profile: leave it"):
+        plan(estimate(), device=jax.devices()[0])
+    with pytest.raises(ValueError, match="peak_flops= is for making a profile"):
+        plan(estimate(), peak_flops=1e12)
+    with pytest.raises(TypeError, match=r"plan needs a jpipe.Profile, such as"):
+        plan([1, 2])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lose'"):
+        plan(estimate(), lose=1)
+
+
+def test_a_plan_lists_the_arguments_of_a_profile():
+    of_plan = inspect.signature(jpipe.plan).parameters
+    of_profile = inspect.signature(jpipe.profile).parameters
+    for name in of_profile.keys() - {"num_microbatches"}:
+        assert of_plan[name].default == of_profile[name].default
+        assert of_plan[name].annotation == of_profile[name].annotation
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "sizes"), [(64, [4, 16]), (6, [1, 2]), (4, [1, 2]), (1, [1])]
+)
+def test_by_default_a_profile_has_two_sizes(num_examples, sizes):
+    profile = jpipe.profile([jnp.sin], jnp.ones((num_examples, 3)), measure=False)
+    assert profile.sizes == sizes
+    says = "the costs of 16 examples are stored too"
+    assert (says in str(profile)) == (num_examples == 64)
+
+
+def test_a_profile_of_larger_micro_batches_is_one_of_the_same_layers():
+    profile = estimate()
+    fault = "larger.microbatch_size=1: needs more than 1"
+    small = dataclasses.replace(profile.larger, microbatch_size=1)
+    assert dataclasses.replace(profile, larger=small).faults() == [fault]
+    other = dataclasses.replace(profile.larger, layers=profile.layers[:-1])
+    (fault,) = dataclasses.replace(profile, larger=other).faults()
+    assert fault == "larger has other layers, remat modes or skip connections"
