@@ -56,11 +56,11 @@ def _reasons(
     """Sentences that say why the first candidate is the best."""
     best, *_ = candidates
     yield _bottleneck(best)
-    if best.host_seconds > best.timeline.makespan:
+    if best.host_seconds > best.makespan:
         yield (
             f"host: one thread has all programs and transfers run, which takes "
             f"{format_seconds(best.host_seconds)}, more than the devices need: "
-            f"{format_seconds(best.timeline.makespan)}"
+            f"{format_seconds(best.makespan)}"
         )
     yield _memory(best, hardware)
     yield _transfers(sent_bytes, hardware)
@@ -98,7 +98,8 @@ def _bottleneck(best: Candidate) -> str:
     """The rank that computes longest."""
     timeline = best.timeline
     bottleneck = timeline.bottleneck
-    stages = [str(s) for s, rank in enumerate(timeline.placement) if rank == bottleneck]
+    placement = best.choice.schedule.placement
+    stages = [str(s) for s, rank in enumerate(placement) if rank == bottleneck]
     return (
         f"bottleneck: rank {bottleneck} (stage {' and '.join(stages)}) computes "
         f"{format_seconds(timeline.busy[bottleneck])} of {format_seconds(best.seconds)}"
@@ -198,7 +199,9 @@ def _nothing_fits(nearest: Candidate, hardware: Hardware) -> str:
         + "\n  * ".join(excesses)
         + f"\nThat one needs {nearest.choice.num_devices} devices of "
         f"{format_bytes(nearest.max_bytes)}; else take more devices (num_devices=), "
-        f"smaller micro-batches (num_microbatches=) or a smaller model"
+        f"smaller micro-batches (num_microbatches=) or a smaller model. Stages that "
+        f"shard their parameters (FSDP, tensor parallelism) are not planned: "
+        f"jpipe.pipeline(mesh=, sharding=) runs them"
     )
 
 
