@@ -5,11 +5,11 @@
     simulate   what the schedule makes of them                        (`_forecast`)
     improve    the best few: a climb by simulation, then a schedule made to measure
 
-Attempts are made from the lowest bound of their seconds on; one whose bound is above the
-best candidate so far is left out. A solution is exact for one stage per rank, but for
-two things: a schedule may overlap what the problem adds up, which the climb sees, and
-skip connections hold more than the problem counts. Where a simulated rank exceeds its
-limit the problem is solved again, with as much less room as it did not count.
+Attempts are made from the lowest bound of their seconds on; one whose bound is above
+the best candidate so far is left out. A solution is exact for one stage per rank, but
+for two things: a schedule may overlap what the problem adds up, which the climb sees,
+and skip connections hold more than the problem counts. Where a simulated rank exceeds
+its limit the problem is solved again, with as much less room as it did not count.
 """
 
 import dataclasses
