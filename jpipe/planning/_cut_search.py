@@ -17,13 +17,8 @@ from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
 from ._climb import Cuts, Ends, Key, climb, list_cuts
 from ._problem import PartitionProblem, RankSolution
 
-# The number of actions that a climb simulates, and for it the number of cuts at least
-# and at most.
+# The number of actions that a climb simulates.
 _MAX_ACTIONS = 40_000
-_MIN_SIMULATED = 12
-_MAX_SIMULATED = 400
-# The number of cuts from which a climb by simulation begins.
-_NUM_STARTS = 8
 # With several stages on a rank, the number of cuts that are evaluated without running
 # them, and around how many in vain; where there are few cuts, all of them.
 _MAX_EVALUATED = 10_000
@@ -117,8 +112,7 @@ def climb_by_simulation(
       simulate: the seconds of a step of a cut; infinite if it is out of the question.
     """
     num_actions = sum(map(len, problem.schedule.rows))
-    max_cuts = _MAX_ACTIONS // num_actions
-    max_cuts = min(max(max_cuts, _MIN_SIMULATED), _MAX_SIMULATED)
+    max_cuts = max(_MAX_ACTIONS // num_actions, 1)
     shortest_step = np.inf
 
     def key(ends: list[int], bottleneck: float, missing_bytes: float) -> Key:
@@ -141,5 +135,5 @@ def climb_by_simulation(
         )
 
     few_cuts = list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
-    best, *_ = climb([*cuts[:_NUM_STARTS], *few_cuts], keys, max_cuts)
+    best, *_ = climb([*cuts[:max_cuts], *few_cuts], keys, max_cuts)
     return best

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ..schedules import Costs, Schedule, Skip, Timeline
 from ..schedules._action import WEIGHT
+from ..schedules._schedule import simulate_rows
 from ._fingerprint import is_measured_on_cpu
 from ._fused import find_fused_microbatches, fused_costs
 from ._in_flight import list_stages
@@ -176,15 +177,17 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
         is_last_recomputed=stores_only_inputs(choice.remat[-1]),
         action_seconds=profile.action_seconds,
     )
-    timeline = schedule.simulate(costs)
+    simulated = simulate_rows(schedule, costs)
     num_exchanges = schedule.num_stages if choice.num_shards > 1 else 0
     num_dispatched = _count_dispatched(schedule, costs) + num_exchanges
     return Candidate(
         choice=choice,
         profile=profile,
         costs=costs,
-        makespan=timeline.makespan,
-        memory=_rank_memory(space, choice, peak_bytes=timeline.peak_bytes, costs=costs),
+        makespan=simulated.makespan,
+        memory=_rank_memory(
+            space, choice, peak_bytes=simulated.peak_bytes, costs=costs
+        ),
         host_seconds=profile.action_seconds * num_dispatched,
     )
 

@@ -15,7 +15,7 @@ its limit the problem is solved again, with as much less room as it did not coun
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +39,10 @@ from ._profile import Profile
 from ._space import Choice, SearchSpace
 from ._sums import sum_stages
 
-# The number of solutions that are improved.
+# The number of solutions that are improved, and of actions in all their schedules: of
+# very long ones only the best is.
 _NUM_IMPROVED = 3
+_NUM_ACTIONS = 40_000
 _ROUNDING = 1e-12
 
 
@@ -156,17 +158,32 @@ def _least_seconds(
     """A lower bound on the seconds of a step, whatever its balance and schedule.
 
     The busiest rank has as much to do as that of the most even cut, or with several
-    stages on a rank, as all have on average, or as the largest layer; and the host
-    thread dispatches at least a forward of each rank, and its transfer.
+    stages on a rank, as that of any division of the layers; and the host thread
+    dispatches at least a forward of each rank, and its transfer.
     """
     layers = [layer.least_seconds for layer in profile.layers]
-    busy = max(sum(layers) / num_ranks, *layers)
     if num_chunks == 1:
         busy, _ = minimize_max([sum_stages(layers, empty=np.inf)] * num_ranks)
+    else:
+        busy = _least_busy(layers, num_ranks)
     host = (2 * num_ranks - 1) * profile.action_seconds
     # Sums in another order differ by rounding.
     seconds = max(busy + profile.action_seconds, host)
     return num_microbatches * seconds * (1 - _ROUNDING)
+
+
+def _least_busy(layers: Sequence[float], num_ranks: int) -> float:
+    """A lower bound on what the busiest rank has to do, however layers are divided.
+
+    It has as much as all ranks on average; and of the ``k * num_ranks + 1`` longest
+    layers one rank has ``k + 1``, which take no less than the shortest of them.
+    """
+    longest = sorted(layers, reverse=True)
+    bounds = [sum(layers) / num_ranks]
+    for last in range(0, len(layers), num_ranks):
+        count = last // num_ranks + 1
+        bounds.append(sum(longest[last + 1 - count : last + 1]))
+    return max(bounds)
 
 
 def _solve(
@@ -251,13 +268,19 @@ def _as_choice(problem: PartitionProblem, ends: Ends) -> Choice:
 def _best_few(solutions: Iterable[_Solution], space: SearchSpace) -> list[_Solution]:
     """The best solutions of several stages, one of each schedule."""
     best: dict[tuple[Schedule, int], _Solution] = {}
+    num_actions = 0
     for solution in sorted(
         solutions, key=lambda x: x.candidate.objective(space.hardware)
     ):
         choice = solution.candidate.choice
-        if choice.schedule.num_stages > 1:
-            best.setdefault((choice.schedule, choice.num_shards), solution)
-    return list(best.values())[:_NUM_IMPROVED]
+        key = choice.schedule, choice.num_shards
+        if choice.schedule.num_stages == 1 or key in best:
+            continue
+        num_actions += sum(map(len, choice.schedule.rows))
+        if best and (len(best) == _NUM_IMPROVED or num_actions > _NUM_ACTIONS):
+            break
+        best[key] = solution
+    return list(best.values())
 
 
 def _climb(solution: _Solution, space: SearchSpace) -> Candidate:
@@ -270,6 +293,8 @@ def _climb(solution: _Solution, space: SearchSpace) -> Candidate:
 
     def simulate(ends: Ends) -> float:
         nonlocal best
+        if ends == solution.cuts[0]:
+            return solution.candidate.seconds
         candidate = evaluate(space, _as_choice(solution.problem, ends))
         if not candidate.fits(space.hardware):
             return math.inf
@@ -285,13 +310,15 @@ def _with_fitted_schedules(
 ) -> Iterator[Candidate]:
     """The same stages under schedules made to measure, as far as some fit.
 
-    One for the fastest remat modes, in which the stages may need too much under the
-    schedule of the candidate, and one for those of the candidate.
+    One for the remat modes of the candidate, which suit its own schedule; and under a
+    limit one for the fastest modes, and one for those that store least.
     """
-    fastest = min(space.remat_modes, key=stores_only_inputs)
-    for remat in dict.fromkeys(
-        [(fastest,) * len(candidate.choice.remat), candidate.choice.remat]
-    ):
+    num_stages = len(candidate.choice.remat)
+    remats = [candidate.choice.remat]
+    if space.hardware.memory_limit is not None:
+        fastest = min(space.remat_modes, key=stores_only_inputs)
+        remats += [(mode,) * num_stages for mode in (fastest, space.remat_modes[-1])]
+    for remat in dict.fromkeys(remats):
         choice = dataclasses.replace(candidate.choice, remat=remat)
         try:
             fitted = schedules.fit(
