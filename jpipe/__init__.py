@@ -34,7 +34,6 @@ if _TYPE_CHECKING:
     from .planning._plan import Plan as Plan
     from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
-    from .planning._replicate import Replicated as Replicated
     from .planning._replicate import replicate as replicate
 
 # Public name -> the module that defines it. A module is imported when one of its names
@@ -47,7 +46,6 @@ _HOME = {
     "Pipeline": "._api._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
-    "Replicated": ".planning._replicate",
     "Report": "._api._compile_report",
     "Stacked": "._arguments._stacked",
     "TrainState": "._train._train_state",
@@ -76,7 +74,6 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profile",
-    "Replicated",
     "Report",
     "Stacked",
     "TrainState",

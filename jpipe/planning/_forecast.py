@@ -8,19 +8,21 @@ with the backward that follows it, and the first stage has no input gradient.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..schedules import Action, Costs, Schedule, Skip, Timeline
-from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ..schedules import Costs, Schedule, Skip, Timeline
+from ..schedules._action import WEIGHT
+from ..schedules._schedule import simulate_rows
+from ._fused import find_fused_microbatches, fused_costs
+from ._in_flight import list_stages
 from ._mode_names import stores_only_inputs
 from ._origin import is_measured_on_cpu
 from ._plan import Memory, Plan
 from ._profile import Profile
-from ._replicate import ring_seconds
 from ._space import Choice, Hardware, SearchSpace
 
 # A step with halves of backwards counts so many times its seconds where devices share
@@ -35,7 +37,8 @@ class Candidate:
     Attributes:
       choice: the choice.
       profile: the profile of the layers, from which all of this was predicted.
-      timeline: the schedule, simulated with the costs of the stages.
+      costs: the costs of the stages, as they run.
+      makespan: the seconds of the simulated schedule.
       memory: the bytes of each rank at its peak, on each of its devices.
       host_seconds: seconds in which one thread dispatches all programs and transfers of
         a step.
@@ -44,21 +47,21 @@ class Candidate:
 
     choice: Choice
     profile: Profile
-    timeline: Timeline
+    costs: Costs
+    makespan: float
     memory: tuple[Memory, ...]
     host_seconds: float
     plan: Plan | None = None
 
-    @property
-    def costs(self) -> Costs:
-        """The costs of the stages, as they run."""
-        assert self.timeline.costs is not None
-        return self.timeline.costs
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The simulated schedule, made for a candidate of which more is asked."""
+        return self.choice.schedule.simulate(self.costs)
 
     @property
     def seconds(self) -> float:
         """The seconds of a step: those of the devices or of the host."""
-        return max(self.timeline.makespan, self.host_seconds)
+        return max(self.makespan, self.host_seconds)
 
     @property
     def max_bytes(self) -> int:
@@ -121,6 +124,44 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
     return dataclasses.replace(costs, exchange=exchange)
 
 
+def ring_seconds(
+    num_bytes: float, num_shards: int, bandwidth: float, latency: float
+) -> float:
+    """The time in which a ring of devices adds up gradients of so many bytes."""
+    hops = 2 * (num_shards - 1)
+    return hops * num_bytes / (bandwidth * num_shards) + hops * latency
+
+
+def schedule_free_costs(space: SearchSpace, choice: Choice) -> Costs:
+    """The costs of stages under any schedule, as far as they are the same under all.
+
+    Under remat mode ``"full"`` all forwards of the last stage run in their backwards.
+    In other modes only those do that a schedule puts right before them.
+    """
+    costs = stage_costs(space, choice)
+    if not stores_only_inputs(choice.remat[-1]):
+        return costs
+    profile = space.profile(choice.schedule, choice.num_shards)
+    return fused_costs(
+        costs,
+        choice.schedule,
+        is_last_recomputed=True,
+        action_seconds=profile.action_seconds,
+    )
+
+
+def residual_budgets(space: SearchSpace, choice: Choice) -> list[float] | None:
+    """The bytes that the workspace of each rank leaves; ``None`` without a limit."""
+    limit = space.hardware.memory_limit
+    if limit is None:
+        return None
+    workspace = _stage_workspace(space, choice)
+    return [
+        float(limit - max(workspace[stage] for stage in stages))
+        for stages in list_stages(choice.schedule.placement, choice.schedule.num_ranks)
+    ]
+
+
 def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
     """Forecasts a choice: simulates its schedule and counts its bytes.
 
@@ -136,14 +177,17 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
         is_last_recomputed=stores_only_inputs(choice.remat[-1]),
         action_seconds=profile.action_seconds,
     )
-    timeline = schedule.simulate(costs)
+    simulated = simulate_rows(schedule, costs)
     num_exchanges = schedule.num_stages if choice.num_shards > 1 else 0
     num_dispatched = _count_dispatched(schedule, costs) + num_exchanges
     return Candidate(
         choice=choice,
         profile=profile,
-        timeline=timeline,
-        memory=_rank_memory(space, choice, timeline=timeline, costs=costs),
+        costs=costs,
+        makespan=simulated.makespan,
+        memory=_rank_memory(
+            space, choice, peak_bytes=simulated.peak_bytes, costs=costs
+        ),
         host_seconds=profile.action_seconds * num_dispatched,
     )
 
@@ -167,95 +211,19 @@ def _count_dispatched(schedule: Schedule, costs: Costs) -> int:
     return num_programs + num_transfers
 
 
-def fused_costs(
-    costs: Costs,
-    schedule: Schedule,
-    *,
-    is_last_recomputed: bool,
-    action_seconds: float = 0.0,
-) -> Costs:
-    """The costs of the programs that a step runs, where these are not its actions.
-
-    A forward of the last stage that its own backward follows is fused with it: nothing
-    is stored between them or computed twice. The first stage has no gradient of its
-    input: its W does all that a backward does.
-
-    Args:
-      costs: the costs of actions, one number per stage.
-      schedule: the actions of each rank, in order.
-      is_last_recomputed: True if the last stage stores only its input, so that all of
-        its forwards run in their backwards.
-      action_seconds: seconds of each action whatever it computes; a program that does
-        two actions takes them once.
-
-    Returns:
-      Costs with one number per micro-batch for the last stage.
-    """
-    stages = range(schedule.num_stages)
-    last = stages[-1]
-    if is_last_recomputed:
-        fused_microbatches = set(range(schedule.num_microbatches))
-    else:
-        fused_microbatches = _microbatches_without_wait(schedule, last)
-
-    backward = costs.of(Action(BACKWARD, last, 0))
-    input_grads = [costs.of(Action(INPUT, stage, 0)) for stage in stages]
-    weight_grads = [costs.of(Action(WEIGHT, stage, 0)) for stage in stages]
-    # The seconds that a fused forward adds to its backward, which has them already
-    # where it computes the forward again.
-    added = 0.0
-    if not is_last_recomputed:
-        added = max(costs.forward[last] - action_seconds, 0.0)
-    fused_backward = backward + added
-    fused_input_grad = input_grads[last] + added
-
-    # Whole backwards of the first stage run in its W.
-    weight_grads[0] = max(input_grads[0] + weight_grads[0] - action_seconds, 0.0)
-    input_grads[0] = 0.0
-    fused_weight_grad = weight_grads[last]
-    if last == 0:
-        fused_input_grad = 0.0
-        fused_weight_grad = fused_backward
-
-    def replace_last(numbers: Any, fused: float) -> list[Any]:
-        of_last = [numbers[last]] * schedule.num_microbatches
-        for microbatch in fused_microbatches:
-            of_last[microbatch] = fused
-        return [*numbers[:last], of_last]
-
-    return dataclasses.replace(
-        costs,
-        forward=replace_last(costs.forward, 0.0),
-        backward=replace_last(costs.backward, fused_backward),
-        input_grad=replace_last(input_grads, fused_input_grad),
-        weight_grad=replace_last(weight_grads, fused_weight_grad),
-        residual_bytes=replace_last(costs.residual_bytes, costs.boundary_bytes[last]),
-    )
-
-
-def _microbatches_without_wait(schedule: Schedule, stage: int) -> set[int]:
-    """The micro-batches whose backward in a stage directly follows their forward."""
-    row = schedule.rows[schedule.placement[stage]]
-    return {
-        action.microbatch
-        for action, following in itertools.pairwise(row)
-        if action == Action(FORWARD, stage, action.microbatch)
-        and following[1:] == action[1:]
-    }
-
-
 def _rank_memory(
-    space: SearchSpace, choice: Choice, *, timeline: Timeline, costs: Costs
+    space: SearchSpace, choice: Choice, *, peak_bytes: Sequence[float], costs: Costs
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
     profile = space.profile(choice.schedule, choice.num_shards)
+    schedule = choice.schedule
+    rank_stages = list_stages(schedule.placement, schedule.num_ranks)
     ends = [0, *itertools.accumulate(choice.balance)]
     spans = list(itertools.pairwise(ends))
-    workspace = _stage_workspace(profile, choice, costs)
+    workspace = _stage_workspace(space, choice)
 
     rank_memory = []
-    for rank, peak in enumerate(timeline.peak_bytes):
-        stages = [s for s, r in enumerate(timeline.placement) if r == rank]
+    for stages, peak in zip(rank_stages, peak_bytes, strict=True):
         layers = list[int]()
         for stage in stages:
             begin, end = spans[stage]
@@ -282,48 +250,21 @@ def _rank_memory(
     return tuple(rank_memory)
 
 
-def _stage_workspace(profile: Profile, choice: Choice, costs: Costs) -> list[int]:
+def _stage_workspace(space: SearchSpace, choice: Choice) -> list[int]:
     """The bytes that the largest program of each stage needs while it runs."""
-    last = len(choice.balance) - 1
+    schedule = choice.schedule
+    profile = space.profile(schedule, choice.num_shards)
+    matrix = space.workspace(schedule, choice.num_shards)
+    last = schedule.num_stages - 1
     ends = [0, *itertools.accumulate(choice.balance)]
     workspace = []
-    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
-        num_bytes = _layers_workspace(profile, begin, end)
+    for stage, span in enumerate(itertools.pairwise(ends)):
+        num_bytes = int(matrix[span])
         mode = choice.remat[stage]
-        is_fused = stage == last and 0.0 in costs.forward[last]
+        is_fused = stage == last and find_fused_microbatches(schedule)
         if stores_only_inputs(mode) or is_fused:
             # One program runs forward and backward: it holds the residuals itself.
             residuals = profile.residuals_of[profile.pending_mode(mode)]
-            num_bytes += int(residuals[begin, end])
+            num_bytes += int(residuals[span])
         workspace.append(num_bytes)
     return workspace
-
-
-def _layers_workspace(profile: Profile, begin: int, end: int) -> int:
-    """The workspace of a program of layers, at the layer that needs most.
-
-    Besides the workspace of the layer itself there is the input of the layer and its
-    output, if they stay within the stage, and the skip connections within the stage
-    that are open there.
-    """
-    # For each layer, the bytes of skip connections that open less those that close.
-    change = [0] * (end - begin + 1)
-    for skip in profile.skips:
-        if begin <= skip.source and skip.target < end:
-            change[skip.source - begin] += skip.bytes
-            change[skip.target - begin + 1] -= skip.bytes
-
-    needed = []
-    open_bytes = 0
-    for layer in range(begin, end):
-        open_bytes += change[layer - begin]
-        num_bytes = open_bytes
-        workspace = profile.layers[layer].workspace_bytes
-        if workspace is not None:
-            num_bytes += workspace
-        if layer > begin:
-            num_bytes += profile.boundary_bytes(layer)
-        if layer + 1 < end:
-            num_bytes += profile.boundary_bytes(layer + 1)
-        needed.append(num_bytes)
-    return max(needed)

@@ -1,24 +1,19 @@
 """`jpipe.partition`: the number of layers of each stage.
 
-With one stage per rank a rank's time and bytes are those of its stage, and dynamic
-programs find the best cut (`_bottleneck_cut`); with several, `climb` searches by the
-sums over the stages of each rank. Where a schedule has to run the stages, the best cuts
-and those around them are simulated.
+The arguments are checked, and made a problem; `_cut_search` solves it.
 """
 
 import itertools
-import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..schedules import Schedule, ScheduleBuilder, one_f_one_b
 from ..schedules._choose import choose_schedule
-from ..schedules._simulate import TOO_LONG
-from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
-from ._climb import Cuts, Ends, Key, climb, list_cuts
+from ._climb import Ends
+from ._cut_search import climb_by_simulation, count_missing_bytes, find_best_cuts
 from ._layer_profile import (
     LayerProfile,
     find_count_faults,
@@ -27,23 +22,6 @@ from ._layer_profile import (
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
 from ._problem import PartitionProblem
 from ._profile import Profile, find_speed_faults
-
-# With a schedule, the number of actions that are simulated, and for it the number of
-# cuts at least and at most.
-_MAX_ACTIONS = 40_000
-_MIN_SIMULATED = 12
-_MAX_SIMULATED = 400
-# The number of cuts from which the search by simulation begins.
-_NUM_STARTS = 8
-# With several stages on a rank, the number of cuts that are evaluated without running
-# them, and around how many in vain; where there are few cuts, all of them.
-_MAX_EVALUATED = 10_000
-_PATIENCE = 40
-_FEW_CUTS = 1_000
-
-
-class NoFittingCutError(ValueError):
-    """No cut meets a limit, or none was found that does."""
 
 
 def partition(
@@ -110,13 +88,18 @@ def partition(
         bandwidth=bandwidth,
         latency=latency,
     )
-    cuts = _best_cuts(problem)
-    missing_bytes = problem.excess(np.array(cuts[:1])).item()
+    cuts = find_best_cuts(problem)
+    best = cuts[0]
+    missing_bytes = count_missing_bytes(problem, best)
     if objective != "memory" and missing_bytes > 0:
-        raise NoFittingCutError(_too_small(problem, cuts[0], missing_bytes))
+        raise ValueError(_too_small(problem, best, missing_bytes))
     if objective == "step" and schedule is not None:
-        cuts = _sort_by_simulation(problem, cuts)
-    return [end - begin for begin, end in itertools.pairwise(cuts[0])]
+        best = climb_by_simulation(
+            problem,
+            cuts,
+            lambda ends: problem.schedule.simulate(problem.costs(ends)).makespan,
+        )
+    return [end - begin for begin, end in itertools.pairwise(best)]
 
 
 def _checked_problem(
@@ -192,9 +175,9 @@ def _checked_problem(
         limits = (0.0,) * schedule.num_ranks
     elif max_bytes is not None:
         limits = _rank_limits(max_bytes, schedule.num_ranks)
-    problem = PartitionProblem(
+    return PartitionProblem(
         profile=profile,
-        modes=modes,
+        modes=tuple((mode,) for mode in modes),
         bandwidth=bandwidth,
         latency=latency,
         objective=objective,
@@ -202,9 +185,6 @@ def _checked_problem(
         num_microbatches=num_microbatches,
         max_bytes=limits,
     )
-    if not math.isfinite(problem.total_seconds * num_microbatches):
-        raise ValueError(f"partition: {TOO_LONG}")
-    return problem
 
 
 def _as_profile(costs: Sequence[float] | Profile) -> Profile:
@@ -253,106 +233,17 @@ def _rank_limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:
     return tuple(map(float, limits))
 
 
-def _best_cuts(problem: PartitionProblem) -> list[Ends]:
-    """Cuts, the best first; if none keeps to the limit, the one that exceeds it least.
-
-    With one stage per rank the first is the best of all.
-    """
-    if problem.schedule.num_ranks < problem.num_stages:
-        return climb(
-            _starts(problem),
-            lambda cuts: _evaluate(problem, cuts),
-            _MAX_EVALUATED,
-            patience=_PATIENCE,
-        )
-    times = problem.times
-    if problem.max_bytes is not None:
-        excess = problem.stage_excess()
-        least_excess, ends = minimize_max(excess)
-        if problem.objective == "memory":
-            max_excess = least_excess
-        elif least_excess <= 0:
-            max_excess = 0.0
-        else:
-            return [ends]
-        times = tuple(
-            np.where(stage_excess <= max_excess, stage_times, np.inf)
-            for stage_excess, stage_times in zip(excess, times, strict=True)
-        )
-    if problem.objective == "step":
-        cuts = minimize_step(
-            times, problem.transfers, num_microbatches=problem.num_microbatches
-        )
-        return [cut.ends for cut in cuts]
-    cut = minimize_bottleneck(times, problem.transfers)
-    assert cut is not None, "minimize_max found a cut with these stages"
-    return [cut.ends]
-
-
-def _starts(problem: PartitionProblem) -> Iterator[Ends]:
-    """Equal loads for all stages, all cuts if they are few, equally many layers."""
-    num_layers = problem.num_layers
-    num_stages = problem.num_stages
-    if cut := minimize_bottleneck(problem.times, problem.transfers):
-        yield cut.ends
-    yield from list_cuts(num_layers, num_stages, max_cuts=_FEW_CUTS)
-    yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
-
-
-def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
-    """The keys of cuts without running them; first, the bytes above the limit."""
-    loads = problem.loads(cuts)
-    bottlenecks = loads.max(axis=0)
-    latencies = problem.latencies(cuts)
-    times = [bottlenecks, latencies]
-    if problem.objective == "step":
-        times = [latencies + (problem.num_microbatches - 1) * bottlenecks]
-    excess = np.maximum(problem.excess(cuts), 0.0)
-    unevenness = np.square(loads).sum(axis=0)
-    columns = [column.tolist() for column in (excess, *times, unevenness)]
-    return list(zip(*columns, strict=True))
-
-
-def _sort_by_simulation(problem: PartitionProblem, cuts: Sequence[Ends]) -> list[Ends]:
-    """The best of some cuts and those around them, by their simulated steps first."""
-    schedule = problem.schedule
-    num_microbatches = schedule.num_microbatches
-    num_actions = sum(map(len, schedule.rows))
-    max_cuts = _MAX_ACTIONS // num_actions
-    max_cuts = min(max(max_cuts, _MIN_SIMULATED), _MAX_SIMULATED)
-    shortest_step = np.inf
-
-    def key(ends: list[int], bottleneck: float, excess: float) -> Key:
-        nonlocal shortest_step
-        if excess > 0:
-            return (np.inf,)
-        # No order of its actions makes the rank that has most to do any faster.
-        lower_bound = num_microbatches * bottleneck
-        if lower_bound >= shortest_step:
-            return lower_bound, 1.0
-        step = schedule.simulate(problem.costs(ends)).makespan
-        shortest_step = min(shortest_step, step)
-        return step, 0.0
-
-    def keys(cuts: Cuts) -> list[Key]:
-        bottlenecks = problem.loads(cuts).max(axis=0) * problem.quantum
-        excess = problem.excess(cuts)
-        return list(map(key, cuts.tolist(), bottlenecks.tolist(), excess.tolist()))
-
-    few_cuts = list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
-    return climb([*cuts[:_NUM_STARTS], *few_cuts], keys, max_cuts)
-
-
 def _too_small(problem: PartitionProblem, ends: Ends, missing_bytes: float) -> str:
     """Formats the error for a limit that is too small: the rank, and the way out."""
     assert problem.max_bytes is not None
-    rank_bytes = problem.rank_bytes(np.array([ends]))[:, 0].tolist()
+    solutions = problem.solve_cuts(np.array([ends]))
+    rank_bytes = [solution.num_bytes.item() for solution in solutions]
     excess = [
         num_bytes - limit
         for num_bytes, limit in zip(rank_bytes, problem.max_bytes, strict=True)
     ]
     rank = excess.index(max(excess))
-    stages = problem.in_flight[rank].stages
+    stages = problem.rank_stages[rank]
     layers = [f"{ends[stage]} to {ends[stage + 1] - 1}" for stage in stages]
     return (
         f"partition: no cut was found that keeps to max_bytes: in the one that needs "

@@ -1,16 +1,15 @@
 """Searches balances, micro-batches, schedules and remat modes, all simulated.
 
-A branch is a shape of the mesh and a number of ranks. The search
+    attempts   a shape of the mesh, a number of ranks, a schedule of the catalogue
+    solve      the best cut and the best modes under the limit        (`_cut_search`)
+    simulate   what the schedule makes of them                        (`_forecast`)
+    improve    the best few: a climb by simulation, then a schedule made to measure
 
-1. bounds the seconds of each branch from below, and evaluates branches from the lowest
-   bound on: each schedule of the catalogue, with the balance that suits it; a branch
-   whose bound is above the best candidate so far is left out;
-2. lowers the memory of candidates that do not fit: by remat modes that store less, then
-   by other balances;
-3. improves the best candidates: their balance by local search, then their schedule by
-   one that is made to measure.
-
-A balance is exact for one stage per rank (`_bottleneck_cut`).
+Attempts are made from the lowest bound of their seconds on; one whose bound is above
+the best candidate so far is left out. A solution is exact for one stage per rank, but
+for two things: a schedule may overlap what the problem adds up, which the climb sees,
+and skip connections hold more than the problem counts. Where a simulated rank exceeds
+its limit the problem is solved again, with as much less room as it did not count.
 """
 
 import dataclasses
@@ -19,37 +18,62 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import BY_NAME, Schedule, ScheduleError
-from ._climb import Cuts, climb
-from ._forecast import Candidate, evaluate, stage_costs
-from ._layer_partition import NoFittingCutError, partition
+from ._bottleneck_cut import minimize_max
+from ._climb import Ends
+from ._cut_search import climb_by_simulation, find_best_cuts
+from ._forecast import (
+    Candidate,
+    evaluate,
+    residual_budgets,
+    schedule_free_costs,
+)
 from ._mesh_shapes import MeshShape
+from ._mode_names import stores_only_inputs
+from ._problem import PartitionProblem
 from ._profile import Profile
-from ._space import Choice, Hardware, SearchSpace
+from ._space import Choice, SearchSpace
+from ._sums import sum_stages
 
-# The number of candidates, on as many devices per stage, that are improved.
+# The number of solutions that are improved, and of actions in all their schedules: of
+# very long ones only the best is.
 _NUM_IMPROVED = 3
-# The number of actions that a local search simulates for a candidate.
-_NUM_SIMULATED = 20_000
-# The number of balances that are tried for a limit of bytes, until one fits.
-_NUM_BALANCES = 6
+_NUM_ACTIONS = 40_000
 _ROUNDING = 1e-12
 
 
-class _Branch(NamedTuple):
-    """A shape and a number of ranks.
+class _Attempt(NamedTuple):
+    """A mesh, a number of ranks and a schedule: all that is decided before the cut.
 
     Attributes:
+      least_seconds: a lower bound on the seconds of a step.
       shape: the numbers of micro-batches, and of devices that share one.
       num_ranks: the number of ranks.
-      least_seconds: a lower bound on the seconds of a step.
+      schedule_name: the name of the schedule.
     """
 
+    least_seconds: float
     shape: MeshShape
     num_ranks: int
-    least_seconds: float
+    schedule_name: str
+
+
+class _Solution(NamedTuple):
+    """The candidate of an attempt.
+
+    Attributes:
+      candidate: the best cut, simulated.
+      problem: the problem that it solves.
+      cuts: this cut and other good ones, the best first.
+    """
+
+    candidate: Candidate
+    problem: PartitionProblem
+    cuts: list[Ends]
 
 
 def search(space: SearchSpace) -> list[Candidate]:
@@ -64,264 +88,245 @@ def search(space: SearchSpace) -> list[Candidate]:
     Returns:
       The candidates; a choice may be repeated.
     """
-    candidates = _rank(_catalogue_candidates(space), space.hardware)
-    best = list(_best_of_schedules(candidates))
-    for candidate in count_items("candidates improved", best):
-        improved = candidate
-        if space.balance is None:
-            improved = _improve_balance(candidate, space)
+    solutions = _solve_attempts(space)
+    candidates = [solution.candidate for solution in solutions]
+    for solution in count_items("candidates improved", _best_few(solutions, space)):
+        improved = solution.candidate
+        if space.balance is None and improved.fits(space.hardware):
+            improved = _climb(solution, space)
         candidates.append(improved)
         if space.fits_schedules:
-            candidates += _with_fitted_schedule(improved, space)
-    return _rank(candidates, space.hardware)
+            candidates += _with_fitted_schedules(improved, space)
+    return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
 
-def _rank(candidates: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
-    """Candidates, those that fit first, the fastest of them first."""
-    return sorted(candidates, key=lambda candidate: candidate.objective(hardware))
-
-
-def _catalogue_candidates(space: SearchSpace) -> list[Candidate]:
-    """The candidates of all branches that may have the best one."""
-    candidates: list[Candidate] = []
-    # With a fast candidate early, branches with larger bounds need not be tried.
-    for branch in count_items(
-        "numbers of devices and micro-batches planned", _sorted_branches(space)
-    ):
-        fitting = (x.seconds for x in candidates if x.fits(space.hardware))
-        best_seconds = min(fitting, default=math.inf)
-        if branch.least_seconds < best_seconds:
-            candidates += _branch_candidates(branch, space, best_seconds)
-    return candidates
-
-
-def _sorted_branches(space: SearchSpace) -> list[_Branch]:
-    """All branches, the one with the smallest bound first."""
-    branches = []
-    for shape in space.mesh_shapes:
-        profile = space.profiles[shape.num_microbatch_shards]
-        max_ranks = min(
-            space.hardware.num_devices // shape.num_shards, space.num_layers
-        )
-        for num_ranks in range(1, max_ranks + 1):
-            seconds = _least_seconds(profile, num_ranks, shape.num_microbatches)
-            branches.append(_Branch(shape, num_ranks, seconds))
-    return sorted(branches, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
-
-
-def _least_seconds(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
-    """A lower bound on the seconds of a step, whatever its balance and schedule.
-
-    The busiest rank has as much to do as all have on average, or as the largest layer;
-    and the host thread dispatches at least a forward of each rank, and its transfer.
-    """
-    layers = [layer.least_seconds for layer in profile.layers]
-    busy = max(sum(layers) / num_ranks, *layers) + profile.action_seconds
-    host = (2 * num_ranks - 1) * profile.action_seconds
-    # Sums in another order differ by rounding.
-    return num_microbatches * max(busy, host) * (1 - _ROUNDING)
-
-
-def _branch_candidates(
-    branch: _Branch, space: SearchSpace, best_seconds: float
-) -> Iterator[Candidate]:
-    """Each schedule of the catalogue, with the balances that suit it.
-
-    Args:
-      branch: the shape and the number of ranks.
-      space: the choices.
-      best_seconds: the seconds of the fastest candidate so far that fits.
-    """
-    num_shards = branch.shape.num_shards
-    # (placement, remat mode) -> balance, which is the same for all such schedules
-    # while memory has no limit; None if there is none
-    balances: dict[tuple[tuple[int, ...], str], tuple[int, ...] | None] = {}
-    for name in space.schedule_names:
+def _solve_attempts(space: SearchSpace) -> list[_Solution]:
+    """The solutions of all attempts among which the best one may be."""
+    solutions: list[_Solution] = []
+    best_seconds = math.inf
+    # shape, placement -> cuts; the same for all schedules while memory has no limit
+    cuts: dict[tuple[MeshShape, tuple[int, ...]], list[Ends]] = {}
+    # With a fast candidate early, attempts with larger bounds need not be solved.
+    for attempt in count_items("schedules tried", _sorted_attempts(space)):
+        if attempt.least_seconds >= best_seconds:
+            continue
         try:
-            schedule = BY_NAME[name](branch.num_ranks, branch.shape.num_microbatches)
+            schedule = BY_NAME[attempt.schedule_name](
+                attempt.num_ranks, attempt.shape.num_microbatches
+            )
         except ScheduleError:  # it has no order for these numbers
             continue
-        if schedule.num_stages > space.num_layers:
-            continue
-        for mode in space.remat_modes:
-            key = schedule.placement, mode
-            if key not in balances:
-                balances[key] = _choose_balance(
-                    space, schedule, num_shards=num_shards, mode=mode
+        key = attempt.shape, schedule.placement
+        known_cuts = cuts.get(key) if space.hardware.memory_limit is None else None
+        num_shards = attempt.shape.num_shards
+        for solution in _solve(schedule, num_shards, space, known_cuts):
+            solutions.append(solution)
+            cuts[key] = solution.cuts
+            if solution.candidate.fits(space.hardware):
+                best_seconds = min(best_seconds, solution.candidate.seconds)
+    return solutions
+
+
+def _sorted_attempts(space: SearchSpace) -> list[_Attempt]:
+    """All attempts, the one with the smallest bound first."""
+    num_chunks = {name: BY_NAME[name](1, 2).num_stages for name in space.schedule_names}
+    attempts = []
+    for shape in space.mesh_shapes:
+        profile = space.profiles[shape.num_microbatch_shards]
+        num_ranks = space.hardware.num_devices // shape.num_shards
+        for ranks in range(1, min(num_ranks, space.num_layers) + 1):
+            # number of stages on a rank -> the bound
+            bounds = {
+                chunks: _least_seconds(
+                    profile, shape.num_microbatches, num_ranks=ranks, num_chunks=chunks
                 )
-            balance = balances[key]
-            if balance is None:
-                continue
-            choice = Choice(
-                balance=balance,
-                remat=(mode,) * len(balance),
-                schedule=schedule,
-                num_shards=num_shards,
-            )
-            candidate = evaluate(space, choice)
-            yield candidate
-            if candidate.fits(space.hardware) or candidate.seconds >= best_seconds:
-                # Other modes and balances rarely take less.
-                break
-            yield from _fit_into_memory(candidate, mode, space)
+                for chunks in set(num_chunks.values())
+            }
+            for name in space.schedule_names:
+                num_stages = ranks * num_chunks[name]
+                if num_stages <= space.num_layers and (
+                    space.balance is None or len(space.balance) == num_stages
+                ):
+                    bound = bounds[num_chunks[name]]
+                    attempts.append(_Attempt(bound, shape, ranks, name))
+    return sorted(attempts, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
 
 
-def _fit_into_memory(
-    candidate: Candidate, mode: str, space: SearchSpace
-) -> Iterator[Candidate]:
-    """Candidates that need less: with stages that store less, or another balance.
+def _least_seconds(
+    profile: Profile, num_microbatches: int, *, num_ranks: int, num_chunks: int
+) -> float:
+    """A lower bound on the seconds of a step, whatever its balance and schedule.
 
-    A balance is chosen by the bytes that stages have and store. If a rank needs more
-    besides, such as workspace and arrays on their way to it, its budget for the next
-    balance is less by as much.
+    The busiest rank has as much to do as that of the most even cut, or with several
+    stages on a rank, as that of any division of the layers; and the host thread
+    dispatches at least a forward of each rank, and its transfer.
     """
-    limit = space.hardware.memory_limit
-    assert limit is not None
-    schedule = candidate.choice.schedule
-    num_shards = candidate.choice.num_shards
-    # What a schedule cannot change: all but activations and workspace.
-    fixed_bytes = sum(
-        memory.parameters + memory.gradients + memory.optimizer
-        for memory in candidate.memory
-    )
-    if fixed_bytes > limit * schedule.num_ranks:
-        return  # no residuals are small enough
-
-    reduced = list(_reduce_remat(candidate, space))
-    yield from reduced
-    has_stages_to_place = schedule.num_ranks < schedule.num_stages
-    if has_stages_to_place and any(x.fits(space.hardware) for x in reduced):
-        return  # the search for a balance takes long there
-
-    budgets = [float(limit)] * schedule.num_ranks
-    for _ in range(_NUM_BALANCES):
-        if min(budgets) <= 0:
-            return
-        balance = _choose_balance(
-            space, schedule, num_shards=num_shards, mode=mode, max_bytes=budgets
-        )
-        if balance is None:
-            return
-        choice = dataclasses.replace(candidate.choice, balance=balance)
-        balanced = evaluate(space, choice)
-        yield balanced
-        if balanced.fits(space.hardware):
-            return
-        for rank, memory in enumerate(balanced.memory):
-            budgets[rank] -= max(memory.total - limit, 0)
+    layers = [layer.least_seconds for layer in profile.layers]
+    if num_chunks == 1:
+        busy, _ = minimize_max([sum_stages(layers, empty=np.inf)] * num_ranks)
+    else:
+        busy = _least_busy(layers, num_ranks)
+    host = (2 * num_ranks - 1) * profile.action_seconds
+    # Sums in another order differ by rounding.
+    seconds = max(busy + profile.action_seconds, host)
+    return num_microbatches * seconds * (1 - _ROUNDING)
 
 
-def _reduce_remat(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
-    """Stores less and less in the stages of ranks that need more than they have."""
-    limit = space.hardware.memory_limit
-    assert limit is not None
-    # remat mode -> the next one, which stores less
-    next_mode = dict(itertools.pairwise(space.remat_modes))
-    while not candidate.fits(space.hardware):
-        choice = candidate.choice
-        remat = []
-        for mode, rank in zip(choice.remat, choice.schedule.placement, strict=True):
-            is_full = candidate.memory[rank].total > limit
-            remat.append(next_mode.get(mode, mode) if is_full else mode)
-        if tuple(remat) == choice.remat:
-            return
-        candidate = evaluate(space, dataclasses.replace(choice, remat=tuple(remat)))
-        yield candidate
+def _least_busy(layers: Sequence[float], num_ranks: int) -> float:
+    """A lower bound on what the busiest rank has to do, however layers are divided.
+
+    It has as much as all ranks on average; and of the ``k * num_ranks + 1`` longest
+    layers one rank has ``k + 1``, which take no less than the shortest of them.
+    """
+    longest = sorted(layers, reverse=True)
+    bounds = [sum(layers) / num_ranks]
+    for last in range(0, len(layers), num_ranks):
+        count = last // num_ranks + 1
+        bounds.append(sum(longest[last + 1 - count : last + 1]))
+    return max(bounds)
 
 
-def _choose_balance(
-    space: SearchSpace,
+def _solve(
     schedule: Schedule,
-    *,
     num_shards: int,
-    mode: str,
-    max_bytes: Sequence[float] | None = None,
-) -> tuple[int, ...] | None:
-    """The balance with the shortest step; ``None`` if there is none.
-
-    If a rank has several stages, the balance whose busiest rank has least to do.
+    space: SearchSpace,
+    known_cuts: list[Ends] | None = None,
+) -> Iterator[_Solution]:
+    """Solutions for a schedule, until one fits or none does.
 
     Args:
-      space: the choices.
-      schedule: a schedule for as many stages.
+      schedule: the schedule.
       num_shards: the number of devices over which each micro-batch is spread.
-      mode: the remat mode of all stages.
-      max_bytes: the bytes that each rank may hold, if there is a limit.
+      space: the choices.
+      known_cuts: the best cuts, if they were found before.
     """
-    if space.balance is not None:
-        return space.balance if len(space.balance) == schedule.num_stages else None
-    has_stages_to_place = schedule.num_ranks < schedule.num_stages
-    needs_schedule = has_stages_to_place or max_bytes is not None
-    try:
-        balance = partition(
-            space.profile(schedule, num_shards),
-            schedule.num_stages,
-            objective="max" if has_stages_to_place else "step",
-            num_microbatches=schedule.num_microbatches,
-            bandwidth=space.hardware.bandwidth,
-            latency=space.hardware.latency,
-            schedule=schedule if needs_schedule else None,
-            max_bytes=max_bytes,
-            remat=mode,
+    limit = space.hardware.memory_limit
+    rooms = None if limit is None else (float(limit),) * schedule.num_ranks
+    while True:
+        problem = _pose_problem(schedule, num_shards, rooms, space)
+        if space.balance is not None:
+            cuts = [(0, *itertools.accumulate(space.balance))]
+        else:
+            cuts = known_cuts or find_best_cuts(problem)
+        candidate = evaluate(space, _as_choice(problem, cuts[0]))
+        yield _Solution(candidate, problem, cuts)
+        counted = problem.solve_cuts(np.array(cuts[:1]))
+        if candidate.fits(space.hardware) or any(
+            rank.missing_bytes.item() > 0 for rank in counted
+        ):
+            return
+        assert rooms is not None
+        assert limit is not None
+        rooms = tuple(
+            min(room, limit - (memory.total - rank.num_bytes.item()))
+            for room, memory, rank in zip(rooms, candidate.memory, counted, strict=True)
         )
-    except NoFittingCutError:
-        return None
-    return tuple(balance)
 
 
-def _best_of_schedules(ranked: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The best candidates, one of each schedule, for each number of shards."""
-    for num_shards in sorted({candidate.choice.num_shards for candidate in ranked}):
-        best: dict[Schedule, Candidate] = {}
-        for candidate in ranked:
-            choice = candidate.choice
-            if choice.num_shards == num_shards and choice.schedule.num_stages > 1:
-                best.setdefault(choice.schedule, candidate)
-        yield from itertools.islice(best.values(), _NUM_IMPROVED)
+def _pose_problem(
+    schedule: Schedule,
+    num_shards: int,
+    rooms: tuple[float, ...] | None,
+    space: SearchSpace,
+) -> PartitionProblem:
+    """The problem of the best cut and modes, as exact as it can be.
 
+    If a rank has several stages, the best is the one whose busiest rank has least to
+    do: what they add to the latency of a step is hidden behind each other.
 
-def _improve_balance(candidate: Candidate, space: SearchSpace) -> Candidate:
-    """The best of a candidate's balance and those around it, by simulated steps.
-
-    A balance is chosen by the seconds of stages, one after another. The simulation also
-    knows where the schedule waits, and how long gradients are exchanged.
+    Args:
+      schedule: the schedule.
+      num_shards: the number of devices over which each micro-batch is spread.
+      rooms: the bytes that each rank may hold, if there is a limit.
+      space: the choices.
     """
-    schedule = candidate.choice.schedule
-    evaluated: dict[tuple[int, ...], Candidate] = {}  # ends of stages -> candidate
-
-    def objectives(cuts: Cuts) -> list[tuple[float, ...]]:
-        values = []
-        for row in cuts.tolist():
-            ends = tuple(row)
-            balance = tuple(end - begin for begin, end in itertools.pairwise(ends))
-            choice = dataclasses.replace(candidate.choice, balance=balance)
-            evaluated[ends] = evaluate(space, choice)
-            values.append(evaluated[ends].objective(space.hardware))
-        return values
-
-    num_actions = sum(map(len, schedule.rows))
-    num_tried = max(_NUM_SIMULATED // num_actions, 1)
-    start = (0, *itertools.accumulate(candidate.choice.balance))
-    best, *_ = climb([start], objectives, num_tried)
-    return evaluated[best]
+    has_one_stage_per_rank = schedule.num_ranks == schedule.num_stages
+    return PartitionProblem(
+        profile=space.profile(schedule, num_shards),
+        modes=(space.remat_modes,) * schedule.num_stages,
+        bandwidth=space.hardware.bandwidth,
+        latency=space.hardware.latency,
+        objective="step" if has_one_stage_per_rank else "max",
+        schedule=schedule,
+        num_microbatches=schedule.num_microbatches,
+        max_bytes=rooms,
+        workspace=space.workspace(schedule, num_shards),
+        num_shards=num_shards,
+    )
 
 
-def _with_fitted_schedule(
+def _as_choice(problem: PartitionProblem, ends: Ends) -> Choice:
+    """The choice of a cut with its best modes."""
+    return Choice(
+        balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
+        remat=problem.best_modes(ends),
+        schedule=problem.schedule,
+        num_shards=problem.num_shards,
+    )
+
+
+def _best_few(solutions: Iterable[_Solution], space: SearchSpace) -> list[_Solution]:
+    """The best solutions of several stages, one of each schedule."""
+    best: dict[tuple[Schedule, int], _Solution] = {}
+    num_actions = 0
+    for solution in sorted(
+        solutions, key=lambda x: x.candidate.objective(space.hardware)
+    ):
+        choice = solution.candidate.choice
+        key = choice.schedule, choice.num_shards
+        if choice.schedule.num_stages == 1 or key in best:
+            continue
+        num_actions += sum(map(len, choice.schedule.rows))
+        if best and (len(best) == _NUM_IMPROVED or num_actions > _NUM_ACTIONS):
+            break
+        best[key] = solution
+    return list(best.values())
+
+
+def _climb(solution: _Solution, space: SearchSpace) -> Candidate:
+    """The best of a cut and those around it, by simulated steps.
+
+    A problem adds up the seconds of stages. The simulation also knows where the
+    schedule waits, and how long gradients are exchanged.
+    """
+    best = solution.candidate
+
+    def simulate(ends: Ends) -> float:
+        nonlocal best
+        if ends == solution.cuts[0]:
+            return solution.candidate.seconds
+        candidate = evaluate(space, _as_choice(solution.problem, ends))
+        if not candidate.fits(space.hardware):
+            return math.inf
+        best = min(best, candidate, key=lambda x: x.objective(space.hardware))
+        return candidate.seconds
+
+    climb_by_simulation(solution.problem, solution.cuts, simulate)
+    return best
+
+
+def _with_fitted_schedules(
     candidate: Candidate, space: SearchSpace
 ) -> Iterator[Candidate]:
-    """The same stages under a schedule made to measure, if there is one that fits."""
-    choice = candidate.choice
-    limit = space.hardware.memory_limit
-    budgets = None
-    if limit is not None:
-        budgets = [limit - memory.workspace for memory in candidate.memory]
-    try:
-        fitted = schedules.fit(
-            stage_costs(space, choice),
-            choice.schedule.num_ranks,
-            choice.schedule.num_microbatches,
-            max_bytes=budgets,
-        )
-    except ScheduleError:
-        return
-    yield evaluate(space, dataclasses.replace(choice, schedule=fitted))
+    """The same stages under schedules made to measure, as far as some fit.
+
+    One for the remat modes of the candidate, which suit its own schedule; and under a
+    limit one for the fastest modes, and one for those that store least.
+    """
+    num_stages = len(candidate.choice.remat)
+    remats = [candidate.choice.remat]
+    if space.hardware.memory_limit is not None:
+        fastest = min(space.remat_modes, key=stores_only_inputs)
+        remats += [(mode,) * num_stages for mode in (fastest, space.remat_modes[-1])]
+    for remat in dict.fromkeys(remats):
+        choice = dataclasses.replace(candidate.choice, remat=remat)
+        try:
+            fitted = schedules.fit(
+                schedule_free_costs(space, choice),
+                choice.schedule.num_ranks,
+                choice.schedule.num_microbatches,
+                max_bytes=residual_budgets(space, choice),
+            )
+        except ScheduleError:
+            continue
+        yield evaluate(space, dataclasses.replace(choice, schedule=fitted))

@@ -1,12 +1,19 @@
-"""The problem that `jpipe.partition` solves: times and bytes of each possible stage.
+"""The problem that a partition solves: times and bytes of each possible stage.
 
 Entry [i, j] of a matrix is of the stage of layers i to j - 1. Times are counted in
 whole units (see `PartitionProblem.quantum`). A rank with the stages s holds
 
-    bytes = max over moments of sum over s of in_flight[moment, s] * residuals[s][i, j]
+    bytes = max over moments of sum over s, h of count[moment, s, h] * size[s, h][i, j]
             + sum over s of fixed[i, j]
 
-where *fixed* is parameters, their sums of gradients, and state.
+where h is what it holds of a micro-batch (`_in_flight`), such as residuals by the remat
+mode of the stage, and *fixed* is parameters, their sums of gradients, and state. A
+forecast of a step counts all h, and the workspace of the largest program; the limit of
+`jpipe.partition` is one of residuals.
+
+Modes are chosen rank by rank: those of the stages of a rank change its bytes and its
+time alone. So the best ones for a cut are the fastest with which each rank keeps to its
+limit, and with one stage on each rank a matrix of times is that of the best modes.
 """
 
 import functools
@@ -19,9 +26,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .._partition._remat_mode import FULL
 from ..schedules import Costs, Schedule
-from ..schedules._action import FORWARD, INPUT, WEIGHT
+from ..schedules._simulate import TOO_LONG
 from ._climb import Cuts
+from ._fused import find_fused_microbatches
+from ._in_flight import Counts, Held, count_in_flight, list_stages
 from ._mode_names import stores_only_inputs
 from ._profile import Profile
 from ._sums import Matrix, sum_stages
@@ -29,6 +39,8 @@ from ._sums import Matrix, sum_stages
 # One number per cut, or of shape (ranks, cuts).
 Numbers = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
+# Where a stage begins and ends, in each of some cuts.
+Bounds = tuple[Indices, Indices]
 
 # Times are counted in units, of which the whole model takes so many: sums and
 # differences of whole numbers below 2 ** 53 are exact, so that equal layers make equal
@@ -36,17 +48,20 @@ Indices = npt.NDArray[np.intp]
 _UNITS = 2**46
 
 
-class InFlight(NamedTuple):
-    """The micro-batches that one rank has in flight.
+class RankSolution(NamedTuple):
+    """The best modes of the stages of one rank, in each of some cuts.
 
     Attributes:
-      stages: the stages that it runs.
-      counts: one row per moment: for each stage the micro-batches that wait for a
-        backward, then for each those that wait for the weight gradient.
+      times: the time of one micro-batch, in units.
+      num_bytes: the bytes that it holds.
+      missing_bytes: the bytes beyond its limit, at least 0.
+      choices: the indices of the modes in `PartitionProblem.mode_choices`.
     """
 
-    stages: tuple[int, ...]
-    counts: Indices
+    times: Numbers
+    num_bytes: Numbers
+    missing_bytes: Numbers
+    choices: Indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +70,8 @@ class PartitionProblem:
 
     Attributes:
       profile: the layers.
-      modes: the remat mode of each stage; see `Profile.costs`.
+      modes: for each stage, the remat modes that it may have; of those that are as fast
+        the first is taken.
       bandwidth: bytes per second between two ranks; ``None``: transfers take no time
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
@@ -63,17 +79,29 @@ class PartitionProblem:
       schedule: the schedule of the stages; 1F1B if the user has none.
       num_microbatches: the number of micro-batches of a step.
       max_bytes: the limit of each rank; ``None``: no limit. For ``"memory"`` it is 0
-        for all, so that the excess of a cut is what its fullest rank holds.
+        for all, so that the missing bytes of a cut are what its fullest rank holds.
+      workspace: the bytes that the largest program of each stage needs besides, as in a
+        forecast; ``None``: neither these count, nor arrays between stages.
+      num_shards: the number of devices that share a micro-batch.
+
+    Raises:
+      ValueError: if its seconds are too many for a float.
     """
 
     profile: Profile
-    modes: tuple[str, ...]
+    modes: tuple[tuple[str, ...], ...]
     bandwidth: float | None
     latency: float
     objective: str
     schedule: Schedule
     num_microbatches: int
     max_bytes: tuple[float, ...] | None
+    workspace: Matrix | None = None
+    num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.total_seconds * self.num_microbatches):
+            raise ValueError(f"partition: {TOO_LONG}")
 
     @property
     def num_layers(self) -> int:
@@ -85,19 +113,24 @@ class PartitionProblem:
         """The number of stages."""
         return len(self.modes)
 
+    @property
+    def has_one_stage_per_rank(self) -> bool:
+        """True if each rank has one stage."""
+        return self.schedule.num_ranks == self.num_stages
+
     @functools.cached_property
-    def in_flight(self) -> list[InFlight]:
-        """The micro-batches in flight on each rank, at all moments that differ."""
-        ranks = range(self.schedule.num_ranks)
-        return [_count_in_flight(self.schedule, rank) for rank in ranks]
+    def rank_stages(self) -> list[tuple[int, ...]]:
+        """The stages of each rank."""
+        return list_stages(self.schedule.placement, self.schedule.num_ranks)
 
     def costs(self, ends: Sequence[int]) -> Costs:
         """Times and transfers of the stages between two ends each.
 
         The forward of a last stage that stores only its input is part of its backward.
         """
-        costs = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
-        if stores_only_inputs(self.modes[-1]):
+        modes = self.best_modes(ends)
+        costs = self.profile.times(ends, modes, self.bandwidth, self.latency)
+        if stores_only_inputs(modes[-1]):
             costs.forward[-1] = 0.0
         return costs
 
@@ -120,29 +153,46 @@ class PartitionProblem:
         return np.rint(self._transfer_seconds / self.quantum)
 
     @functools.cached_property
-    def times(self) -> tuple[Matrix, ...]:
-        """The times of each stage; infinite where it would have no layer."""
-        layers = self.profile.layers
-        seconds = np.array([(layer.forward, layer.backward) for layer in layers])
-        forward, backward = np.rint(seconds.T / self.quantum)
-        stored = sum_stages(forward + backward, empty=np.inf)
-        recomputed = stored
-        if any(map(stores_only_inputs, self.modes[:-1])):
-            recomputed = sum_stages(2 * forward + backward, empty=np.inf)
-        times = [
-            recomputed if stores_only_inputs(mode) else stored
-            for mode in self.modes[:-1]
+    def mode_choices(self) -> list[list[tuple[str, ...]]]:
+        """For each rank, the modes that its stages may have."""
+        modes: list[Sequence[str]] = list(self.modes)
+        if self.max_bytes is None:  # no other is better than the fastest
+            modes = [sorted(names, key=stores_only_inputs)[:1] for names in modes]
+        return [
+            list(itertools.product(*(modes[stage] for stage in stages)))
+            for stages in self.rank_stages
         ]
-        return *times, stored  # the last stage computes its forward in its backward
 
-    def loads(self, cuts: Cuts) -> Numbers:
-        """The time of one micro-batch on each rank, in units: ``[ranks, cuts]``."""
-        loads = np.zeros((self.schedule.num_ranks, len(cuts)))
-        for stage, rank in enumerate(self.schedule.placement):
-            loads[rank] += self.times[stage][cuts[:, stage], cuts[:, stage + 1]]
-        return loads
+    def solve_stages(self) -> list[RankSolution]:
+        """The best modes of each stage as matrices, with one stage on each rank."""
+        num_ends = self.num_layers + 1
+        begins, ends = np.indices((num_ends, num_ends))
+        return [
+            self._solve_rank(rank, [(begins, ends)]) for rank in self.schedule.placement
+        ]
 
-    def latencies(self, cuts: Cuts) -> Numbers:
+    def solve_cuts(self, cuts: Cuts) -> list[RankSolution]:
+        """The best modes of each rank in each of some cuts."""
+        solutions = []
+        for rank, stages in enumerate(self.rank_stages):
+            bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in stages]
+            solutions.append(self._solve_rank(rank, bounds))
+        return solutions
+
+    def best_modes(self, ends: Sequence[int]) -> tuple[str, ...]:
+        """The best mode of each stage of one cut."""
+        choices = [0] * len(self.rank_stages)
+        if any(len(rank_choices) > 1 for rank_choices in self.mode_choices):
+            solutions = self.solve_cuts(np.array([ends]))
+            choices = [solution.choices.item() for solution in solutions]
+        modes = [""] * self.num_stages
+        for rank, stages in enumerate(self.rank_stages):
+            rank_modes = self.mode_choices[rank][choices[rank]]
+            for stage, mode in zip(stages, rank_modes, strict=True):
+                modes[stage] = mode
+        return tuple(modes)
+
+    def latencies(self, cuts: Cuts, solutions: Sequence[RankSolution]) -> Numbers:
         """The time of all stages of a cut one after another, transfers between."""
         ranks = itertools.pairwise(self.schedule.placement)
         crossing_stages = [
@@ -151,55 +201,151 @@ class PartitionProblem:
             if previous_rank != rank
         ]
         transfer_times = self.transfers[cuts[:, crossing_stages]].sum(axis=1)
-        return self.loads(cuts).sum(axis=0) + transfer_times
+        return sum(solution.times for solution in solutions) + transfer_times
 
-    def rank_bytes(self, cuts: Cuts) -> Numbers:
-        """The bytes of each rank: ``[ranks, cuts]``."""
-        rows = []
-        for rank in self.in_flight:
-            bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in rank.stages]
-            rows.append(self._rank_bytes(rank, bounds))
-        return np.array(rows)
+    def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankSolution:
+        """The fastest modes of a rank with which it keeps to its limit.
 
-    def excess(self, cuts: Cuts) -> Numbers:
-        """The bytes by which the fullest rank exceeds its limit; negative with room."""
-        if self.max_bytes is None:
-            return np.zeros(len(cuts))
-        limits = np.array(self.max_bytes)[:, None]
-        return (self.rank_bytes(cuts) - limits).max(axis=0)
-
-    def stage_excess(self) -> list[Matrix]:
-        """The bytes by which each stage exceeds its limit, with one for each rank."""
-        assert self.max_bytes is not None
-        num_ends = self.num_layers + 1
-        begins, ends = np.indices((num_ends, num_ends))
-        excess = [np.empty(0)] * self.num_stages
-        for rank, limit in zip(self.in_flight, self.max_bytes, strict=True):
-            excess[rank.stages[0]] = self._rank_bytes(rank, [(begins, ends)]) - limit
-        return excess
-
-    def _rank_bytes(
-        self, rank: InFlight, bounds: Sequence[tuple[Indices, Indices]]
-    ) -> Numbers:
-        """The bytes of one rank, at the moment at which it holds most.
+        Where there are none, those with which it needs least.
 
         Args:
-          rank: the micro-batches that it has in flight.
-          bounds: one per stage of it: where it begins and ends, in each of some cuts.
+          rank: the rank.
+          bounds: one for each of its stages.
         """
-        modes = [self.modes[stage] for stage in rank.stages]
-        pending_modes = [self.profile.pending_mode(mode) for mode in modes]
-        # In the order of the counts: before the backward, then between its halves.
-        residuals = [
-            self.profile.residuals_of[mode][bound]
-            for mode, bound in zip(
-                [*modes, *pending_modes], [*bounds, *bounds], strict=True
+        best: RankSolution | None = None
+        for index, modes in enumerate(self.mode_choices[rank]):
+            solution = self._solve_rank_in_modes(rank, bounds, modes, index)
+            if best is None:
+                best = solution
+                continue
+            is_better = (solution.missing_bytes < best.missing_bytes) | (
+                (solution.missing_bytes == best.missing_bytes)
+                & (solution.times < best.times)
             )
+            pairs = zip(solution, best, strict=True)
+            best = RankSolution(*(np.where(is_better, new, old) for new, old in pairs))
+        assert best is not None, "each stage has a mode"
+        return best
+
+    def _solve_rank_in_modes(
+        self, rank: int, bounds: Sequence[Bounds], modes: Sequence[str], index: int
+    ) -> RankSolution:
+        """The only solution for a rank whose stages have these modes."""
+        stages = self.rank_stages[rank]
+        times = np.zeros(bounds[0][0].shape)
+        for stage, bound, mode in zip(stages, bounds, modes, strict=True):
+            times = times + self._stage_times(stage, mode)[bound]
+        num_bytes = np.zeros(times.shape)
+        missing_bytes = num_bytes
+        if self.max_bytes is not None:
+            num_bytes = self._rank_bytes(rank, bounds, modes)
+            missing_bytes = np.maximum(num_bytes - self.max_bytes[rank], 0.0)
+        choices = np.full(times.shape, index)
+        return RankSolution(times, num_bytes, missing_bytes, choices)
+
+    def _stage_times(self, stage: int, mode: str) -> Matrix:
+        """The times of a stage; infinite where it would have no layer.
+
+        The last stage computes its forward in its backward.
+        """
+        is_recomputed = stores_only_inputs(mode) and stage < self.num_stages - 1
+        return self._recomputed_times if is_recomputed else self._stored_times
+
+    @property
+    def fastest_times(self) -> list[Matrix]:
+        """The times of each stage in the fastest of its modes, whatever it stores."""
+        return [
+            functools.reduce(
+                np.minimum, (self._stage_times(stage, mode) for mode in modes)
+            )
+            for stage, modes in enumerate(self.modes)
         ]
-        residual_bytes = np.tensordot(rank.counts, residuals, 1)  # one row per moment
-        return residual_bytes.max(axis=0) + sum(
-            self._fixed_bytes[bound] for bound in bounds
-        )
+
+    @functools.cached_property
+    def _layer_times(self) -> Numbers:
+        """The times of the forwards and backwards of all layers: ``[2, layers]``."""
+        layers = self.profile.layers
+        seconds = np.array([(layer.forward, layer.backward) for layer in layers])
+        return np.rint(seconds.T / self.quantum)
+
+    @functools.cached_property
+    def _stored_times(self) -> Matrix:
+        forward, backward = self._layer_times
+        return sum_stages(forward + backward, empty=np.inf)
+
+    @functools.cached_property
+    def _recomputed_times(self) -> Matrix:
+        forward, backward = self._layer_times
+        return sum_stages(2 * forward + backward, empty=np.inf)
+
+    @functools.cached_property
+    def _in_flight(self) -> list[Counts]:
+        """The arrays that each rank holds, at all moments that matter."""
+        if self.workspace is not None:
+            return count_in_flight(self.schedule, self._fused_microbatches)
+        in_flight = count_in_flight(self.schedule)
+        for counts in in_flight:
+            counts[:, :, Held.INPUT :] = 0
+        return in_flight
+
+    def _rank_bytes(
+        self, rank: int, bounds: Sequence[Bounds], modes: Sequence[str]
+    ) -> Numbers:
+        """The bytes of one rank, at the moment at which it holds most."""
+        sizes = []
+        for bound, mode in zip(bounds, modes, strict=True):
+            sizes += self._held_sizes(bound, mode)
+        counts = self._in_flight[rank]
+        counts = counts.reshape(len(counts), -1)
+        held_bytes = np.tensordot(counts, sizes, 1).max(axis=0)
+        fixed_bytes = sum(self._fixed_bytes[bound] for bound in bounds)
+        if self.workspace is None:
+            return held_bytes + fixed_bytes
+
+        workspaces = []
+        stages = self.rank_stages[rank]
+        for stage, bound, mode in zip(stages, bounds, modes, strict=True):
+            workspace = self.workspace[bound]
+            is_fused = stage == self.num_stages - 1 and self._fused_microbatches
+            if stores_only_inputs(mode) or is_fused:
+                # One program runs forward and backward: it holds the residuals itself.
+                pending_mode = self.profile.pending_mode(mode)
+                workspace = workspace + self.profile.residuals_of[pending_mode][bound]
+            workspaces.append(workspace)
+        total_bytes = held_bytes + np.max(workspaces, axis=0)
+        if self.num_shards > 1:
+            # At the end, the gradients that shards exchange stand beside their sums.
+            exchanged = [self.profile.params_of[bound] for bound in bounds]
+            total_bytes = np.maximum(total_bytes, np.max(exchanged, axis=0))
+        return total_bytes + fixed_bytes
+
+    def _held_sizes(self, bound: Bounds, mode: str) -> list[Numbers]:
+        """The bytes of each `Held` of a stage, for one micro-batch."""
+        begins, ends = bound
+        profile = self.profile
+        sizes = {
+            Held.RESIDUALS: profile.residuals_of[mode][bound],
+            Held.PENDING: profile.residuals_of[profile.pending_mode(mode)][bound],
+            Held.INPUT: profile.residuals_of[FULL.name][bound],
+            Held.OUTPUT_GRAD: self._cotangent_bytes[ends],
+            Held.SENT_OUTPUT: self._output_bytes[ends],
+            Held.SENT_INPUT_GRAD: self._cotangent_bytes[begins],
+        }
+        return [sizes[held] for held in Held]
+
+    @functools.cached_property
+    def _fused_microbatches(self) -> set[int]:
+        return find_fused_microbatches(self.schedule)
+
+    @functools.cached_property
+    def _output_bytes(self) -> Numbers:
+        """The bytes that cross a cut before each layer."""
+        return np.array([0, *(layer.output_bytes for layer in self.profile.layers)])
+
+    @functools.cached_property
+    def _cotangent_bytes(self) -> Numbers:
+        """The bytes that cross a cut before each layer on the way back."""
+        return np.array([0, *(layer.cotangent_bytes for layer in self.profile.layers)])
 
     @functools.cached_property
     def _transfer_seconds(self) -> Numbers:
@@ -219,26 +365,3 @@ class PartitionProblem:
         fixed_bytes = 2 * self.profile.params_of + self.profile.state_of
         fixed_bytes[np.tril_indices(len(fixed_bytes))] = np.inf
         return fixed_bytes
-
-
-def _count_in_flight(schedule: Schedule, rank: int) -> InFlight:
-    """Counts the micro-batches that a rank has in flight after each of its actions."""
-    stages = [stage for stage, owner in enumerate(schedule.placement) if owner == rank]
-    row = schedule.rows[rank]
-    # [moment, state, stage]: the change in the number of micro-batches that are stored
-    # until a backward, or pending until the weight gradient.
-    changes = np.zeros((len(row) + 1, 2, len(stages)), int)
-    stored = changes[:, 0]
-    pending = changes[:, 1]
-    for moment, (op, stage, _) in enumerate(row, start=1):
-        index = stages.index(stage)
-        if op == FORWARD:
-            stored[moment, index] = 1
-        elif op == WEIGHT:
-            pending[moment, index] = -1
-        else:
-            stored[moment, index] = -1
-        if op == INPUT:
-            pending[moment, index] = 1
-    counts = np.unique(changes.cumsum(axis=0), axis=0)
-    return InFlight(tuple(stages), counts.reshape(len(counts), -1))

@@ -102,14 +102,15 @@ def _reasons(
 def _bottleneck(best: Candidate) -> str:
     """The rank that computes longest, or the host if it dispatches for longer."""
     timeline = best.timeline
-    if best.host_seconds > timeline.makespan:
+    if best.host_seconds > best.makespan:
         return (
             f"bottleneck: the host: dispatching a step takes "
             f"{format_seconds(best.host_seconds)}, the devices need "
-            f"{format_seconds(timeline.makespan)}"
+            f"{format_seconds(best.makespan)}"
         )
     bottleneck = timeline.bottleneck
-    stages = [str(s) for s, rank in enumerate(timeline.placement) if rank == bottleneck]
+    placement = best.choice.schedule.placement
+    stages = [str(s) for s, rank in enumerate(placement) if rank == bottleneck]
     return (
         f"bottleneck: rank {bottleneck} (stage {' and '.join(stages)}) computes "
         f"{format_seconds(timeline.busy[bottleneck])} of {format_seconds(best.seconds)}"
@@ -214,7 +215,9 @@ def _nothing_fits(nearest: Candidate, hardware: Hardware) -> str:
         + "\n  * ".join(excesses)
         + f"\nThat one needs {nearest.choice.num_devices} devices of "
         f"{format_bytes(nearest.max_bytes)}; else take more devices (num_devices=), "
-        f"smaller micro-batches (num_microbatches=) or a smaller model"
+        f"smaller micro-batches (num_microbatches=) or a smaller model. Stages that "
+        f"shard their parameters (FSDP, tensor parallelism) are not planned: "
+        f"jpipe.pipeline(mesh=, sharding=) runs them"
     )
 
 

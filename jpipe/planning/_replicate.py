@@ -1,221 +1,180 @@
-"""`jpipe.replicate`: stages with several devices each, which take turns.
-
-The time from one micro-batch to the next is that of the slowest stage, or of the
-slowest transfer. Of the layers before j on d devices the least such time is
-
-    bottleneck[d, j] = min over i, r of max(bottleneck[d - r, i], stage(i, j, r)),
-
-where the last stage has the layers i to j - 1 on r devices and ``stage(i, j, r)`` is
-the longest of its computation with the exchange of gradients and of the transfers at
-its two ends, each divided by r. For n layers this takes n ** 2 * d ** 2 operations.
-
-References:
-  Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
-"""
+"""`jpipe.replicate`: a plan of stages with several devices each, which take turns."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
-
-from ..schedules._formats import format_count, format_table
-from ._layer_profile import find_count_faults
+from ..schedules import replicated
+from ..schedules._formats import format_bytes, format_count, format_seconds
+from ._layer_profile import find_count_faults, find_number_faults
+from ._plan import Forecast, Plan, StagePlan
 from ._profile import Profile, check_profile, find_speed_faults
-from ._sums import Matrix, sum_stages
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """Stages with several devices each, and the time of a micro-batch.
-
-    Prints its stages, and the time beside that of one device and that of stages of one
-    device each.
-
-    Attributes:
-      balance: the number of layers of each stage.
-      replicas: the number of devices of each stage.
-      seconds: the time from one micro-batch to the next, in the steady state. As
-        PipeDream's planner counts: each replica exchanges gradients after each of its
-        micro-batches, and an exchange counts twice; a transfer uses as many links as
-        the stage with fewer devices has.
-      unreplicated_seconds: the seconds of a micro-batch with one device per stage.
-      single_device_seconds: the seconds of a micro-batch on one device.
-
-    Example:
-      >>> import jpipe
-      >>> from jpipe.planning._profile import LayerProfile, Profile
-      >>> plan = jpipe.replicate(Profile((LayerProfile("a", 1.0, 2.0),)), 3)
-      >>> plan.replicas, plan.seconds
-      ((3,), 1.0)
-    """
-
-    balance: tuple[int, ...]
-    replicas: tuple[int, ...]
-    seconds: float
-    unreplicated_seconds: float
-    single_device_seconds: float
-
-    def __str__(self) -> str:
-        seconds = self.seconds
-        num_devices = sum(self.replicas)
-        speedup = self.single_device_seconds / seconds if seconds else 1.0
-        lines = [
-            f"{seconds:.6g} s a micro-batch on {format_count(num_devices, 'device')}, "
-            f"{speedup:.3f} times as fast as one"
-        ]
-        if max(self.replicas) > 1 and seconds:
-            lines.append(
-                f"with one device per stage {self.unreplicated_seconds:.6g} s, "
-                f"{self.unreplicated_seconds / seconds:.3f} times as long"
-            )
-        rows = [["stage", "layers", "devices"]]
-        sizes = zip(self.balance, self.replicas, strict=True)
-        for stage, (num_layers, replicas) in enumerate(sizes):
-            rows.append([str(stage), str(num_layers), str(replicas)])
-        return "\n".join([*lines, format_table(rows, left=())])
+from ._replica_problem import ReplicaProblem, SimulatedStages, StageReplicas
+from ._replica_search import find_best_stages
 
 
 def replicate(
     profile: Profile,
     num_devices: int,
+    num_microbatches: int,
     *,
     bandwidth: float | None = None,
-) -> Replicated:
+    latency: float = 0.0,
+    max_bytes: float | None = None,
+    remat: str = "min_cut",
+) -> Plan:
     """Cuts layers into stages and gives each a number of devices.
 
-    As PipeDream's planner does: a stage that takes three times as long as others gets
-    three devices, which run its micro-batches round-robin. The time from one
-    micro-batch to the next is least, in the steady state; gradients are exchanged for
-    each micro-batch and add to the time of a stage; all devices are used.
+    A stage that takes three times as long as others gets three devices, which run its
+    micro-batches in turns. Gradients are added up once in a step: the first device of a
+    stage sends its parameters to the others, and gets their sums of gradients.
 
     Args:
-      profile: the layers on one micro-batch; from `jpipe.profile`.
-      num_devices: the number of devices.
-      bandwidth: bytes per second between two of them; ``None``: nothing takes time.
+      profile: a list of layers on one micro-batch; from `jpipe.profile`.
+      num_devices: the number of devices, of which some may be left idle.
+      num_microbatches: the number of micro-batches of a step.
+      bandwidth: bytes per second between two devices; ``None``: transfers take no time
+        but ``latency``, and neither does the exchange of gradients.
+      latency: seconds that a transfer takes whatever its size.
+      max_bytes: the bytes that a device has; ``None``: no limit. The optimizer's state
+        is not counted: a profile does not know it.
+      remat: the remat mode of all stages.
 
     Returns:
-      The stages with the least time; no others are better. They are printed, and run by
-      ``jpipe.pipeline(layers, M, balance=plan.balance, replicas=plan.replicas)``.
+      The plan: it prints with the reasons, `jpipe.draw.svg` draws it, and
+      ``jpipe.pipeline(layers, plan=plan)`` builds it.
 
     Raises:
-      ValueError: with every fault of the arguments.
+      ValueError: with every fault of the arguments; or if nothing fits.
       TypeError: if the profile is none.
 
     Example:
       >>> from jpipe.planning._profile import LayerProfile
       >>> layers = LayerProfile("a", 1.0, 3.0), LayerProfile("b", 1.0, 1.0)
-      >>> print(replicate(Profile(layers), 3, bandwidth=None))
-      2 s a micro-batch on 3 devices, 3.000 times as fast as one
-      with one device per stage 4 s, 2.000 times as long
-      stage  layers  devices
-          0       1        2
-          1       1        1
+      >>> plan = replicate(Profile(layers), 3, 8, remat="full")
+      >>> plan.balance, [len(ranks) for ranks in plan.schedule.ranks_of]
+      ([1, 1], [2, 1])
 
     References:
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
     """
     check_profile("replicate", profile)
-    faults = [*profile.faults(), *find_speed_faults(bandwidth, 0.0)]
+    faults = [*profile.faults(), *find_speed_faults(bandwidth, latency)]
     faults += find_count_faults("num_devices", num_devices)
+    faults += find_count_faults("num_microbatches", num_microbatches)
+    if max_bytes is not None:
+        faults += find_number_faults("max_bytes", max_bytes)
+    if not faults:
+        faults += profile.remat_faults([remat])
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
-    if bandwidth is None:
-        bandwidth = math.inf
-    seconds, stages = _minimize_bottleneck(
-        profile, bandwidth, num_devices=num_devices, max_replicas=num_devices
+    problem = ReplicaProblem(
+        profile=profile,
+        num_microbatches=num_microbatches,
+        bandwidth=bandwidth,
+        latency=latency,
+        max_bytes=math.inf if max_bytes is None else max_bytes,
+        remat=remat,
     )
-    unreplicated_seconds, _ = _minimize_bottleneck(
-        profile,
-        bandwidth,
-        num_devices=min(num_devices, len(profile.layers)),
-        max_replicas=1,
-    )
-    balance, replicas = zip(*stages, strict=True)
-    return Replicated(
-        balance=balance,
-        replicas=replicas,
-        seconds=seconds,
-        unreplicated_seconds=unreplicated_seconds,
-        single_device_seconds=sum(x.forward + x.backward for x in profile.layers),
-    )
-
-
-def ring_seconds(
-    num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0
-) -> Any:
-    """The time in which a ring of devices adds up gradients of so many bytes."""
-    hops = 2 * (replicas - 1)
-    return hops * num_bytes / (bandwidth * replicas) + hops * latency
-
-
-def _minimize_bottleneck(
-    profile: Profile, bandwidth: float, *, num_devices: int, max_replicas: int
-) -> tuple[float, list[tuple[int, int]]]:
-    """Finds the stages with the least time from one micro-batch to the next.
-
-    Args:
-      profile: the layers.
-      bandwidth: bytes per second between two devices.
-      num_devices: the number of devices; all are used.
-      max_replicas: the largest number of devices of a stage.
-
-    Returns:
-      That time, and for each stage the number of its layers and devices.
-    """
-    num_ends = len(profile.layers) + 1
-    compute_seconds = sum_stages(
-        [layer.forward + layer.backward for layer in profile.layers], empty=np.inf
-    )
-    param_bytes = sum_stages([layer.param_bytes for layer in profile.layers])
-    crossing_bytes = _crossing_bytes(profile)
-
-    # number of devices -> the least bottleneck of the layers before each end
-    bottleneck = {0: np.full(num_ends, np.inf)}
-    bottleneck[0][0] = 0.0
-    # (number of devices, end) -> the begin and the devices of the last stage
-    last_stage: dict[tuple[int, int], tuple[int, int]] = {}
-    for devices in range(1, num_devices + 1):
-        bottleneck[devices] = np.full(num_ends, np.inf)
-        for replicas in range(1, min(max_replicas, devices) + 1):
-            transfers = crossing_bytes / (bandwidth * replicas)
-            transfer_seconds = np.maximum(transfers[:, None], transfers[None, :])
-            # PipeDream counts the exchange twice.
-            exchange_seconds = 2 * ring_seconds(param_bytes, replicas, bandwidth)
-            stage_seconds = (compute_seconds + exchange_seconds) / replicas
-            bottlenecks: Matrix = np.maximum(  # [begin, end]
-                bottleneck[devices - replicas][:, None],
-                np.maximum(stage_seconds, transfer_seconds),
-            )
-            begins = bottlenecks.argmin(axis=0)
-            least = bottlenecks[begins, np.arange(num_ends)]
-            for end in np.flatnonzero(least < bottleneck[devices]):
-                bottleneck[devices][end] = least[end]
-                last_stage[devices, int(end)] = int(begins[end]), replicas
-
-    stages: list[tuple[int, int]] = []
-    devices = num_devices
-    end = num_ends - 1
-    while end:
-        begin, replicas = last_stage[devices, end]
-        stages.append((end - begin, replicas))
-        devices -= replicas
-        end = begin
-    return float(bottleneck[num_devices][-1]), stages[::-1]
-
-
-def _crossing_bytes(profile: Profile) -> np.ndarray:
-    """The bytes that cross a cut before each layer, there and back."""
-    crossing_bytes = np.zeros(len(profile.layers) + 1)
-    for cut, layer in enumerate(profile.layers[:-1], start=1):
-        # (source, name) -> bytes: an array that several later layers read crosses once.
-        skip_bytes: dict[tuple[int, str], int] = {}
-        for skip in profile.skips:
-            is_layer_output = skip.is_output and skip.source == cut - 1
-            if skip.source < cut <= skip.target and not is_layer_output:
-                key = skip.source, skip.name
-                skip_bytes[key] = skip.bytes + skip.cotangent_bytes
-        crossing_bytes[cut] = (
-            layer.output_bytes + layer.cotangent_bytes + sum(skip_bytes.values())
+    best = find_best_stages(problem, num_devices, max_replicas=num_devices)
+    if best.max_bytes > problem.max_bytes:
+        raise ValueError(
+            f"replicate: max_bytes={max_bytes:,} on {num_devices} devices: nothing was "
+            f"found that fits. The nearest has stages of "
+            f"{[stage.end - stage.begin for stage in best.stages]} layers on "
+            f"{[stage.replicas for stage in best.stages]} devices, and needs "
+            f"{best.max_bytes:,} bytes; take more devices, smaller micro-batches or a "
+            f"remat mode that stores less"
         )
-    return crossing_bytes
+    return _make_plan(problem, best, num_devices)
+
+
+def _make_plan(
+    problem: ReplicaProblem, best: SimulatedStages, num_devices: int
+) -> Plan:
+    """The plan of a step, with the reasons."""
+    schedule = replicated(
+        [stage.replicas for stage in best.stages], problem.num_microbatches
+    )
+    stages = []
+    for index, (begin, end, _) in enumerate(best.stages):
+        layers = problem.profile.layers[begin:end]
+        ranks = schedule.ranks_of[index]
+        stages.append(
+            StagePlan(
+                index=index,
+                rank=ranks[0],
+                device=", ".join(f"rank {rank}" for rank in ranks),
+                layers=tuple(layer.name for layer in layers),
+                remat=problem.remat,
+                num_params=sum(layer.num_params for layer in layers),
+                param_bytes=int(problem.profile.params_of[begin, end]),
+            )
+        )
+    crossing = sum(problem.crossing_bytes(stage.begin) for stage in best.stages[1:])
+    exchanged = sum(
+        2 * (stage.replicas - 1) * problem.profile.params_of[stage.begin, stage.end]
+        for stage in best.stages
+    )
+    forecast = Forecast(
+        seconds=best.seconds,
+        memory=best.memory,
+        costs=best.costs,
+        memory_limit=None if math.isinf(problem.max_bytes) else int(problem.max_bytes),
+        sent_bytes=int(crossing * problem.num_microbatches + exchanged),
+        reasons=tuple(_reasons(problem, best, num_devices)),
+        last_forward=_last_forward(problem, best),
+    )
+    return Plan(stages=tuple(stages), schedule=schedule, forecast=forecast)
+
+
+def _last_forward(problem: ReplicaProblem, best: SimulatedStages) -> float:
+    """The seconds of a forward of the last stage by itself."""
+    begin, end, _ = best.stages[-1]
+    layers = problem.profile.layers[begin:end]
+    return sum(layer.forward for layer in layers) + problem.profile.action_seconds
+
+
+def _reasons(
+    problem: ReplicaProblem, best: SimulatedStages, num_devices: int
+) -> Iterator[str]:
+    """Sentences that say what the devices bring."""
+    whole = problem.simulate((StageReplicas(0, len(problem.profile.layers), 1),))
+    yield (
+        f"one device: {format_seconds(whole.seconds)} a step"
+        f"{_times_as_long(whole, best)}"
+    )
+    if max(stage.replicas for stage in best.stages) > 1:
+        alone = find_best_stages(problem, num_devices, max_replicas=1)
+        if alone.max_bytes <= problem.max_bytes:
+            yield (
+                f"one device per stage: {format_seconds(alone.seconds)} a step on "
+                f"{format_count(len(alone.stages), 'device')}"
+                f"{_times_as_long(alone, best)}"
+            )
+        exchange = max(best.costs.exchange)
+        yield (
+            f"exchange: the devices of a stage share parameters and gradients once "
+            f"in a step, at most {format_seconds(exchange)} of it"
+        )
+    if problem.bandwidth is None:
+        yield (
+            "transfers: their bytes were taken to cost no time; bandwidth= says "
+            "what they do"
+        )
+    yield (
+        f"memory: {format_bytes(best.max_bytes)} in the device that needs most, "
+        f"without the optimizer's state"
+    )
+    num_idle = num_devices - sum(stage.replicas for stage in best.stages)
+    if num_idle:
+        yield (
+            f"{num_idle} of {num_devices} devices are left idle: no better plan "
+            f"that uses them was found"
+        )
+
+
+def _times_as_long(other: SimulatedStages, best: SimulatedStages) -> str:
+    """The ratio of another step to the best one, in words."""
+    if not best.seconds:
+        return ""
+    return f", {other.seconds / best.seconds:.2f} times as long"

@@ -1,5 +1,6 @@
 """The choices that `jpipe.plan` has, and the devices that it plans for."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from ..schedules._formats import format_count
 from ._mesh_shapes import MeshShape
 from ._plan import mesh_text
 from ._profile import Profile
+from ._sums import Matrix
+from ._workspace import stage_workspaces
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,17 @@ class SearchSpace:
     def profile(self, schedule: Schedule, num_shards: int) -> Profile:
         """The profile of the shard of a micro-batch that one device computes."""
         return self.profiles[schedule.num_microbatches * num_shards]
+
+    def workspace(self, schedule: Schedule, num_shards: int) -> Matrix:
+        """The bytes that the largest program of each stage needs while it runs."""
+        return self._workspaces[schedule.num_microbatches * num_shards]
+
+    @functools.cached_property
+    def _workspaces(self) -> dict[int, Matrix]:
+        """Number of shards of all micro-batches -> workspace of each stage."""
+        return {
+            count: stage_workspaces(profile) for count, profile in self.profiles.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,12 @@
-"""Checks the best candidates against the instructions that they would run.
+"""Checks the best candidate against the instructions that it would run.
 
-A search forecasts the bytes of activations. Here the best candidates are lowered to
-their lists of instructions, from which the bytes are counted, until one fits.
+A search forecasts the bytes of activations. Here the best candidate is lowered to its
+list of instructions, from which the bytes are counted:
+
+    limit of the search = limit of a device - (counted bytes - forecast bytes)
+
+Where it needs more than it may, the search is repeated under that limit, which leaves
+this candidate out; until one fits by its instructions, or none does by its forecast.
 """
 
 import dataclasses
@@ -14,8 +19,7 @@ from ._planned_model import PlannedModel
 from ._request import Request
 from ._space import Choice, SearchSpace
 
-# The number of candidates that are lowered until one fits, before the smallest of all
-# others.
+# The number of candidates that are lowered until one fits: each takes a search.
 _NUM_LOWERED = 4
 
 
@@ -33,29 +37,26 @@ def rank_candidates(
       First a candidate that fits by its instructions; if none of those that were
       lowered does, the one of them that needs least. Empty if there is no candidate.
     """
-    candidates = _distinct(search(space))
-    best = candidates[:_NUM_LOWERED]
-    smallest = sorted(candidates[_NUM_LOWERED:], key=lambda x: x.max_bytes)[:1]
-
-    forecast_only = candidates
-    lowered: list[Candidate] = []
-    for candidate in count_items("candidates lowered", best + smallest):
-        forecast_only = [x for x in forecast_only if x is not candidate]
-        lowered.append(_lower(candidate, request, model))
-        if lowered[-1].fits(space.hardware):
+    hardware = space.hardware
+    limit = hardware.memory_limit
+    lowered: dict[Choice, Candidate] = {}
+    forecast_only: list[Candidate] = []
+    for _ in count_items("candidates lowered", range(_NUM_LOWERED)):
+        under_limit = dataclasses.replace(hardware, memory_limit=limit)
+        candidates = search(dataclasses.replace(space, hardware=under_limit))
+        forecast_only = [x for x in candidates if x.choice not in lowered]
+        if not forecast_only:
             break
+        forecast = forecast_only.pop(0)
+        counted = _lower(forecast, request, model)
+        lowered[forecast.choice] = counted
+        if limit is None or counted.fits(hardware) or not forecast.fits(under_limit):
+            break
+        assert hardware.memory_limit is not None
+        limit = hardware.memory_limit - (counted.max_bytes - forecast.max_bytes)
 
-    lowered.sort(key=lambda candidate: candidate.objective(space.hardware))
-    return [*lowered, *forecast_only]
-
-
-def _distinct(ranked: list[Candidate]) -> list[Candidate]:
-    """Candidates without repeated choices, whose forecasts are equal."""
-    # choice -> its candidate; from the last on, so that it keeps the place of its last
-    by_choice: dict[Choice, Candidate] = {}
-    for candidate in reversed(ranked):
-        by_choice[candidate.choice] = candidate
-    return list(reversed(by_choice.values()))
+    ranked = sorted(lowered.values(), key=lambda x: x.objective(hardware))
+    return [*ranked, *(x for x in forecast_only if x.choice not in lowered)]
 
 
 def _lower(candidate: Candidate, request: Request, model: PlannedModel) -> Candidate:

@@ -57,7 +57,7 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
 def test_forwards_that_run_in_their_backwards_are_drawn_as_those_of_a_schedule():
     plan = planned(2, schedules="1f1b", data=1, balance=(3, 2))
     boxed = actions(parsed(plan))
-    assert plan.forecast.costs.forward[-1] == [0.0] * 4
+    assert plan.forecast.costs.forward[-1] == 0.0
     profile = jpipe.profile(
         dense(2), SAMPLE, num_microbatches=4, measure=False, action_seconds=0.0
     )

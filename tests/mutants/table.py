@@ -393,18 +393,29 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "num_microbatches * self.bottleneck",
         ),
     ],
+    "planning/_cut_search": [
+        ("max_missing = least_missing if", "max_missing = 0.0 if"),
+        ("if lower_bound >= shortest_step:", "if lower_bound >= 0:"),
+    ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
     ],
     "planning/_forecast": [
+        ("hops = 2 * (num_shards - 1)", "hops = 2 * num_shards"),
+        ("num_bytes += int(", "num_bytes += 0 * int("),
+    ],
+    "planning/_fused": [
         ("max(input_grads[0] + weight_grads[0] -", "max(weight_grads[0] -"),
         ("    input_grads[0] = 0.0\n", ""),
         (
             "for microbatch in fused_microbatches:",
-            "for microbatch in range(schedule.num_microbatches):",
+            "for microbatch in microbatches:",
         ),
-        ("num_bytes += int(", "num_bytes += 0 * int("),
-        (" - begin] += skip.bytes", " - begin] -= skip.bytes"),
+    ],
+    "planning/_in_flight": [
+        ("is_fused = stage == last and", "is_fused = False and"),
+        ("        held[sent] += crosses\n", ""),
+        ("                held[Held.PENDING] += 1\n", ""),
     ],
     "planning/_interpolate": [
         (
@@ -416,12 +427,23 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
         ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
+        ("num_bytes - self.max_bytes[rank]", "num_bytes"),
+        ("& (solution.times < best.times)", "& (solution.times > best.times)"),
     ],
-    "planning/_replicate": [
+    "planning/_replica_problem": [
         ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+    ],
+    "planning/_replica_search": [
+        ("+ latency[devices - replicas]", "+ latency[devices - 1]"),
     ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
+    ],
+    "planning/_workspace": [
+        (
+            "begin : skip.target + 1] += skip.bytes",
+            "begin : skip.target] += skip.bytes",
+        ),
     ],
     "schedules/_action_tables": [
         ("delta -= sum(look_up(", "delta -= 0 * sum(look_up("),

@@ -1,7 +1,9 @@
-"""Profiles in the text of PipeDream, and the plans that were published for them."""
+"""Profiles in the text of PipeDream, its planner, and the plans that were published."""
 
 import re
 from pathlib import Path
+
+import numpy as np
 
 from .chains import LayerProfile, Profile, SkipProfile
 
@@ -61,3 +63,50 @@ def read(name):
             )
         )
     return Profile(tuple(layers), skips=tuple(skips))
+
+
+def crossing(profile, cut):
+    """The bytes that cross a cut before a layer, there and back."""
+    layer = profile.layers[cut - 1]
+    arrays = {(cut - 1, None): layer.output_bytes + layer.cotangent_bytes}
+    for skip in profile.skips:
+        if skip.source < cut <= skip.target:
+            name = None if skip.is_output and skip.source == cut - 1 else skip.name
+            arrays[skip.source, name] = skip.bytes + skip.cotangent_bytes
+    return sum(arrays.values())
+
+
+def minimize_bottleneck(profile, bandwidth, num_devices, max_replicas):
+    """The stages with the least time from one micro-batch to the next, as PipeDream's.
+
+    Its time is that of the slowest stage or transfer, each divided by its devices; a
+    stage exchanges its gradients twice for each micro-batch.
+
+    Returns:
+      The seconds; for each stage the numbers of its layers and of its devices.
+    """
+    layers = profile.layers
+    ends = len(layers) + 1
+    work = np.cumsum([0, *(layer.forward + layer.backward for layer in layers)])
+    params = np.cumsum([0, *(layer.param_bytes for layer in layers)])
+    moved = np.array([0, *(crossing(profile, cut) for cut in range(1, ends - 1)), 0])
+    empty = np.tril(np.full((ends, ends), np.inf))
+    # (devices, end) -> the least time, and the last stage: its begin and devices
+    least = {0: np.where(np.arange(ends), np.inf, 0.0)}
+    last = {}
+    for devices in range(1, num_devices + 1):
+        least[devices] = np.full(ends, np.inf)
+        for r in range(1, min(max_replicas, devices) + 1):
+            ring = 4 * (r - 1) * (params - params[:, None]) / (bandwidth * r)
+            stage = (work - work[:, None] + ring + empty) / r
+            link = np.maximum(moved, moved[:, None]) / bandwidth / r
+            seconds = np.maximum(least[devices - r][:, None], np.maximum(stage, link))
+            for end in np.flatnonzero(seconds.min(0) < least[devices]):
+                least[devices][end] = seconds[:, end].min()
+                last[devices, int(end)] = int(seconds[:, end].argmin()), r
+    stages, devices, end = [], num_devices, ends - 1
+    while end:
+        begin, r = last[devices, end]
+        stages.append((end - begin, r))
+        devices, end = devices - r, begin
+    return float(least[num_devices][-1]), stages[::-1]

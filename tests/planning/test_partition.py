@@ -246,7 +246,7 @@ def test_costs_that_are_none_are_answered_with_what_to_give():
         with pytest.raises(TypeError, match=r"costs is a .*; needs a jpipe\.Profile"):
             partition(costs, 2)
     with pytest.raises(TypeError, match=r"replicate needs a jpipe\.Profile.* a list"):
-        jpipe.replicate([1.0, 2.0], 2)
+        jpipe.replicate([1.0, 2.0], 2, 4)
 
 
 def test_a_limit_that_no_cut_keeps_is_refused_with_the_missing_bytes():

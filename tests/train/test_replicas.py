@@ -39,6 +39,9 @@ def test_weights_are_sent_and_gradients_added_once_in_a_step(moved):
 
 def test_planned_replicas_run():
     layers, (x, targets) = [ref.dense(8), ref.dense(4)], ref.regression(12)
-    plan = jpipe.replicate(jpipe.profile(layers, x), 3)
-    pipe = jpipe.pipeline(layers, 4, balance=plan.balance, replicas=plan.replicas)
+    profile = jpipe.profile(layers, x, num_microbatches=4, measure=False)
+    plan = jpipe.replicate(profile, 3, 4)
+    pipe = jpipe.pipeline(layers, plan=plan)
+    assert pipe.schedule == plan.schedule
+    assert max(map(len, plan.schedule.ranks_of)) > 1
     ref.compare(pipe, layers, x, targets, ref.FLOAT32)

@@ -1,0 +1,139 @@
+"""The best cuts of a problem: exact with one stage on each rank, else by a climb.
+
+With one stage on each rank a rank's time and bytes are those of its stage, and so are
+its best modes: dynamic programs find the best cut (`_bottleneck_cut`). With several, in
+a V or a loop, `climb` searches by the sums over the stages of each rank.
+
+A step is then taken to last as long as all stages and transfers one after another, and
+the slowest rank for each other micro-batch. What a schedule makes of a cut, its
+simulation tells: `climb_by_simulation` looks for the best one around some cuts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
+from ._climb import Cuts, Ends, Key, climb, list_cuts
+from ._problem import PartitionProblem, RankSolution
+
+# The number of actions that a climb simulates.
+_MAX_ACTIONS = 40_000
+# With several stages on a rank, the number of cuts that are evaluated without running
+# them, and around how many in vain; where there are few cuts, all of them.
+_MAX_EVALUATED = 10_000
+_PATIENCE = 40
+_FEW_CUTS = 1_000
+
+
+def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
+    """Cuts, the best first; if none keeps to the limit, the one that exceeds it least.
+
+    With one stage per rank the first is the best of all.
+    """
+    if not problem.has_one_stage_per_rank:
+        return climb(
+            _starts(problem),
+            lambda cuts: _evaluate(problem, cuts),
+            _MAX_EVALUATED,
+            patience=_PATIENCE,
+        )
+    solutions = problem.solve_stages()
+    least_missing, ends = minimize_max([stage.missing_bytes for stage in solutions])
+    max_missing = least_missing if problem.objective == "memory" else 0.0
+    if least_missing > max_missing:
+        return [ends]
+    times = [
+        np.where(stage.missing_bytes <= max_missing, stage.times, np.inf)
+        for stage in solutions
+    ]
+    if problem.objective == "step":
+        cuts = minimize_step(
+            times, problem.transfers, num_microbatches=problem.num_microbatches
+        )
+        return [cut.ends for cut in cuts]
+    cut = minimize_bottleneck(times, problem.transfers)
+    assert cut is not None, "minimize_max found a cut with these stages"
+    return [cut.ends]
+
+
+def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
+    """The bytes by which a cut exceeds the limit of a rank, at most; 0 if it fits."""
+    solutions = problem.solve_cuts(np.array([ends]))
+    return max(solution.missing_bytes.item() for solution in solutions)
+
+
+def _starts(problem: PartitionProblem) -> Iterator[Ends]:
+    """Equal loads for all stages, all cuts if they are few, equally many layers."""
+    num_layers = problem.num_layers
+    num_stages = problem.num_stages
+    if cut := minimize_bottleneck(problem.fastest_times, problem.transfers):
+        yield cut.ends
+    yield from list_cuts(num_layers, num_stages, max_cuts=_FEW_CUTS)
+    yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
+
+
+def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
+    """The keys of cuts without running them; first, the bytes above the limit."""
+    solutions = problem.solve_cuts(cuts)
+    loads = _loads(solutions)
+    bottlenecks = loads.max(axis=0)
+    latencies = problem.latencies(cuts, solutions)
+    times = [bottlenecks, latencies]
+    if problem.objective == "step":
+        times = [latencies + (problem.num_microbatches - 1) * bottlenecks]
+    missing_bytes = _missing_bytes(solutions)
+    unevenness = np.square(loads).sum(axis=0)
+    columns = [column.tolist() for column in (missing_bytes, *times, unevenness)]
+    return list(zip(*columns, strict=True))
+
+
+def _loads(solutions: Sequence[RankSolution]) -> np.ndarray:
+    """The time of one micro-batch on each rank: ``[ranks, cuts]``."""
+    return np.array([solution.times for solution in solutions])
+
+
+def _missing_bytes(solutions: Sequence[RankSolution]) -> np.ndarray:
+    """The bytes by which each cut exceeds the limit of the rank that lacks most."""
+    return np.max([solution.missing_bytes for solution in solutions], axis=0)
+
+
+def climb_by_simulation(
+    problem: PartitionProblem,
+    cuts: Sequence[Ends],
+    simulate: Callable[[Ends], float],
+) -> Ends:
+    """The best of some cuts and those around them, by their simulated steps.
+
+    Args:
+      problem: the problem, which says what keeps to the limit and what is not worth a
+        simulation: no order of its actions makes the rank that has most to do faster.
+      cuts: the cuts from which the climb begins, the best first.
+      simulate: the seconds of a step of a cut; infinite if it is out of the question.
+    """
+    num_actions = sum(map(len, problem.schedule.rows))
+    max_cuts = max(_MAX_ACTIONS // num_actions, 1)
+    shortest_step = np.inf
+
+    def key(ends: list[int], bottleneck: float, missing_bytes: float) -> Key:
+        nonlocal shortest_step
+        if missing_bytes > 0:
+            return (np.inf,)
+        lower_bound = problem.num_microbatches * bottleneck
+        if lower_bound >= shortest_step:
+            return lower_bound, 1.0
+        step = simulate(tuple(ends))
+        shortest_step = min(shortest_step, step)
+        return step, 0.0
+
+    def keys(cuts: Cuts) -> list[Key]:
+        solutions = problem.solve_cuts(cuts)
+        bottlenecks = _loads(solutions).max(axis=0) * problem.quantum
+        missing_bytes = _missing_bytes(solutions)
+        return list(
+            map(key, cuts.tolist(), bottlenecks.tolist(), missing_bytes.tolist())
+        )
+
+    few_cuts = list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
+    best, *_ = climb([*cuts[:max_cuts], *few_cuts], keys, max_cuts)
+    return best
