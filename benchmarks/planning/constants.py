@@ -27,13 +27,13 @@ from jpipe.schedules import BY_NAME
 
 # Module -> constant -> the values to try.
 VALUES: dict[str, dict[str, tuple[int, ...]]] = {
-    "_plan_search": {"_NUM_IMPROVED": (1, 2, 6), "_NUM_ACTIONS": (0,)},
+    "_plan_search": {"_NUM_IMPROVED": (1, 3, 12), "_NUM_ACTIONS": (0,)},
     "_cut_search": {
         "_MAX_ACTIONS": (1_000, 10_000, 160_000),
         "_MAX_EVALUATED": (1_000, 100_000),
-        "_PATIENCE": (4, 12),
         "_FEW_CUTS": (0, 100),
     },
+    "_climb": {"_PATIENCE": (1, 4, 40)},
 }
 SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
 
