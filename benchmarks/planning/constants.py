@@ -27,11 +27,10 @@ from jpipe.schedules import BY_NAME
 
 # Module -> constant -> the values to try.
 VALUES: dict[str, dict[str, tuple[int, ...]]] = {
-    "_plan_search": {"_NUM_IMPROVED": (1, 2, 6)},
+    "_plan_search": {"_NUM_IMPROVED": (1, 3, 12), "_NUM_ACTIONS": (0,)},
     "_cut_search": {
-        "_MAX_ACTIONS": (0, 10_000, 160_000),
+        "_MAX_ACTIONS": (1_000, 10_000, 160_000),
         "_MAX_EVALUATED": (1_000, 100_000),
-        "_PATIENCE": (4, 12),
         "_FEW_CUTS": (0, 100),
     },
     "_climb": {"_PATIENCE": (1, 4, 40)},
@@ -79,7 +78,7 @@ def spaces(num_chains: int) -> Iterator[SearchSpace]:
     """Each chain without a limit of bytes and with one that asks for recomputation."""
     for seed in range(num_chains):
         rng = random.Random(seed)
-        num_ranks = rng.choice([2, 4, 8])
+        num_ranks = rng.choice([2, 4])
         num_layers = rng.randint(2 * num_ranks, 4 * num_ranks)
         count = num_ranks * rng.choice([1, 2, 4])
         space = SearchSpace(
@@ -130,13 +129,13 @@ def main() -> None:
     every = list(spaces(options.chains))
     library = list(map(plan, every))
     lines = ["| constant | step | longest | search |", "| --- | --: | --: | --: |"]
-    trials: list[tuple[Any, str, int]] = []
+    settings: list[tuple[Any, str, int]] = []
     for module_name, constants in VALUES.items():
         module = importlib.import_module(f"jpipe.planning.{module_name}")
         for name, values in constants.items():
             if not options.constants or name in options.constants:
-                trials += [(module, name, value) for value in values]
-    for module, name, value in track(trials, "planning"):
+                settings += [(module, name, value) for value in values]
+    for module, name, value in track(settings, "planning"):
         original = getattr(module, name)
         setattr(module, name, value)
         outcomes = list(map(plan, every))

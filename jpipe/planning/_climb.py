@@ -2,7 +2,7 @@
 
 A best-first search: the neighbors of the best cut that was not yet expanded are
 evaluated, those with one end moved or two by one layer each; so are the neighbors of
-a few worse ones, which may lead to a better one yet. It ends when ``patience``
+a few worse ones, which may lead to a better one yet. It ends when some
 expansions in a row brought nothing better.
 """
 
@@ -21,6 +21,9 @@ Cuts = npt.NDArray[np.intp]
 # The value of a cut; smaller is better.
 Key = tuple[float, ...]
 
+# The number of cuts around which a climb looks for a better one before it gives up.
+_PATIENCE = 12
+
 # Two ends move by one layer each: both to the same side, or to different ones.
 _PAIRED_STEPS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
 
@@ -36,8 +39,6 @@ def climb(
     starts: Iterable[Ends],
     keys: Callable[[Cuts], Sequence[Key]],
     max_cuts: int,
-    *,
-    patience: int = 12,
 ) -> list[Ends]:
     """The best cuts among some and those around the best of them.
 
@@ -45,8 +46,6 @@ def climb(
       starts: the cuts from which the search begins.
       keys: ``cuts -> keys``, one per cut.
       max_cuts: the number of cuts to evaluate at most, besides the starts.
-      patience: the number of cuts around which to look for a better one before giving
-        up.
 
     Returns:
       All cuts seen, the best first.
@@ -60,7 +59,7 @@ def climb(
     heapq.heapify(queue)
 
     best_key, _ = queue[0]
-    tries = patience
+    tries = _PATIENCE
     while queue and tries and len(seen) < max_cuts:
         tries -= 1
         _, ends = heapq.heappop(queue)
@@ -77,7 +76,7 @@ def climb(
             heapq.heappush(queue, (key, cut))
         if min(new_keys) < best_key:
             best_key = min(new_keys)
-            tries = patience
+            tries = _PATIENCE
     return sorted(seen, key=lambda ends: (seen[ends], ends))
 
 
