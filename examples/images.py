@@ -6,6 +6,7 @@ of all tests; no task trains on them, so that a model that was trained on one sc
 has not seen the typefaces of another script's test. Digits were written by hand.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -142,8 +143,8 @@ def draw_script(script: str, size: int) -> Task:
     """
     codes = [code for code in SCRIPTS[script] if code not in LEFT_OUT]
     classes = [sorted({chr(code), chr(code).upper()}) for code in codes]
-    labels = [number for number, letters in enumerate(classes) for _ in letters]
-    letters = [letter for forms in classes for letter in forms]
+    labels = np.repeat(np.arange(len(classes)), [len(forms) for forms in classes])
+    letters = list(itertools.chain(*classes))
     images: dict[bool, list[np.ndarray]] = {False: [], True: []}  # by: is it held out?
     for family, paths in list_families().items():
         for load in list_faces(paths, set(letters)):
@@ -157,9 +158,9 @@ def draw_script(script: str, size: int) -> Task:
     return Task(
         name=script,
         x=x,
-        labels=np.resize(np.int32(labels), len(x)),
+        labels=np.resize(labels, len(x)).astype(np.int32),
         x_test=x_test,
-        labels_test=np.resize(np.int32(labels), len(x_test)),
+        labels_test=np.resize(labels, len(x_test)).astype(np.int32),
         num_classes=len(classes),
     )
 
@@ -189,7 +190,7 @@ def read_mnist(size: int) -> Task:
 
     pixels, labels = mnist_data()
     x = resize(pixels.reshape(-1, 28, 28, 1).astype(np.float32) / 255, size)
-    return split("MNIST", x, labels.astype(np.int32), num_classes=10)
+    return split("MNIST", x=x, labels=labels.astype(np.int32), num_classes=10)
 
 
 def read_folder(folder: Path, size: int) -> Task:
@@ -211,7 +212,12 @@ def read_folder(folder: Path, size: int) -> Task:
             f"{folder} has {len(classes)} folders: --data needs a folder with one "
             "folder of images for each of two classes or more"
         )
-    return split(folder.name, np.stack(images), np.int32(labels), len(classes))
+    return split(
+        folder.name,
+        x=np.stack(images),
+        labels=np.asarray(labels, np.int32),
+        num_classes=len(classes),
+    )
 
 
 def split(name: str, x: np.ndarray, labels: np.ndarray, num_classes: int) -> Task:

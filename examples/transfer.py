@@ -18,6 +18,7 @@ trains nothing anew that is finished. All results are in ``build/transfer``.
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "tiny": Form(3, 8, 32, 16, 4, 4, 4, ("scikit-learn digits", "Greek")),
-    "small": Form(3, 16, 32, 64, 4, 500, 60),
+    "small": Form(3, 16, 32, 128, 4, 300, 40),
     "paper": Form(18, 512, 480, 128, 32),  # of D, where Huang et al. have B
 }
 # Of a device that is planned for: operations and bytes of memory per second, bytes of
@@ -192,7 +193,9 @@ def main() -> int:
     """Trains the first task, then all others in both ways; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--table", action="store_true", help="five seeds in place of one")
+    add("--targets", nargs="+", choices=TARGETS, help="default: all")
+    add("--seeds", type=int, default=1, help="how often a target is learnt")
+    add("--table", action="store_true", help="five seeds")
     add("--tiny", action="store_true", help="a few steps on small images")
     add("--plan", choices=[*FORMS], help="print the plan of a model, and run nothing")
     add("--data", type=Path, help="the target: one folder of images for each class")
@@ -214,7 +217,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     source = read_task(SOURCE, form.size)
     if options.data is None:
-        tasks = [read_task(name, form.size) for name in form.targets]
+        tasks = [read_task(n, form.size) for n in options.targets or form.targets]
     else:
         tasks = [read_folder(options.data, form.size)]
     draw_samples([source, *tasks], folder / "images.png")
@@ -229,18 +232,17 @@ def main() -> int:
         runs = Runs(folder, stops, bar)
         learner = Learner(source, form, form.source_steps)
         record = runs.fit(learner, SOURCE, seed=0, keep="body")
-        losses = compare(learner, folder / "compared.json")
         rows = [make_row(source, {"scratch": [record]})]
-        for task in tasks:
-            learner = Learner(task, form, form.target_steps)
-            records: dict[str, list[dict[str, Any]]] = {"tuned": [], "scratch": []}
-            for seed in range(1, 6 if options.table else 2):
+        learners = [Learner(task, form, form.target_steps) for task in tasks]
+        rows += [make_row(task, {"tuned": [], "scratch": []}) for task in tasks]
+        for seed in range(1, 1 + (5 if options.table else options.seeds)):
+            for target, row in zip(learners, rows[1:], strict=True):
                 for arm, body in {"tuned": "body", "scratch": ""}.items():
-                    name = f"{task.name}-{arm}-{seed}"
-                    records[arm].append(runs.fit(learner, name, seed, body))
-            rows.append(make_row(task, records))
+                    name = f"{row.name}-{arm}-{seed}"
+                    row.records[arm].append(runs.fit(target, name, seed, body))
+        losses = compare(learner, folder / "compared.json")
     model = f"AmoebaNet-D ({form.num_layers}, {form.num_filters})"
-    write_report(folder, rows, losses, " ".join(["python", *sys.argv]), model)
+    write_report(folder, rows, losses, shlex.join(["python", *sys.argv]), model)
     return 0
 
 
