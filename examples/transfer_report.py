@@ -105,7 +105,12 @@ def draw_curves(rows: list[Row], path: Path) -> None:
 
     height = -(-len(rows) // PANELS)
     figure, axes = pyplot.subplots(
-        height, PANELS, figsize=(10, 2.3 * height), squeeze=False, sharey=True
+        height,
+        PANELS,
+        figsize=(10, 2.3 * height),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     for axis, row in zip(axes.flat, rows, strict=False):
         for arm, records in row.records.items():
@@ -120,10 +125,9 @@ def draw_curves(rows: list[Row], path: Path) -> None:
     for axis in axes.flat[len(rows) :]:
         axis.axis("off")
     lines = [Line2D([], [], color=color) for color in COLORS.values()]
-    figure.legend(lines, [*ARMS.values()], loc="lower right", fontsize=9)
+    figure.legend(lines, [*ARMS.values()], loc="outside lower center", ncols=2)
     figure.supxlabel("steps", fontsize=9)
     figure.supylabel("test accuracy, %", fontsize=9)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
