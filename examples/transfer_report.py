@@ -125,7 +125,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
     for axis in axes.flat[len(rows) :]:
         axis.axis("off")
     lines = [Line2D([], [], color=color) for color in COLORS.values()]
-    figure.legend(lines, [*ARMS.values()], loc="outside lower center", ncols=2)
+    figure.legend(lines, [*ARMS.values()], loc="outside upper center", ncols=2)
     figure.supxlabel("steps", fontsize=9)
     figure.supylabel("test accuracy, %", fontsize=9)
     figure.savefig(path, dpi=110)
