@@ -11,7 +11,11 @@ from ..programs import ROOT, accelerated, run
 
 EXAMPLES = ROOT / "examples"
 # Modules that other examples import, and what Slurm starts.
-HELPERS = {"README.md", "arrays.py", "slurm.sh", "stdlib_text.py", "transformer.py"}
+HELPERS = {
+    *("README.md", "arrays.py", "messages.py", "slurm.sh", "stdlib_text.py"),
+    *("transformer.py", "translation_report.py", "translation_runs.py"),
+    "translator.py",
+}
 # Libraries that some environments of the tests do not have, by example.
 NEEDS = {"data_loading.py": "grain", "hugging_face.py": "transformers"}
 
