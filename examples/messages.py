@@ -18,6 +18,7 @@ Nothing is downloaded but the packages (`pip install -e '.[tasks]'`).
 
 import io
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,7 @@ def _read_catalogue(path: Path, language: str) -> Iterator[Message]:
         source = entry.msgstr
         if entry.msgid_plural:
             source = entry.msgstr_plural[max(entry.msgstr_plural)]
-        source = " ".join(source.split())
+        source = _normalized(source)
         is_translated = source and source != english and not entry.fuzzy
         if is_translated and english and not entry.obsolete and language[:2] != "en":
             yield Message(language, source, english)
@@ -109,7 +110,12 @@ def _english_of(entry: Any) -> str:
     default = re.search(r'Default: "(.*)"', entry.comment, re.DOTALL)
     text = default[1] if default else entry.msgid_plural or entry.msgid
     is_name = default is None and "_" in text and " " not in text
-    return "" if is_name else " ".join(text.split())
+    return "" if is_name else _normalized(text)
+
+
+def _normalized(text: str) -> str:
+    """The text with one way to write each character, and single blanks."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 def part_of(english: str) -> str:
@@ -140,6 +146,7 @@ def learn_subwords(
             model_type="bpe",
             character_coverage=0.998,
             byte_fallback=True,  # of rare characters
+            normalization_rule_name="identity",
             pad_id=PAD,
             bos_id=BEGIN,
             eos_id=END,

@@ -39,10 +39,12 @@ TINY_CORPUS: dict[str, Any] = {
     "source_subwords": 1000,
     "english_subwords": 500,
 }
-BATCH_TOKENS = (384, 1536, 6144)
-MODEL_STEPS, BILINGUAL_STEPS, BATCH_STEPS = 600, 200, 300
+TOKENS = 768  # positions of targets in a batch
+BATCH_TOKENS = (TOKENS // 4, TOKENS, 4 * TOKENS)
+MODEL_STEPS, BILINGUAL_STEPS, BATCH_STEPS = 2000, 400, 500
 SEEDS = (0, 1)
-NUM_TESTED, TEST_MESSAGES = 10, 100  # languages, and messages of each
+# Languages that are tested, and the most and the fewest messages of one.
+NUM_TESTED, MOST_TESTED, FEWEST_TESTED = 9, 100, 15
 
 
 def train_tables(
@@ -57,11 +59,13 @@ def train_tables(
     tested = spread_languages(corpus)
     runs = {
         "models": {
-            name: Run(sizes, MODEL_STEPS, tokens=BATCH_TOKENS[1])
+            name: Run(sizes, MODEL_STEPS, tokens=TOKENS)
             for name, sizes in models.items()
         },
         "bilingual": {
-            language: Run(models["small"], BILINGUAL_STEPS, language=language)
+            language: Run(
+                models["small"], BILINGUAL_STEPS, tokens=TOKENS, language=language
+            )
             for language in tested
         },
         "batches": {
@@ -74,7 +78,7 @@ def train_tables(
         for table, rows in runs.items():
             for row, run in rows.items():
                 languages = [run.language] if run.language else tested
-                test = corpus.test_messages(languages, TEST_MESSAGES)
+                test = corpus.test_messages(languages, MOST_TESTED)
                 run = dataclasses.replace(run, seed=seed)
                 tables[table][row].append(trainer.result(run, test))
     return tables
@@ -82,8 +86,11 @@ def train_tables(
 
 def spread_languages(corpus: Corpus) -> list[str]:
     """Some languages from the one with the most messages to one with very few."""
-    indices = np.linspace(0, len(corpus.languages) - 1, NUM_TESTED).astype(int)
-    return [corpus.languages[index] for index in indices]
+    num_tested = np.bincount(corpus.parts["test"].languages)
+    enough = np.flatnonzero(num_tested >= FEWEST_TESTED)
+    enough = enough[np.argsort(-corpus.counts[enough], kind="stable")]
+    places = np.unique(np.linspace(0, len(enough) - 1, NUM_TESTED).astype(int))
+    return [corpus.languages[index] for index in enough[places]]
 
 
 def parse_options() -> argparse.Namespace:
@@ -132,12 +139,12 @@ def main() -> int:
     run = Run(
         models["deep"],
         steps=options.steps or (TINY_STEPS if options.tiny else MODEL_STEPS),
-        tokens=TINY_TOKENS if options.tiny else BATCH_TOKENS[1],
+        tokens=TINY_TOKENS if options.tiny else TOKENS,
         seed=options.seed,
         language=options.language,
     )
     tested = [run.language] if run.language else spread_languages(corpus)
-    result = trainer.result(run, corpus.test_messages(tested, TEST_MESSAGES))
+    result = trainer.result(run, corpus.test_messages(tested, MOST_TESTED))
     print(build_job(run.sizes).pipe)
     for language, english, text in result["samples"]:
         print(f"{language}: {english}\n  {text}")

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 import optax
-from messages import PAD
+from messages import PAD, package_versions
 from translator import PAPER, Translator, count_parameters
 
 import jpipe
@@ -47,9 +48,10 @@ def write_report(tables: Tables, folder: Path) -> str:
     (folder / "tables.json").write_text(json.dumps(tables, ensure_ascii=False), "utf-8")
     text = "\n\n".join(
         [
-            _model_table(tables["models"]),
+            _model_table(tables),
             _language_table(tables),
             _batch_table(tables["batches"]),
+            f"{package_versions()}, jax {jax.__version__}, flax {flax.__version__}",
         ]
     )
     (folder / "tables.md").write_text(text + "\n", "utf-8")
@@ -75,12 +77,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
-def _model_table(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _model_table(tables: Tables) -> str:
     """Quality against depth and width; languages in thirds by training messages."""
     head = ["model", "parameters", "loss", "BLEU", "chrF"]
     head += ["chrF, most messages", "chrF, fewer", "chrF, fewest"]
     rows = []
-    for name, results in models.items():
+    for name, results in tables["models"].items():
         rows.append(
             [
                 f"{name}, {results[0]['model']}",
@@ -90,15 +92,19 @@ def _model_table(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
                 _spread([result["chrf"] for result in results]),
             ]
         )
-        scores = np.array([_language_scores(result, "chrf") for result in results])
+        scores = np.array(
+            [_language_scores(tables, result, "chrf") for result in results]
+        )
         for part in np.array_split(scores, 3, axis=1):
             rows[-1].append(_spread(part.mean(axis=1)))
     return _table(head, rows)
 
 
-def _language_scores(result: Mapping[str, Any], metric: str) -> list[float]:
+def _language_scores(
+    tables: Tables, result: Mapping[str, Any], metric: str
+) -> list[float]:
     """The scores of the languages of a result, that with the most messages first."""
-    return [scores[metric] for scores in result["languages"].values()]
+    return [result["languages"][name][metric] for name in tables["bilingual"]]
 
 
 def _differences(tables: Tables, metric: str) -> dict[str, np.ndarray]:
@@ -114,7 +120,7 @@ def _differences(tables: Tables, metric: str) -> dict[str, np.ndarray]:
         ]
     )
     return {
-        name: np.array([_language_scores(result, metric) for result in results])
+        name: np.array([_language_scores(tables, result, metric) for result in results])
         - bilingual.T
         for name, results in tables["models"].items()
     }
@@ -247,7 +253,7 @@ def plan_paper_models(names: Sequence[str] = tuple(PAPER)) -> str:
                 f"{count_parameters(sizes):,}",
                 str(PLAN_DEVICES[name]),
                 str(list(plan.balance)),
-                plan.schedule,
+                plan.schedule.name,
             ]
         )
         plans.append(f"{sizes}\n{plan}")

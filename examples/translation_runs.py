@@ -49,7 +49,7 @@ class Run:
 
     sizes: Sizes
     steps: int
-    tokens: int = 1536
+    tokens: int
     seed: int = 0
     language: str = ""
 
