@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -195,6 +196,8 @@ class Trainer:
                 path = folder / f"step_{number:06}"
                 tree = {"state": state, "position": number, "losses": losses}
                 jpipe.checkpoint.save(path, tree, overwrite=True)
+                for old in list_checkpoints(folder)[:-1]:
+                    shutil.rmtree(old)
                 print(f"saved {path}", flush=True)
             if stops and number < run.steps:
                 sys.exit(STOPPED_EARLY)
@@ -215,7 +218,6 @@ def evaluate(job: Job, variables: Any, corpus: Corpus, test: Pairs) -> dict[str,
             chosen = rows[start : start + TEST_ROWS]
             # The last batch is filled up, so that all have one shape.
             filled = np.resize(chosen, TEST_ROWS)
-            filled[len(chosen) :] = chosen[0]
             batch = test.select(filled).cut(length)
             logits = job.pipe.apply(variables, inputs_of(batch))
             losses = optax.softmax_cross_entropy_with_integer_labels(
