@@ -31,7 +31,7 @@ from translator import Sizes
 
 # L, H and A of models in the paper's ratios: a base, one twice as deep and twice as
 # wide, and one four times as deep.
-MODELS = {"small": (2, 128, 4), "wide": (4, 256, 8), "deep": (8, 128, 4)}
+MODELS = {"small": (1, 128, 4), "wide": (2, 256, 8), "deep": (4, 128, 4)}
 WIDTH, HEAD_DIM = 64, 16
 TINY_MODEL, TINY_STEPS, TINY_TOKENS = (2, 64, 2), 6, 192
 TINY_CORPUS: dict[str, Any] = {
@@ -41,7 +41,7 @@ TINY_CORPUS: dict[str, Any] = {
 }
 TOKENS = 768  # positions of targets in a batch
 BATCH_TOKENS = (TOKENS // 4, TOKENS, 4 * TOKENS)
-MODEL_STEPS, BILINGUAL_STEPS, BATCH_STEPS = 2000, 400, 500
+MODEL_STEPS, BILINGUAL_STEPS, BATCH_STEPS = 800, 200, 200
 SEEDS = (0, 1)
 # Languages that are tested, and the most and the fewest messages of one.
 NUM_TESTED, MOST_TESTED, FEWEST_TESTED = 9, 100, 15
