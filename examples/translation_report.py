@@ -225,7 +225,8 @@ def plan_paper_models(names: Sequence[str] = tuple(PAPER)) -> str:
     Returns:
       A table of parameters, and the plans.
     """
-    head = ["paper", "model", "parameters", "devices", "stages", "schedule"]
+    head = ["paper", "model", "parameters", "devices", "stages"]
+    head += ["fullest device", "predicted step"]
     rows = []
     plans = []
     tokens = jax.ShapeDtypeStruct((PLAN_BATCH, PLAN_LENGTH), jnp.int32)
@@ -246,14 +247,17 @@ def plan_paper_models(names: Sequence[str] = tuple(PAPER)) -> str:
             measure=False,
             **DEVICE,
         )
+        forecast = plan.forecast
+        assert forecast is not None  # since it was planned
         rows.append(
             [
                 name,
                 str(sizes),
                 f"{count_parameters(sizes):,}",
                 str(PLAN_DEVICES[name]),
-                str(list(plan.balance)),
-                plan.schedule.name,
+                str(len(plan.stages)),
+                f"{max(memory.total for memory in forecast.memory) / 2**30:.1f} GiB",
+                f"{forecast.seconds * 1000:.0f} ms",
             ]
         )
         plans.append(f"{sizes}\n{plan}")

@@ -194,7 +194,7 @@ def translate(
     for index in range(length):
         # All tokens are computed again for one more: slow, but nothing but a forward.
         logits = pipe.apply(variables, jpipe.inputs(source, shifted[:, :-1]))
-        shifted[:, index + 1] = np.asarray(logits[:, index].argmax(axis=-1))
+        shifted[:, index + 1] = np.asarray(logits)[:, index].argmax(axis=-1)
         if (shifted == END).any(axis=1).all():
             break
     return shifted[:, 1:]

@@ -168,3 +168,13 @@ def test_tables_hold_each_model_and_each_seed(tmp_path, messages):
     assert "| 1,024 | 2 | 1.500 ± 0.000 | 3.00 ± 1.41 |" in text
     for name in ("tables.json", "tables.md", "languages.png", "losses.png"):
         assert (tmp_path / name).stat().st_size > 100
+
+
+@pytest.mark.slow
+def test_the_papers_smallest_model_is_planned_without_memory_for_it(messages):
+    from translation_report import plan_paper_models  # pyright: ignore
+
+    text = plan_paper_models(["400M"])
+    assert "| 400M | T(6, 8192, 16) | 430,723,920 | 2 | " in text
+    assert re.search(r"\n0 +rank 0 +layers 0-\d of encoder", text)
+    assert "16.0 GiB a device" in text
