@@ -41,16 +41,21 @@ TINY_CORPUS: dict[str, Any] = {
 }
 TOKENS = 768  # positions of targets in a batch
 BATCH_TOKENS = (TOKENS // 4, TOKENS, 4 * TOKENS)
-MODEL_STEPS, BILINGUAL_STEPS, BATCH_STEPS = 800, 200, 200
+DEFAULT_STEPS, MODEL_STEPS, BILINGUAL_STEPS, BATCH_STEPS = 3000, 800, 200, 200
 SEEDS = (0, 1)
 # Languages that are tested, and the most and the fewest messages of one.
 NUM_TESTED, MOST_TESTED, FEWEST_TESTED = 9, 100, 15
 
 
 def train_tables(
-    trainer: Trainer, models: dict[str, Sizes]
+    trainer: Trainer, models: dict[str, Sizes], *, trains: bool
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Trains all that the tables show.
+    """Trains all that the tables show, the quickest models first.
+
+    Args:
+      trainer: a trainer.
+      models: the sizes of the multilingual models.
+      trains: False for the results that there are; nothing is trained.
 
     Returns:
       ``tables[table][row]``, the results of a row of a table, one for each seed.
@@ -58,10 +63,6 @@ def train_tables(
     corpus = trainer.corpus
     tested = spread_languages(corpus)
     runs = {
-        "models": {
-            name: Run(sizes, MODEL_STEPS, tokens=TOKENS)
-            for name, sizes in models.items()
-        },
         "bilingual": {
             language: Run(
                 models["small"], BILINGUAL_STEPS, tokens=TOKENS, language=language
@@ -72,15 +73,21 @@ def train_tables(
             str(tokens): Run(models["small"], BATCH_STEPS, tokens=tokens)
             for tokens in BATCH_TOKENS
         },
+        "models": {
+            name: Run(sizes, MODEL_STEPS, tokens=TOKENS)
+            for name, sizes in models.items()
+        },
     }
-    tables = {table: {row: [] for row in rows} for table, rows in runs.items()}
+    tables = {table: {} for table in runs}
     for seed in SEEDS:
         for table, rows in runs.items():
             for row, run in rows.items():
                 languages = [run.language] if run.language else tested
                 test = corpus.test_messages(languages, MOST_TESTED)
                 run = dataclasses.replace(run, seed=seed)
-                tables[table][row].append(trainer.result(run, test))
+                if trains or trainer.has_result(run):
+                    results = tables[table].setdefault(row, [])
+                    results.append(trainer.result(run, test))
     return tables
 
 
@@ -97,8 +104,9 @@ def parse_options() -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--tiny", action="store_true", help="a tiny model of four languages, 6 steps")
+    add("--tiny", action="store_true", help="a tiny model of three languages, 6 steps")
     add("--table", action="store_true", help="train all models of the page's tables")
+    add("--report", action="store_true", help="tables of what is trained so far")
     add("--plans", action="store_true", help="plan the paper's models; train none")
     add("--steps", type=int, help="optimizer steps of one model")
     add("--seed", type=int, default=0, help="of parameters, dropout and batches")
@@ -132,13 +140,14 @@ def main() -> int:
         for name, shape in shapes.items()
     }
     trainer = Trainer(corpus, options.folder, preempt_after=options.preempt_after)
-    if options.table:
-        print(write_report(train_tables(trainer, models), options.folder))
+    if options.table or options.report:
+        tables = train_tables(trainer, models, trains=options.table)
+        print(write_report(tables, options.folder))
         return 0
 
     run = Run(
         models["deep"],
-        steps=options.steps or (TINY_STEPS if options.tiny else MODEL_STEPS),
+        steps=options.steps or (TINY_STEPS if options.tiny else DEFAULT_STEPS),
         tokens=TINY_TOKENS if options.tiny else TOKENS,
         seed=options.seed,
         language=options.language,

@@ -79,13 +79,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _model_table(tables: Tables) -> str:
     """Quality against depth and width; languages in thirds by training messages."""
-    head = ["model", "parameters", "loss", "BLEU", "chrF"]
+    head = ["model", "seeds", "parameters", "loss", "BLEU", "chrF"]
     head += ["chrF, most messages", "chrF, fewer", "chrF, fewest"]
     rows = []
     for name, results in tables["models"].items():
         rows.append(
             [
                 f"{name}, {results[0]['model']}",
+                str(len(results)),
                 f"{results[0]['parameters']:,}",
                 _spread([result["nll"] for result in results], 3),
                 _spread([result["bleu"] for result in results]),
@@ -108,27 +109,26 @@ def _language_scores(
 
 
 def _differences(tables: Tables, metric: str) -> dict[str, np.ndarray]:
-    """Scores of the multilingual models less those of bilingual ones.
+    """Scores of the multilingual models less the mean of the bilingual ones.
 
     Returns:
       For each model ``[seeds, languages]``.
     """
-    bilingual = np.array(
-        [
-            [result[metric] for result in results]
-            for results in tables["bilingual"].values()
-        ]
-    )
+    bilingual = [
+        np.mean([result[metric] for result in results])
+        for results in tables["bilingual"].values()
+    ]
     return {
         name: np.array([_language_scores(tables, result, metric) for result in results])
-        - bilingual.T
+        - np.array(bilingual)
         for name, results in tables["models"].items()
     }
 
 
 def _language_table(tables: Tables) -> str:
     """A row for each language that has a bilingual model."""
-    head = ["language", "training messages", "tested", "bilingual BLEU", "chrF"]
+    head = ["language", "training messages", "tested"]
+    head += ["bilingual BLEU", "chrF"]
     differences = {m: _differences(tables, m) for m in ("bleu", "chrf")}
     for name in tables["models"]:
         head += [f"{name} BLEU", "chrF"]
@@ -147,11 +147,12 @@ def _language_table(tables: Tables) -> str:
 
 def _batch_table(batches: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Loss and BLEU against the size of a batch."""
-    head = ["tokens in a batch", "steps", "loss", "BLEU", "chrF"]
+    head = ["tokens in a batch", "steps", "seeds", "loss", "BLEU", "chrF"]
     rows = [
         [
             f"{int(tokens):,}",
             str(results[0]["steps"]),
+            str(len(results)),
             _spread([result["nll"] for result in results], 3),
             _spread([result["bleu"] for result in results]),
             _spread([result["chrf"] for result in results]),

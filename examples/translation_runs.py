@@ -33,6 +33,7 @@ import jpipe
 STAGES, MICROBATCHES = 2, 2
 LEARNING_RATE, WARM_UP, SMOOTHING, TEMPERATURE = 3e-3, 100, 0.1, 5.0
 SAVE_EVERY, LOG_EVERY, STEPS_IN_FLIGHT = 500, 50, 4
+RESULT = "result.json"
 TEST_ROWS = 64  # messages that are translated at once
 
 
@@ -129,6 +130,10 @@ class Trainer:
         self._preempt_after = preempt_after
         self._is_asked_to_stop = catch_signals()
 
+    def has_result(self, run: Run) -> bool:
+        """True if a run is done."""
+        return (self._folder / run.name / RESULT).exists()
+
     def result(self, run: Run, test: Pairs) -> dict[str, Any]:
         """The result of a run: that of an earlier call, else it trains and tests.
 
@@ -140,8 +145,8 @@ class Trainer:
           SystemExit: if the run was stopped, with status 75.
         """
         folder = self._folder / run.name
-        path = folder / "result.json"
-        if path.exists():
+        path = folder / RESULT
+        if self.has_result(run):
             return json.loads(path.read_text("utf-8"))
         begin = time.perf_counter()
         state, losses = self.train(run, folder)

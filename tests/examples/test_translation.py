@@ -163,9 +163,9 @@ def test_tables_hold_each_model_and_each_seed(tmp_path, messages):
         "batches": {"1024": [result(2.0), result(4.0)]},
     }
     text = write_report(tables, tmp_path)
-    assert "| small, T(1, 2, 3) | 1,234 | 1.500 ± 0.000 | 4.00 ± 1.41 |" in text
+    assert "| small, T(1, 2, 3) | 2 | 1,234 | 1.500 ± 0.000 | 4.00 ± 1.41 |" in text
     assert "| da | 9 | 3 | 1.5 | 3.0 | +2.5 | +5.0 |" in text
-    assert "| 1,024 | 2 | 1.500 ± 0.000 | 3.00 ± 1.41 |" in text
+    assert "| 1,024 | 2 | 2 | 1.500 ± 0.000 | 3.00 ± 1.41 |" in text
     for name in ("tables.json", "tables.md", "languages.png", "losses.png"):
         assert (tmp_path / name).stat().st_size > 100
 
