@@ -41,7 +41,7 @@ TINY_CORPUS: dict[str, Any] = {
 }
 TOKENS = 768  # positions of targets in a batch
 BATCH_TOKENS = (TOKENS // 4, TOKENS, 4 * TOKENS)
-DEFAULT_STEPS, TABLE_STEPS = 3000, 800
+DEFAULT_STEPS, TABLE_STEPS, BILINGUAL_STEPS = 3000, 800, 400
 SEEDS = (0, 1)
 # Languages that are tested, and the most and the fewest messages of one.
 NUM_TESTED, MOST_TESTED, FEWEST_TESTED = 9, 100, 15
@@ -63,15 +63,15 @@ def train_tables(
     corpus = trainer.corpus
     tested = spread_languages(corpus)
     runs = {
+        "bilingual": {
+            language: Run(
+                models["small"], BILINGUAL_STEPS, tokens=TOKENS, language=language
+            )
+            for language in tested
+        },
         "batches": {
             str(tokens): Run(models["small"], TABLE_STEPS, tokens=tokens)
             for tokens in BATCH_TOKENS
-        },
-        "bilingual": {
-            language: Run(
-                models["small"], TABLE_STEPS, tokens=TOKENS, language=language
-            )
-            for language in tested
         },
         "models": {
             name: Run(sizes, TABLE_STEPS, tokens=TOKENS)
