@@ -49,8 +49,10 @@ def replicate(
 
     Example:
       >>> from jpipe.planning._profile import LayerProfile
-      >>> layers = LayerProfile("a", 1.0, 3.0), LayerProfile("b", 1.0, 1.0)
-      >>> plan = replicate(Profile(layers), 3, 8, remat="full")
+      >>> small = LayerProfile("small", forward=1.0, backward=3.0)
+      >>> large = LayerProfile("large", forward=1.0, backward=1.0, param_bytes=2**31)
+      >>> profile = Profile((small, large))
+      >>> plan = replicate(profile, 3, 8, bandwidth=1e9, remat="full")
       >>> plan.balance, [len(ranks) for ranks in plan.schedule.ranks_of]
       ([1, 1], [2, 1])
 

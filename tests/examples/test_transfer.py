@@ -17,6 +17,10 @@ import jpipe
 
 from ..programs import ROOT, run
 
+# Of the extra `tasks`, which `make test-all` installs in an environment of its own.
+for package in ("mlxtend", "fontpkg_roboto"):
+    pytest.importorskip(package)
+
 EXAMPLES = ROOT / "examples"
 
 
@@ -80,7 +84,7 @@ def test_a_folder_of_images_is_a_task_in_colour(modules, tmp_path):
     pixels = np.concatenate([task.x, task.x_test])
     labels = np.concatenate([task.labels, task.labels_test])
     for number, color in enumerate(colors.values()):
-        expected = np.broadcast_to(np.uint8(color), (5, 4, 4, 3))
+        expected = np.broadcast_to(np.array(color, np.uint8), (5, 4, 4, 3))
         np.testing.assert_array_equal(pixels[labels == number], expected)
     (tmp_path / "one").mkdir()
     with pytest.raises(ValueError, match=r"has 0 folders: --data needs a folder with"):
