@@ -7,9 +7,13 @@ list of instructions, from which the bytes are counted:
 
 Where it needs more than it may, the search is repeated under that limit, which leaves
 this candidate out; until one fits by its instructions, or none does by its forecast.
+
+Other forecasts may have counted too many bytes, and a smaller limit leaves these out
+too. So those of all searches that are faster than the one that fits are lowered last.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
@@ -19,7 +23,8 @@ from ._planned_model import PlannedModel
 from ._request import Request
 from ._space import Choice, SearchSpace
 
-# The number of candidates that are lowered until one fits: each takes a search.
+# The number of candidates that are lowered until one fits: each takes a search. And
+# of faster ones that are lowered after that.
 _NUM_LOWERED = 4
 
 
@@ -40,14 +45,16 @@ def rank_candidates(
     hardware = space.hardware
     limit = hardware.memory_limit
     lowered: dict[Choice, Candidate] = {}
-    forecast_only: list[Candidate] = []
+    # choice -> its candidate, by any of the searches
+    forecasts: dict[Choice, Candidate] = {}
     for _ in count_items("candidates lowered", range(_NUM_LOWERED)):
         under_limit = dataclasses.replace(hardware, memory_limit=limit)
         candidates = search(dataclasses.replace(space, hardware=under_limit))
-        forecast_only = [x for x in candidates if x.choice not in lowered]
-        if not forecast_only:
+        for candidate in candidates:
+            forecasts.setdefault(candidate.choice, candidate)
+        forecast = next((x for x in candidates if x.choice not in lowered), None)
+        if forecast is None:
             break
-        forecast = forecast_only.pop(0)
         counted = _lower(forecast, request, model)
         lowered[forecast.choice] = counted
         if limit is None or counted.fits(hardware) or not forecast.fits(under_limit):
@@ -55,8 +62,22 @@ def rank_candidates(
         assert hardware.memory_limit is not None
         limit = hardware.memory_limit - (counted.max_bytes - forecast.max_bytes)
 
-    ranked = sorted(lowered.values(), key=lambda x: x.objective(hardware))
-    return [*ranked, *(x for x in forecast_only if x.choice not in lowered)]
+    def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
+        return sorted(candidates, key=lambda x: x.objective(hardware))
+
+    best, *_ = rank(lowered.values()) or [None]
+    for forecast in rank(forecasts.values())[:_NUM_LOWERED]:
+        if best is None or forecast.choice in lowered:
+            continue
+        # Without the bytes, which break ties.
+        if forecast.objective(hardware)[:2] >= best.objective(hardware)[:2]:
+            break
+        counted = _lower(forecast, request, model)
+        lowered[forecast.choice] = counted
+        if counted.fits(hardware):
+            break
+    not_lowered = (x for x in rank(forecasts.values()) if x.choice not in lowered)
+    return [*rank(lowered.values()), *not_lowered]
 
 
 def _lower(candidate: Candidate, request: Request, model: PlannedModel) -> Candidate:

@@ -240,16 +240,19 @@ def test_transfers_of_a_latency_alone_are_not_called_free():
 NAMES = ("1f1b", "zb_h1", "zb_v")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, 4, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3, 5))]
+)
 def test_no_cut_under_any_schedule_has_a_shorter_step(seed):
     """Layers with times by hand; the others, and bytes, are those of the model."""
     rng = random.Random(seed)
     layers = [nn.Dense(8), nn.tanh, nn.Dense(8), nn.Dense(4)]
     own = jpipe.profile(layers, SAMPLE, num_microbatches=4, measure=False)
-    timed = [
-        dataclasses.replace(x, forward=rng.random(), backward=2 * rng.random())
-        for x in own.layers
-    ]
+    timed = []
+    for layer in own.layers:
+        halves = {"input_grad": rng.random(), "weight_grad": rng.random()}
+        times = {"forward": rng.random(), "backward": sum(halves.values()), **halves}
+        timed.append(dataclasses.replace(layer, **times))
     given = {"profile": dataclasses.replace(own, layers=tuple(timed)), "data": 1}
     given |= {"remat": "min_cut", "bandwidth": 1e3, "measure": False}
 
