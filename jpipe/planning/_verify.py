@@ -65,18 +65,19 @@ def rank_candidates(
     def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
         return sorted(candidates, key=lambda x: x.objective(hardware))
 
-    best, *_ = rank(lowered.values()) or [None]
-    for forecast in rank(forecasts.values())[:_NUM_LOWERED]:
-        if best is None or forecast.choice in lowered:
-            continue
-        # Without the bytes, which break ties.
-        if forecast.objective(hardware)[:2] >= best.objective(hardware)[:2]:
-            break
+    if not lowered:
+        return []
+    best, *_ = rank(lowered.values())
+    # Without the bytes, which break ties.
+    least = best.objective(hardware)[:2]
+    not_lowered = [x for x in rank(forecasts.values()) if x.choice not in lowered]
+    faster = [x for x in not_lowered if x.objective(hardware)[:2] < least]
+    for forecast in faster[:_NUM_LOWERED]:
         counted = _lower(forecast, request, model)
         lowered[forecast.choice] = counted
         if counted.fits(hardware):
             break
-    not_lowered = (x for x in rank(forecasts.values()) if x.choice not in lowered)
+    not_lowered = [x for x in not_lowered if x.choice not in lowered]
     return [*rank(lowered.values()), *not_lowered]
 
 
