@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.extend import core, source_info_util
 
 from . import _jaxpr
@@ -20,6 +21,8 @@ _USER_FUNCTIONS = {
 }
 _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
+    # Not always among the folders of `sysconfig`: JAX may be another environment's.
+    f"{Path(jax.__file__).parents[1]}{os.sep}",
     *(f"{sysconfig.get_path(key)}{os.sep}" for key in ("purelib", "platlib", "stdlib")),
 )
 

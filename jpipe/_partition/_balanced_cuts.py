@@ -317,11 +317,16 @@ def _check_largest_equation(
     if _is_piece(traced, eqn) and eqn.params["length"] > 1:
         return
     if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
+        loop = "write the loop over layers in Python, or " if _has_turns(eqn) else ""
         raise ValueError(
             f"num_stages={num_stages}: one operation, {_eqn_source.describe_eqn(eqn)} "
-            f"is {share:.0%} of the work and cannot be divided; write the loop over "
-            f"layers in Python, or take fewer stages"
+            f"is {share:.0%} of the work and cannot be divided; {loop}take fewer stages"
         )
+
+
+def _has_turns(eqn: core.JaxprEqn) -> bool:
+    """True for what a loop in Python could replace; a scan of length 1 is one layer."""
+    return bool(_jaxpr.inner_jaxprs(eqn)) and eqn.params.get("length") != 1
 
 
 def _warn_of_large_equation(
@@ -347,7 +352,7 @@ def _warn_of_large_equation(
     if _is_piece(traced, eqn):
         return  # there is no smaller one
     fewer_stages = max(int(_UNEVEN / share), 1)
-    loop = "write the loop in Python, or " if _jaxpr.inner_jaxprs(eqn) else ""
+    loop = "write the loop in Python, or " if _has_turns(eqn) else ""
     warnings(
         "balance",
         f"stage {fullest} has {share:.0%} of the estimated work, where "

@@ -141,6 +141,22 @@ def test_a_loop_that_is_more_than_its_share_is_warned_of_once():
     assert pipe.plan.layer_names == [["Dense_0", "Dense_1", "Dense_2"], ["ScanBlock_0"]]
 
 
+def test_a_scan_of_one_layer_is_no_loop_to_write_in_python():
+    def loss(params, x):
+        x = jnp.tanh(x @ params["in"])
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["scanned"])
+        return x.mean()
+
+    params = {"in": jnp.ones((64, 128)), "scanned": jnp.ones((1, 128, 128))}
+    with pytest.raises(
+        ValueError, match=r"num_stages=3: .* cannot be divided; take fewer stages$"
+    ):
+        placed(loss, params, num_stages=3)
+    _, said = placed(loss, params)
+    (warning,) = said
+    assert warning.endswith("cannot be divided; take fewer stages: num_stages=1")
+
+
 def indexed(params, x):
     for i in range(4):
         x = jnp.tanh(x @ params["w"][i] + params["b"][i])
