@@ -18,6 +18,7 @@ from .. import _compat
 from .._jaxprs import _jaxpr, _sharding_constraints
 from .._jaxprs._computation import Computation
 from .._processes._arrays import is_key
+from ._garbage_collector import pause_collector
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, StageMesh
 from ._transfer import Device, array_spec, jax_sharding
@@ -251,6 +252,7 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
     compilers = ThreadPoolExecutor(os.cpu_count() or 1)
     loaders = ThreadPoolExecutor(os.cpu_count() or 1)
 
+    @pause_collector()
     def add(
         trace: Callable[[], Any],
         device: Device,
