@@ -8,6 +8,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -201,31 +202,39 @@ def _held_table(rows: list[Figures]) -> str:
     return table(head, cells)
 
 
-def first_step_costs(_: int, processes: int) -> list[Figures]:
+def first_step_costs(
+    _: int, processes: int, *, from_init: bool = False
+) -> list[Figures]:
     """`first_step.first_step` of every model, the sides in turns."""
+    sides = list(first_step.SIDES)
+    options = list[str]()
+    if from_init:
+        sides.remove("hand")
+        options.append("--from-init")
     rows = []
     for model in first_step.MODELS:
         runs = [
             {
-                side: printed("benchmarks.overhead.first_step", [model, side])
-                for side in first_step.SIDES
+                side: printed("benchmarks.overhead.first_step", [model, side, *options])
+                for side in sides
             }
             for _ in range(processes)
         ]
         row: Figures = {"model": model}
         for name in ("cpu_s", "wall_s"):
             row[name] = statistics.median(run["plain"][name] for run in runs)
-            for side in first_step.SIDES:
+            for side in sides:
                 ratios = [run[side][name] / run["plain"][name] for run in runs]
                 row[f"{side}_{name}"] = statistics.median(ratios)
         rows.append(row)
     return rows
 
 
-def _first_step_table(rows: list[Figures]) -> str:
-    _, hand, *pipelined = first_step.SIDES
-    names = ["by hand, 2", *(f"jpipe, {side}" for side in pipelined)]
-    head = ["first step by plain `jit`'s", "plain, CPU s (clock)"]
+def _first_step_table(rows: list[Figures], title: str) -> str:
+    sides = [side for side in first_step.SIDES if f"{side}_cpu_s" in rows[0]]
+    sides.remove("plain")
+    names = ["by hand, 2" if side == "hand" else f"jpipe, {side}" for side in sides]
+    head = [f"{title} by plain `jit`'s", "plain, CPU s (clock)"]
     head += [f"{name}: CPU (clock)" for name in names]
     cells = [
         [
@@ -233,7 +242,7 @@ def _first_step_table(rows: list[Figures]) -> str:
             f"{row['cpu_s']:.1f} ({row['wall_s']:.1f})",
             *(
                 f"{row[f'{side}_cpu_s']:.2f} ({row[f'{side}_wall_s']:.2f})"
-                for side in (hand, *pipelined)
+                for side in sides
             ),
         ]
         for row in rows
@@ -246,5 +255,11 @@ PARTS = {
     "calls": Part(calls_costs, _calls_table),
     "dispatch": Part(dispatch_costs, _dispatch_table),
     "held": Part(held_bytes, _held_table),
-    "first-step": Part(first_step_costs, _first_step_table),
+    "first-step": Part(
+        first_step_costs, partial(_first_step_table, title="first step")
+    ),
+    "from-init": Part(
+        partial(first_step_costs, from_init=True),
+        partial(_first_step_table, title="variables, an evaluation and a first step"),
+    ),
 }

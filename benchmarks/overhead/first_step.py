@@ -1,8 +1,9 @@
 """What the first step costs, which compiles, by the same model as one plain `jax.jit`.
 
-Run it with ``python -m benchmarks.overhead.first_step gpt 2``.
-``python -m benchmarks.overhead --part first-step`` runs each side in processes of its
-own, in turns, since a process compiles nothing twice.
+Run it with ``python -m benchmarks.overhead.first_step gpt 2``; with ``--from-init`` it
+counts the variables and an evaluation too, which programs of their own make.
+``python -m benchmarks.overhead --part first-step``, or ``from-init``, runs each side in
+processes of its own, in turns, since a process compiles nothing twice.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import jpipe
 from ..experiment import mean_cross_entropy
 
 PyTree = Any
-Step = Callable[[PyTree], PyTree]
 WIDTH, HEADS, MICROBATCHES, BATCH, LENGTH, VOCABULARY = 64, 4, 4, 16, 32, 64
 
 
@@ -152,12 +152,30 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
+class Training(NamedTuple):
+    """What a side does, in this order.
+
+    Attributes:
+      init: ``() -> state``.
+      evaluate: ``state -> outputs``, without dropout; ``None`` if it is not measured.
+      step: ``state -> state``.
+    """
+
+    init: Callable[[], PyTree]
+    evaluate: Callable[[PyTree], Any] | None
+    step: Callable[[PyTree], PyTree]
+
+
 def _apply(
-    layers: Sequence[Any], params: Sequence[PyTree], x: Any, key: jax.Array, first: int
+    layers: Sequence[Any],
+    params: Sequence[PyTree],
+    x: Any,
+    key: jax.Array | None = None,
+    first: int = 0,
 ) -> Any:
-    """The layers in a row, the first of which has this number."""
+    """The layers in a row, the first of which has this number; a key for training."""
     for i, (layer, own) in enumerate(zip(layers, params, strict=True), start=first):
-        if isinstance(layer, Block):
+        if isinstance(layer, Block) and key is not None:
             rngs = {"dropout": jax.random.fold_in(key, i)}
             x = layer.apply(own, x, train=True, rngs=rngs)
         else:
@@ -165,12 +183,12 @@ def _apply(
     return x
 
 
-def _initial(model: Model) -> list[PyTree]:
+def _initial(model: Model, key: jax.Array) -> list[PyTree]:
     x, params = model.x, list[PyTree]()
     for i, layer in enumerate(model.layers):
         params.append({})
         if isinstance(layer, nn.Module):
-            x, params[-1] = layer.init_with_output(jax.random.key(i), x)
+            x, params[-1] = layer.init_with_output(jax.random.fold_in(key, i), x)
         else:
             x = layer(x)
     return params
@@ -201,13 +219,20 @@ def module_pipeline(model: Model, stages: int) -> jpipe.Pipeline:
 
 def pipelined(
     model: Model, stages: int, build: Callable[[Model, int], jpipe.Pipeline]
-) -> tuple[Step, PyTree]:
-    """A train step of a pipeline, and its state."""
+) -> Training:
+    """A pipeline."""
     pipe = build(model, stages)
     tx = optax.adamw(1e-3)
-    state = pipe.init_train_state(jax.random.key(0), model.x, tx)
-    step = pipe.train_step(mean_cross_entropy, tx)
-    return lambda state: step(state, model.x, model.targets)[0], state
+
+    def step(state: jpipe.TrainState) -> jpipe.TrainState:
+        train_step = pipe.train_step(mean_cross_entropy, tx)
+        return train_step(state, model.x, model.targets)[0]
+
+    return Training(
+        init=lambda: pipe.init_train_state(jax.random.key(0), model.x, tx),
+        evaluate=lambda state: pipe.apply(state.variables, model.x),
+        step=step,
+    )
 
 
 def balanced(model: Model, stages: int) -> list[int]:
@@ -219,12 +244,21 @@ def balanced(model: Model, stages: int) -> list[int]:
     return balance
 
 
-def plain(model: Model) -> tuple[Step, PyTree]:
-    """The same on one device, as one program: whole batches, nothing rematerialized."""
-    tx, params = optax.adamw(1e-3), _initial(model)
+def plain(model: Model) -> Training:
+    """The same on one device, each function one program of the whole batch."""
+    tx = optax.adamw(1e-3)
+
+    @jax.jit
+    def init(key: jax.Array) -> PyTree:
+        params = _initial(model, key)
+        return params, tx.init(params), key
+
+    @jax.jit
+    def evaluate(params: list[PyTree]) -> jax.Array:
+        return _apply(model.layers, params, model.x)
 
     def loss(params: list[PyTree], key: jax.Array) -> jax.Array:
-        y = _apply(model.layers, params, model.x, key, 0)
+        y = _apply(model.layers, params, model.x, key)
         return mean_cross_entropy(y, model.targets)
 
     @jax.jit
@@ -235,10 +269,14 @@ def plain(model: Model) -> tuple[Step, PyTree]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, key
 
-    return step, (params, tx.init(params), jax.random.key(0))
+    return Training(
+        init=lambda: init(jax.random.key(0)),
+        evaluate=lambda state: evaluate(state[0]),
+        step=step,
+    )
 
 
-def by_hand(model: Model) -> tuple[Step, PyTree]:
+def by_hand(model: Model) -> Training:
     """Two stages on two devices, as few programs as it takes, each by `jax.jit`.
 
     Nothing is computed again, checked or scheduled: what is left is what XLA takes for
@@ -278,11 +316,18 @@ def by_hand(model: Model) -> tuple[Step, PyTree]:
     def advance(key: jax.Array) -> list[jax.Array]:
         return list(jax.random.split(key, MICROBATCHES + 1))
 
-    zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+    # On its device: sums elsewhere would make other programs of the first call.
+    zeros = [
+        jax.jit(
+            partial(jax.tree.map, jnp.zeros_like),
+            out_shardings=jax.sharding.SingleDeviceSharding(device),
+        )
+        for device in devices
+    ]
 
     def step(state: PyTree) -> PyTree:
         params, opt_state, key = state
-        sums = [zeros(own) for own in params]
+        sums = [make(own) for make, own in zip(zeros, params, strict=True)]
         key, *keys = advance(key)
         parts = (np.split(np.asarray(a), MICROBATCHES) for a in model[1:])
         for x, targets, own in zip(*parts, keys, strict=True):
@@ -294,15 +339,18 @@ def by_hand(model: Model) -> tuple[Step, PyTree]:
         new = [update(*own) for own in zip(params, opt_state, sums, strict=True)]
         return *map(list, zip(*new, strict=True)), key
 
-    whole = _initial(model)
-    params = [
-        jax.device_put(own, device)
-        for own, device in zip((whole[:count], whole[count:]), devices, strict=True)
-    ]
-    return step, (params, [jax.jit(tx.init)(own) for own in params], jax.random.key(0))
+    def init() -> PyTree:
+        whole = _initial(model, jax.random.key(0))
+        params = [
+            jax.device_put(own, device)
+            for own, device in zip((whole[:count], whole[count:]), devices, strict=True)
+        ]
+        return params, [jax.jit(tx.init)(own) for own in params], jax.random.key(0)
+
+    return Training(init, evaluate=None, step=step)
 
 
-SIDES: dict[str, Callable[[Model], tuple[Step, PyTree]]] = {
+SIDES: dict[str, Callable[[Model], Training]] = {
     "plain": plain,
     "hand": by_hand,
     **{
@@ -316,20 +364,30 @@ SIDES: dict[str, Callable[[Model], tuple[Step, PyTree]]] = {
 }
 
 
-def first_step(name: str, side: str) -> dict[str, float]:
+def first_step(name: str, side: str, *, from_init: bool = False) -> dict[str, float]:
     """What a first step takes: tracing, compiling and one run.
 
     Args:
       name: a key of `MODELS`.
       side: a key of `SIDES`.
+      from_init: True to count what `Training` does before it, too.
 
     Returns:
       Seconds of the clock and of the processor.
+
+    Raises:
+      ValueError: if all is to be counted of a side that does not evaluate.
     """
-    step, state = SIDES[side](MODELS[name]())
-    jax.block_until_ready(state)
+    training = SIDES[side](MODELS[name]())
+    evaluate = training.evaluate
+    if from_init and evaluate is None:
+        raise ValueError(f"{side} does not evaluate, so it has a first step alone")
+    state = None if from_init else jax.block_until_ready(training.init())
     wall, cpu = time.perf_counter(), time.process_time()
-    jax.block_until_ready(step(state))
+    if from_init and evaluate is not None:
+        state = jax.block_until_ready(training.init())
+        jax.block_until_ready(evaluate(state))
+    jax.block_until_ready(training.step(state))
     return {
         "wall_s": time.perf_counter() - wall,
         "cpu_s": time.process_time() - cpu,
@@ -341,9 +399,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("side", choices=list(SIDES))
+    parser.add_argument(
+        "--from-init",
+        action="store_true",
+        help="count the variables and an evaluation before the step, too",
+    )
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)
-    print(json.dumps(first_step(options.model, options.side)))
+    seconds = first_step(options.model, options.side, from_init=options.from_init)
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

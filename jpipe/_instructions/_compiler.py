@@ -18,6 +18,7 @@ from .. import _compat
 from .._jaxprs import _jaxpr, _sharding_constraints
 from .._jaxprs._computation import Computation
 from .._processes._arrays import is_key
+from ._garbage_collector import pause_collector
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, StageMesh
 from ._transfer import Device, array_spec, jax_sharding
@@ -196,9 +197,9 @@ def _module_key(traced: Any, lowered: Any, options: Any) -> Any:
     )
 
 
-# (module key, device) -> what XLA compiled, so that a cell of a notebook that makes the
+# module key -> device -> what XLA compiled, so that a cell of a notebook that makes the
 # same pipeline or the same step again compiles nothing. None belongs to a pipeline.
-_cache: "OrderedDict[Any, Any]" = OrderedDict()
+_cache: "OrderedDict[Any, dict[Device, Any]]" = OrderedDict()
 # XLA for CPU maps memory about a hundred times for each executable, and Linux lets a
 # process do that 65,530 times: beyond, LLVM aborts it.
 _MAX_CACHED = 256
@@ -251,6 +252,7 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
     compilers = ThreadPoolExecutor(os.cpu_count() or 1)
     loaders = ThreadPoolExecutor(os.cpu_count() or 1)
 
+    @pause_collector()
     def add(
         trace: Callable[[], Any],
         device: Device,
@@ -269,10 +271,14 @@ def compile_side_by_side() -> Iterator[Callable[..., Executable]]:
         key = module_key, device
         if key in executables:
             return executables[key]
-        executable = executables[key] = Executable(_cache.get(key))
-        if key in _cache:
+        compiled_before = _cache.get(module_key, {})
+        executable = executables[key] = Executable(compiled_before.get(device))
+        if device in compiled_before:
             return executable
 
+        for source, compiled in compiled_before.items():
+            if module_key not in first and _can_load(source, device):
+                first[module_key] = source, _finished(compiled)
         source, compilation = first.get(module_key, (device, None))
         if compilation and _can_load(source, device):
             future = loaders.submit(_load, compilation, device)
@@ -319,6 +325,13 @@ def _can_read(source: Device, device: Device) -> bool:
     """
     platforms = [getattr(x, "platform", None) for x in (source, device)]
     return bool(_config.jax_compilation_cache_dir) and platforms == ["gpu", "gpu"]
+
+
+def _finished(compiled: Any) -> Future[Compilation]:
+    """The compilation of what was compiled before."""
+    compilation: Future[Compilation] = Future()
+    compilation.set_result((compiled, 0.0))
+    return compilation
 
 
 def _load(compilation: Future[Compilation], device: Device) -> Compilation:
@@ -372,11 +385,14 @@ def drawing_options(device: Device) -> dict[str, Any] | None:
 
 
 def _keep_in_cache(entries: Mapping[Any, Any]) -> None:
-    """Adds entries to the cache, or moves them to its end; drops the oldest ones."""
-    _cache.update(entries)
-    for key in entries:
-        _cache.move_to_end(key)
-    while len(_cache) > _MAX_CACHED:
+    """Adds ``(module key, device) -> executable`` to the cache; drops the oldest ones.
+
+    All executables of a module are as old as the newest of them.
+    """
+    for (module_key, device), compiled in entries.items():
+        _cache.setdefault(module_key, {})[device] = compiled
+        _cache.move_to_end(module_key)
+    while sum(map(len, _cache.values())) > _MAX_CACHED:
         _cache.popitem(last=False)
 
 

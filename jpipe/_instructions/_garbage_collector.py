@@ -1,4 +1,4 @@
-"""Python's collector of cycles, paused while a list of instructions is written."""
+"""Python's collector of cycles, paused while programs are traced and written."""
 
 import gc
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def pause_collector() -> Iterator[None]:
     """Pauses the collector in a scope, or in the function that this decorates.
 
-    A list of instructions is a great many objects, all of which stay: to look through
-    them again and again takes half the time, and frees nothing.
+    A trace or a list of instructions is a great many objects, most of which stay: to
+    look through them again and again takes half the time, and frees nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -332,6 +332,13 @@ def _segment_results(
             last = Segment(len(jaxpr.eqns), place)
             first = next((x for x in results if x.place == place), last)
             results.setdefault(first, []).append(atom)
+
+    # In the order of the function's results, which an optimizer returns in the order of
+    # its arguments. XLA gives a result the memory of the first donated argument of its
+    # shape: this is then the old value of the same leaf, which it need not copy away.
+    result_index = {id(atom): i for i, atom in enumerate(jaxpr.outvars)}
+    for atoms in results.values():
+        atoms.sort(key=lambda atom: result_index.get(id(atom), len(result_index)))
     return results
 
 

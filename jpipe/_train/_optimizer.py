@@ -9,6 +9,7 @@ import optax
 from .._arguments import _signature, _stacked, _variables
 from .._instructions import _transfer
 from .._instructions._agreement import layer_facts
+from .._instructions._garbage_collector import pause_collector
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._jaxpr import nbytes
@@ -59,6 +60,7 @@ class Optimizer:
       update: ``(params, state, grads) -> (params, state)`` of the trained leaves.
     """
 
+    @pause_collector()
     def __init__(
         self,
         tx: optax.GradientTransformation,

@@ -126,6 +126,19 @@ def test_equal_programs_are_compiled_once_and_loaded_on_each_device(
         assert collections.Counter(compiled)["jit_stage1_2_3_forward"] == 3
 
 
+def test_a_program_compiled_for_one_pipeline_is_loaded_on_the_device_of_another(
+    compiled, unsaved
+):
+    x = jnp.ones((4, 5))
+    outputs = []
+    for device in jax.devices()[:2]:
+        pipe = jpipe.pipeline([ref.dense(23)], 2, devices=[device])
+        outputs.append(pipe.apply(pipe.init(jax.random.key(0), x), x))
+    assert outputs[1].devices() == {jax.devices()[1]}
+    ref.assert_equal(outputs[1], outputs[0])
+    assert collections.Counter(compiled)["jit_stage0_forward"] == 1
+
+
 def test_equal_stages_of_a_model_are_compiled_once_whatever_they_draw(
     compiled, unsaved
 ):

@@ -278,6 +278,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_placed/_segments": [
         ("(num_bytes[p], p in", "(-num_bytes[p], p in"),
+        ("result_index.get(id(atom), len", "-result_index.get(id(atom), len"),
     ],
     "_processes/_environment": [
         ("if not seconds > 0:", "if seconds < 0:"),
