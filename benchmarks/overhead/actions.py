@@ -116,7 +116,7 @@ def measure(model: Model, rounds: int) -> dict[str, Figures]:
         forward, backward, last = medians
         costs = Costs(forward=[forward, 0.0], backward=[backward, last])
         figures[mode] = Figures(
-            held_bytes=pipes[mode].plan.stages[0].residual_bytes,
+            held_bytes=pipes[mode].plan.stages[0].residual_bytes or 0,
             forward=forward,
             backward=backward,
             last=last,
