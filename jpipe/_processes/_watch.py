@@ -135,7 +135,7 @@ def _await(awaited: Awaited) -> str:
 
 
 def _lateness(wait: _Wait) -> str:
-    """Why arrays are late; nothing if they may still come."""
+    """The reason why arrays are late; nothing if they may still come."""
     seconds = time.monotonic() - wait.begin
     if seconds < _SECONDS_BETWEEN_LOOKS:
         return ""
