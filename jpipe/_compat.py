@@ -316,13 +316,3 @@ def process_index_and_count() -> tuple[int, int]:
         return state.process_id, state.num_processes
     except (ImportError, AttributeError):
         return jax.process_index(), jax.process_count()
-
-
-def is_ready(array: Any) -> bool:
-    """True if an array is computed, or failed, so that nothing waits for it.
-
-    Uses ``is_ready`` of arrays, which `jax.Array` does not declare. Without it the wait
-    for an array that never comes has no end.
-    Free when `jax.Array` declares it; it does not up to JAX 0.12.
-    """
-    return getattr(array, "is_ready", lambda: True)()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..provenance import commit, processor
 from . import report
-from .launch import REMATS, SIDES, Run, versions
+from .launch import REMATS, SCHEDULES, SIDES, Run, versions
 from .measure import separate_cores
 from .workload import SIZES, Case
 
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", choices=SCALES, default="full")
     _add_list(parser, "--models", list(SIZES))
     _add_list(parser, "--sides", list(SIDES))
-    _add_list(parser, "--schedules", ["gpipe", "1f1b"])
+    _add_list(parser, "--schedules", list(SCHEDULES), default="gpipe,1f1b")
     _add_list(parser, "--remat", list(REMATS), default="none")
     parser.add_argument(
         "--torch-python",

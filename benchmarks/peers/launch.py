@@ -17,6 +17,7 @@ from .workload import Case
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds for one run
 REMATS = ("none", "full", "default", "compiled")
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
 
 # The same for all sides: malloc keeps what it has, arithmetic has one thread per stage.
 ENVIRONMENT = KEEP_MEMORY | {
@@ -72,6 +73,17 @@ SIDES = {
         schedules=("gpipe", "1f1b"),
         processes=1,
         stages="two CPU devices, 1 process",
+        recomputed=(0,),
+    ),
+    "jpipe-apart": Side(
+        title="jpipe, two processes",
+        framework="JAX",
+        module="ours_apart",
+        packages=("jax", "jaxlib", "flax", "jpipe"),
+        install="pip install .",
+        schedules=("gpipe", "1f1b", "eager_1f1b"),
+        processes=2,
+        stages="two processes, sockets",
         recomputed=(0,),
     ),
     "spectrax": Side(

@@ -29,8 +29,10 @@ NOTES = """\
   what is resident then above start, once what nobody uses is given back: weights,
   compiled programs and what compiling has left behind. *A step* is what comes to it.
 - jpipe's stages are two CPU devices of one process, with one thread each for
-  arithmetic; Python drives both. torch.distributed.pipelining has a process and a core
-  per stage.
+  arithmetic; Python drives both. torch.distributed.pipelining, and jpipe in two
+  processes, have a process and a core per stage.
+- 1F1B waits for two transfers in each turn of a stage; `eager_1f1b` forwards one
+  micro-batch more before the first backward, and hides them.
 - remat "default" is each library as it comes: jpipe keeps the fewest bytes, PyTorch
   all that autograd reads, torchgpipe the inputs of all micro-batches but the last.
   "compiled" is the same with the stages of PyTorch under `torch.compile`.

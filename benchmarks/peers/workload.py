@@ -95,7 +95,8 @@ class Case:
       model: ``"mlp"`` or ``"transformer"``.
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
       microbatches: how many a mini-batch is cut into, by the baseline as well.
-      schedule: ``"gpipe"`` or ``"1f1b"``; ``"baseline"`` is not a pipeline.
+      schedule: ``"gpipe"``, ``"1f1b"`` or ``"eager_1f1b"``; ``"baseline"`` is not a
+        pipeline.
       remat: ``"none"``; ``"full"``: stages keep their inputs only; ``"default"``: each
         library as it comes; or ``"compiled"``: the same, with PyTorch's stages under
         `torch.compile`, which decides what autograd keeps.

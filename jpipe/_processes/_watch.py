@@ -1,8 +1,13 @@
 """A watch over the arrays that this process awaits from others.
 
 The arrays of a process that was killed, or stopped, never come, and JAX would wait for
-them for ever or fail without a reason. A thread waits for all that is on its way, in
-order, and for no longer than the timeout.
+them for ever or fail without a reason. One thread waits for all that is on its way, in
+order. It sleeps until arrays come, since each look would interrupt the stages that
+compute on the same core. Another one looks from time to time whether it waits for too
+long:
+
+    arrivals:  ... | waits for arrays of 1B2 | waits for 1B3 ................
+    overseer:      .                         .         .         | late: why?
 """
 
 import contextlib
@@ -17,13 +22,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _compat
 from ._group import RUNS, group
 
 FAILED = 70  # the exit status of a process that found a fault of another
-# Seconds between two looks whether arrays are there, and whether their sender has left.
-_SECONDS_TO_ARRIVE = 0.01
-_SECONDS_TO_LEAVE = 1.0
+# Seconds between two looks of the overseer; arrays that come sooner are not late.
+_SECONDS_BETWEEN_LOOKS = 1.0
 # Seconds that the program has to end by itself before it is ended.
 _GRACE = 5.0
 
@@ -42,8 +45,20 @@ class Awaited(NamedTuple):
     run: int
 
 
+class _Wait(NamedTuple):
+    """A wait that has not ended.
+
+    Attributes:
+      awaited: the arrays that are awaited.
+      begin: the time when it began, in seconds of `time.monotonic`.
+    """
+
+    awaited: Awaited
+    begin: float
+
+
 class Watch:
-    """A thread that waits for arrays, and ends the process if they do not come.
+    """Threads that wait for arrays, and end the process if they do not come.
 
     Attributes:
       add: ``(Awaited) -> None``, called when arrays are on their way.
@@ -52,10 +67,17 @@ class Watch:
     def __init__(self) -> None:
         self._awaited: queue.SimpleQueue[Awaited | None] = queue.SimpleQueue()
         self.add = self._awaited.put
-        self._thread = threading.Thread(
-            target=self._work, name="jpipe-watch", daemon=True
+        self._wait: _Wait | None = None
+        self._fault = ""
+        self._has_finished = threading.Event()
+        self._arrivals = threading.Thread(
+            target=self._await_arrivals, name="jpipe-arrivals", daemon=True
         )
-        self._thread.start()
+        self._overseer = threading.Thread(
+            target=self._oversee, name="jpipe-overseer", daemon=True
+        )
+        self._arrivals.start()
+        self._overseer.start()
 
     def finish(self) -> None:
         """Waits until nothing is on its way, for a program that ends.
@@ -64,14 +86,31 @@ class Watch:
         aborts the process: https://github.com/python/cpython/issues/87135
         """
         self._awaited.put(None)
-        self._thread.join()
+        self._arrivals.join()
+        self._overseer.join()
 
-    def _work(self) -> None:
+    def _await_arrivals(self) -> None:
+        """Waits for all arrays in order, until one fails or the program ends."""
         while awaited := self._awaited.get():
-            if why := _wait(awaited):
-                _end(f"{awaited.crossing}{why}")
+            self._wait = _Wait(awaited, time.monotonic())
+            self._fault = _await(awaited)
+            # With them the arrays.
+            self._wait = None
+            del awaited
+            if self._fault:
+                break
+        self._has_finished.set()
+
+    def _oversee(self) -> None:
+        """Ends the process if arrays are late, or failed."""
+        while not self._has_finished.wait(_SECONDS_BETWEEN_LOOKS):
+            wait = self._wait
+            if wait and (fault := _lateness(wait)):
+                _end(fault)
                 return
-            del awaited  # and with it the arrays
+            del wait  # and with it the arrays
+        if self._fault:
+            _end(self._fault)
 
 
 def _end(why: str) -> None:
@@ -83,31 +122,31 @@ def _end(why: str) -> None:
     os._exit(FAILED)
 
 
-def _wait(awaited: Awaited) -> str:
+def _await(awaited: Awaited) -> str:
     """Waits for arrays; returns why they do not come, or nothing if they came."""
-    begin = time.monotonic()
-    next_look = begin + _SECONDS_TO_LEAVE
-    limit = group().timeout
     try:
-        while not all(map(_compat.is_ready, awaited.arrays)):
-            time.sleep(_SECONDS_TO_ARRIVE)
-            now = time.monotonic()
-            if now < next_look:
-                continue
-            if why := _departure(awaited):
-                return f"; {why}"
-            if now - begin > limit:
-                return (
-                    f": nothing came for {limit:g} s; where that is no fault, type "
-                    f"jpipe.distributed(timeout=...)"
-                )
-            next_look = now + _SECONDS_TO_LEAVE
         jax.block_until_ready(awaited.arrays)
     except RuntimeError as error:
         # Nobody awaits what the user has deleted.
         if not any(array.is_deleted() for array in awaited.arrays):
             failed = f"it has failed or was ended ({str(error).splitlines()[0]})"
-            return f"; {_departure(awaited) or failed}"
+            return f"{awaited.crossing}; {_departure(awaited) or failed}"
+    return ""
+
+
+def _lateness(wait: _Wait) -> str:
+    """The reason why arrays are late; nothing if they may still come."""
+    seconds = time.monotonic() - wait.begin
+    if seconds < _SECONDS_BETWEEN_LOOKS:
+        return ""
+    if why := _departure(wait.awaited):
+        return f"{wait.awaited.crossing}; {why}"
+    limit = group().timeout
+    if seconds > limit:
+        return (
+            f"{wait.awaited.crossing}: nothing came for {limit:g} s; where that is no "
+            f"fault, type jpipe.distributed(timeout=...)"
+        )
     return ""
 
 

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import jpipe
 from benchmarks.experiment import mean_cross_entropy
-from benchmarks.overhead import by_hand, call
+from benchmarks.overhead import actions, by_hand, call
 
 from .. import reference as ref
 
@@ -58,3 +58,21 @@ def test_each_way_to_call_is_timed():
     row = call.variants()[0]
     (times,) = call.measure([row], calls=3, rounds=2).values()
     assert 0 < times["returned_us"] <= times["done_us"]
+
+
+@pytest.mark.slow
+def test_the_actions_of_each_remat_mode_are_timed():
+    layers = [nn.Dense(64), nn.gelu, nn.Dense(16), nn.Dense(16)]
+    x = jnp.ones((8 * actions.MICROBATCHES, 16))
+    model = actions.Model(layers, [3, 1], x, x, ref.mse)
+    figures = actions.measure(model, rounds=1)
+    assert list(figures) == list(actions.MODES)
+    held = [figures[mode].held_bytes for mode in ("full", "min_cut", "none")]
+    assert held == sorted(set(held))
+    for own in figures.values():
+        assert min(own.forward, own.backward, own.last) > 0
+        # The last stage waits for the first forward, the first for the last backward.
+        assert own.step >= own.forward + 8 * own.last + own.backward - 1e-9
+    assert [row[1] for row in actions.rows("tiny", figures)] == [
+        f"`{mode}`" for mode in actions.MODES
+    ]

@@ -68,3 +68,19 @@ def test_a_side_has_rows_of_what_it_can_keep_alone():
     runs = planned(options, options.sides)
     kinds = {(run.side, run.case.remat) for run in runs}
     assert kinds == {("jpipe", "none"), ("jpipe", "full"), ("spectrax", "full")}
+
+
+@pytest.mark.slow
+def test_two_processes_do_the_work_of_one(capsys):
+    sides = ["--sides", "jpipe,jpipe-apart", "--schedules", "1f1b,eager_1f1b"]
+    main([*TINY, *sides, "--models", "mlp", "--remat", "default"])
+    out = capsys.readouterr().out
+    titles = [row[0] for row in table(out)[1:]]
+    apart = "jpipe, two processes"
+    assert titles == [
+        "JAX, no pipeline",
+        "jpipe, 1f1b",
+        f"{apart}, 1f1b",
+        f"{apart}, eager_1f1b",
+    ]
+    assert "mlp: the same work. 2,112 parameters on every side" in out
