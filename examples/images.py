@@ -8,6 +8,7 @@ has not seen the typefaces of another script's test. Digits were written by hand
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
@@ -23,7 +24,7 @@ import numpy as np
 from digits import read_digits
 from jax.scipy.ndimage import map_coordinates
 from matplotlib.ft2font import FT2Font
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 # Families of one designer are on one side: Open Sans, for one, became Noto Sans.
 HELD_OUT = {
@@ -47,8 +48,13 @@ LEFT_OUT = {
 }
 DRAWN_AT = 64  # the size in which letters are measured
 FILLED = 0.9  # of the image, by the largest letter of a face
-# Radians, the logarithm of a size, and a share of the image.
-TURN, GROWTH, SHIFT = 0.2, 0.15, 0.08
+# The most that `augment` does to an image.
+TURN = 0.2  # radians
+GROWTH = 0.15  # the logarithm of a factor
+SHIFT = 0.08  # of the size
+# What a file of a user's images is called, in lower case.
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+FEWEST_IMAGES = 5  # of a user, so that one is to test
 
 
 class Task(NamedTuple):
@@ -70,6 +76,13 @@ class Task(NamedTuple):
     labels_test: np.ndarray
     num_classes: int
 
+    def checksum(self) -> int:
+        """A number of 32 bits that differs for other images or labels."""
+        number = 0
+        for array in (self.x, self.labels, self.x_test, self.labels_test):
+            number = zlib.crc32(array.tobytes(), number)
+        return number
+
 
 def list_families() -> dict[str, list[Path]]:
     """The font files of each family, of matplotlib and of packages ``fontpkg-*``."""
@@ -87,11 +100,11 @@ def list_families() -> dict[str, list[Path]]:
 
 
 def list_faces(paths: list[Path], letters: set[str]) -> Iterator[Callable]:
-    """Some faces of a family, evenly: functions from a size to a font.
+    """At most `MOST_FACES` faces of a family: functions from a size to a font.
 
     Args:
       paths: the files of the family.
-      letters: what a file must have to count.
+      letters: the letters that a file must have, or it is left out.
     """
     faces = []
     for path in paths:
@@ -109,7 +122,7 @@ def list_faces(paths: list[Path], letters: set[str]) -> Iterator[Callable]:
 def load_font(
     path: Path, variation: bytes | None, size: float
 ) -> ImageFont.FreeTypeFont:
-    """A font of a size in pixels, in a named variation if it has some."""
+    """A font of a size in pixels; of a variable font, the variation of this name."""
     font = ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
     if variation is not None:
         font.set_variation_by_name(variation)
@@ -117,7 +130,16 @@ def load_font(
 
 
 def draw_letters(load: Callable, letters: list[str], size: int) -> list[np.ndarray]:
-    """Letters in white on black ``[size, size, 1]``, on one line of text."""
+    """Draws letters in white on black.
+
+    Args:
+      load: a function from a size in pixels to a font.
+      letters: the letters; all stand on one base line, in one size.
+      size: the pixels of a side of an image.
+
+    Returns:
+      One image ``[size, size, 1]`` per letter.
+    """
     font = load(DRAWN_AT)
     boxes = [font.getbbox(letter, anchor="ls") for letter in letters]
     lefts, tops, rights, bottoms = np.transpose(boxes)
@@ -137,7 +159,7 @@ def draw_letters(load: Callable, letters: list[str], size: int) -> list[np.ndarr
 
 @cache
 def draw_script(script: str, size: int) -> Task:
-    """The letters of a script, in the families that have all of them.
+    """The letters of a script, in the faces that have all of them.
 
     Raises:
       ValueError: if there are none to train on, or none to test.
@@ -146,16 +168,19 @@ def draw_script(script: str, size: int) -> Task:
     classes = [sorted({chr(code), chr(code).upper()}) for code in codes]
     labels = np.repeat(np.arange(len(classes)), [len(forms) for forms in classes])
     letters = list(itertools.chain(*classes))
-    images: dict[bool, list[np.ndarray]] = {False: [], True: []}  # by: is it held out?
+    train_images = []
+    test_images = []
     for family, paths in list_families().items():
+        images = test_images if family in HELD_OUT else train_images
         for load in list_faces(paths, set(letters)):
-            images[family in HELD_OUT] += draw_letters(load, letters, size)
-    if not (images[False] and images[True]):
+            images += draw_letters(load, letters, size)
+    if not train_images or not test_images:
         raise ValueError(
             f"{script}: too few families of typefaces have its letters; install more: "
             "pip install -e '.[tasks]'"
         )
-    x, x_test = (np.stack(images[held_out]) for held_out in (False, True))
+    x = np.stack(train_images)
+    x_test = np.stack(test_images)
     return Task(
         name=script,
         x=x,
@@ -193,44 +218,66 @@ def read_mnist(size: int) -> Task:
 
 
 def read_folder(folder: Path, size: int) -> Task:
-    """Images of one folder per class, in colour; a fifth of them to test.
+    """The images of one folder per class, in colour; a fifth of them to test.
+
+    Files that are not called as an image is, and what begins with a dot, are left out.
 
     Raises:
-      ValueError: if there are fewer than two folders of images.
+      ValueError: if there are fewer than two classes or five images.
     """
-    images, labels = [], []
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    for number, path in enumerate(classes):
-        for file in sorted(path.iterdir()):
-            with Image.open(file) as image:
-                pixels = image.convert("RGB").resize((size, size))
-            images.append(np.asarray(pixels))
-            labels.append(number)
-    if len({*labels}) < 2:
+    files = sorted(folder.glob("[!.]*/[!.]*"))
+    paths = [path for path in files if path.suffix.lower() in SUFFIXES]
+    classes = sorted({path.parent.name for path in paths})
+    if len(classes) < 2 or len(paths) < FEWEST_IMAGES:
         raise ValueError(
-            f"{folder} has {len(classes)} folders: --data needs a folder with one "
-            "folder of images for each of two classes or more"
+            f"{folder} has {len(paths)} images in {len(classes)} folders: --data needs "
+            "a folder with one folder of images for each of two classes or more, and "
+            f"{FEWEST_IMAGES} images or more ({', '.join(sorted(SUFFIXES))})"
         )
+    labels = [classes.index(path.parent.name) for path in paths]
     return split(
-        folder.name,
-        x=np.stack(images),
+        folder.resolve().name,
+        x=np.stack([read_image(path, size) for path in paths]),
         labels=np.asarray(labels, np.int32),
         num_classes=len(classes),
     )
 
 
+def read_image(path: Path, size: int) -> np.ndarray:
+    """An image of any size, stretched to a square: bytes ``[size, size, 3]``.
+
+    Grey becomes three equal channels. What is transparent becomes white.
+    """
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)  # as the camera was held
+        if image.mode.startswith("I"):  # grey of 16 bits, which Pillow would cut off
+            image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+        image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    opaque = Image.alpha_composite(white, image).convert("RGB")
+    return np.asarray(opaque.resize((size, size)))
+
+
 def split(name: str, x: np.ndarray, labels: np.ndarray, num_classes: int) -> Task:
-    """A task of images in any order, of which a fifth, at random, are to test."""
+    """A task of images in any order; a fifth of them, at random, are to test."""
     rows = np.random.default_rng(0).permutation(len(x))
     test, train = np.split(rows, [len(rows) // 5])
-    return Task(name, x[train], labels[train], x[test], labels[test], num_classes)
+    return Task(
+        name=name,
+        x=x[train],
+        labels=labels[train],
+        x_test=x[test],
+        labels_test=labels[test],
+        num_classes=num_classes,
+    )
 
 
 def read_task(name: str, size: int) -> Task:
     """A task by its name: a script, or one of the two sets of digits."""
     if name in SCRIPTS:
         return draw_script(name, size)
-    return {"scikit-learn digits": read_scikit_digits, "MNIST": read_mnist}[name](size)
+    readers = {"scikit-learn digits": read_scikit_digits, "MNIST": read_mnist}
+    return readers[name](size)
 
 
 @jax.jit
@@ -241,7 +288,7 @@ def normalize(images: jax.Array) -> jax.Array:
 
 @jax.jit
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Turns, scales and moves each image at random; bytes as for `normalize`."""
+    """Turns, scales and moves each image at random; shapes are as for `normalize`."""
     size = images.shape[1]
     keys = jax.random.split(key, 3)
     turns = jax.random.uniform(keys[0], (len(images),), minval=-TURN, maxval=TURN)
@@ -250,11 +297,13 @@ def augment(key: jax.Array, images: jax.Array) -> jax.Array:
     grid = jnp.mgrid[:size, :size] - (size - 1) / 2  # [2, size, size]
 
     def move(image, turn, growth, shift):
-        cos, sin = jnp.cos(turn), jnp.sin(turn)
+        cos = jnp.cos(turn)
+        sin = jnp.sin(turn)
         matrix = jnp.exp(-growth) * jnp.array([[cos, -sin], [sin, cos]])
         center = (size - 1) / 2 + size * shift
-        places = jnp.tensordot(matrix, grid, 1) + center[:, None, None]
-        read = jax.vmap(lambda x: map_coordinates(x, places, order=1), -1, -1)
+        # The point of the image that each pixel of the moved image shows.
+        points = jnp.tensordot(matrix, grid, 1) + center[:, None, None]
+        read = jax.vmap(lambda x: map_coordinates(x, points, order=1), -1, -1)
         return read(image)
 
     return normalize(jax.vmap(move)(images / 1.0, turns, growths, shifts))

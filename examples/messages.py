@@ -43,8 +43,9 @@ SAME_LANGUAGE = {
 }
 LENGTHS = (12, 24)  # tokens of a side; longer messages are left out
 PAD, BEGIN, END, UNKNOWN = range(4)
-# Of a hundred English messages, so many go to the tests, so many to choices of sizes.
-TEST_PERCENT, VALIDATION_PERCENT = 12, 4
+# Shares of the English messages that are held back, in percent.
+TEST_PERCENT = 12
+VALIDATION_PERCENT = 4  # for choices of sizes
 
 
 class Message(NamedTuple):
@@ -91,17 +92,17 @@ def _read_catalogue(path: Path, language: str) -> Iterator[Message]:
     except OSError:  # one file of Plone is not in the format
         return
     for entry in entries:
-        english = _english_of(entry)
+        english = _read_english(entry)
         source = entry.msgstr
         if entry.msgid_plural:
             source = entry.msgstr_plural[max(entry.msgstr_plural)]
-        source = _normalized(source)
+        source = _normalize(source)
         is_translated = source and source != english and not entry.fuzzy
         if is_translated and english and not entry.obsolete and language[:2] != "en":
             yield Message(language, source, english)
 
 
-def _english_of(entry: Any) -> str:
+def _read_english(entry: Any) -> str:
     """The English text of an entry; empty if the file does not tell it.
 
     Django's messages are named by their English text. Plone's have names such as
@@ -110,15 +111,15 @@ def _english_of(entry: Any) -> str:
     default = re.search(r'Default: "(.*)"', entry.comment, re.DOTALL)
     text = default[1] if default else entry.msgid_plural or entry.msgid
     is_name = default is None and "_" in text and " " not in text
-    return "" if is_name else _normalized(text)
+    return "" if is_name else _normalize(text)
 
 
-def _normalized(text: str) -> str:
+def _normalize(text: str) -> str:
     """The text with one way to write each character, and single blanks."""
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-def part_of(english: str) -> str:
+def choose_part(english: str) -> str:
     """The part of the corpus that a message is in, the same in all languages.
 
     Returns:
@@ -216,7 +217,11 @@ class Corpus:
           english_subwords: the subwords of English.
         """
         messages = read_messages(languages)
-        training = [m for m in messages if part_of(m.english) == "training"]
+        training = [
+            message
+            for message in messages
+            if choose_part(message.english) == "training"
+        ]
         counter = Counter(message.language for message in training)
         self.languages = [language for language, _ in counter.most_common()]
         texts = [message.source for message in training]
@@ -226,29 +231,41 @@ class Corpus:
         self.source_words = source_subwords + len(self.languages)
         self.english_words = english_subwords
 
-        messages = [m for m in messages if m.language in counter]
-        indices = np.array([self.languages.index(m.language) for m in messages])
-        encoded = subwords.encode([m.source for m in messages])
-        sources = [
-            [source_subwords + index, *tokens]
-            for index, tokens in zip(indices, encoded, strict=True)
-        ]
-        targets = self._english_subwords.encode([m.english for m in messages])
-        pairs = Pairs(
-            indices,
-            source=_padded(sources),
-            target=_padded(targets),
-            lengths=1 + np.maximum([*map(len, sources)], [*map(len, targets)]),
-            english=np.array([m.english for m in messages], object),
-        )
+        # A language whose few messages are all held back is left out.
+        messages = [message for message in messages if message.language in counter]
+        pairs = self._encode(messages, subwords)
         is_short = pairs.lengths <= LENGTHS[-1]
-        part = np.array([part_of(m.english) for m in messages])
+        part = np.array([choose_part(message.english) for message in messages])
         self.parts = {
             name: pairs.select((part == name) & is_short)
             for name in ("training", "validation", "test")
         }
         self.counts = np.bincount(
             self.parts["training"].languages, minlength=len(self.languages)
+        )
+
+    def _encode(
+        self,
+        messages: Sequence[Message],
+        subwords: sentencepiece.SentencePieceProcessor,
+    ) -> Pairs:
+        """The messages as tokens; `lengths` tells which of them are cut off."""
+        languages = np.array([self.languages.index(m.language) for m in messages])
+        first = self.source_words - len(self.languages)  # the token of language 0
+        encoded = subwords.encode([message.source for message in messages])
+        sources = [
+            [first + language, *tokens]
+            for language, tokens in zip(languages, encoded, strict=True)
+        ]
+        english = [message.english for message in messages]
+        targets = self._english_subwords.encode(english)
+        return Pairs(
+            languages,
+            source=_pad(sources),
+            target=_pad(targets),
+            # `END` is one more.
+            lengths=1 + np.maximum([*map(len, sources)], [*map(len, targets)]),
+            english=np.array(english, object),
         )
 
     def test_messages(self, languages: Sequence[str], limit: int) -> Pairs:
@@ -266,13 +283,13 @@ class Corpus:
         ]
         return pairs.select(np.concatenate(rows))
 
-    def texts(self, tokens: np.ndarray) -> list[str]:
+    def decode(self, tokens: np.ndarray) -> list[str]:
         """English texts of tokens ``[messages, length]``, each up to its `END`."""
         rows = [row[: (row == END).argmax()] if END in row else row for row in tokens]
         return self._english_subwords.decode([row.tolist() for row in rows])
 
 
-def _padded(rows: list[list[int]]) -> np.ndarray:
+def _pad(rows: list[list[int]]) -> np.ndarray:
     """Tokens ``[rows, greatest length]``, `END` behind each row, then `PAD`."""
     tokens = np.full((len(rows), LENGTHS[-1]), PAD, np.int32)
     for index, row in enumerate(rows):
@@ -326,6 +343,6 @@ class Batches:
         return chosen.cut(LENGTHS[bucket])
 
 
-def package_versions() -> str:
+def show_versions() -> str:
     """The names and versions of the packages that hold the corpus."""
     return ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES.values())

@@ -1,11 +1,13 @@
 """Training runs by name: each is done once, goes on where it was stopped, is recorded.
 
-A record is JSON: the losses, the test accuracies by step, the seconds of processor
-time. Beside it is a checkpoint where a run was stopped, or where another run shall
-begin with its layers.
+A record is JSON: the recipe, the losses, the test accuracies by step, the seconds of
+processor time. Beside it is a checkpoint where a run was stopped, or where another run
+shall begin with its layers.
 """
 
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from rich.progress import Progress
 
 import jpipe
 
-TESTS = 4  # during a run, evenly
+NUM_TESTS = 4  # during a run, evenly
 
 
 class Learner(Protocol):
@@ -25,8 +27,13 @@ class Learner(Protocol):
 
     num_steps: int
 
+    @property
+    def recipe(self) -> str:
+        """A text that differs for trainings that shall not be taken for each other."""
+        ...
+
     def init(self, seed: int, variables: Any = None) -> jpipe.TrainState:
-        """The state before the first step, from new layers or from these."""
+        """The state before the first step, of new layers or of these variables."""
         ...
 
     def step(
@@ -41,72 +48,115 @@ class Learner(Protocol):
 
 
 class Runs:
-    """Trains by name, each run once; what it has done is in a folder."""
+    """Trains by name, each run once; its results are in a folder.
 
-    def __init__(self, folder: Path, stops: Callable[[int], bool], bar: Progress):
-        self.folder = folder
-        self.stops = stops
-        self.bar = bar
-        self.steps = 0  # of this process
+    Attributes:
+      num_steps: the steps of all runs of this process.
+    """
 
-    def fit(
-        self, learner: Learner, name: str, seed: int, body: str = "", keep: str = ""
-    ) -> dict[str, Any]:
-        """The record of a run: losses, test accuracies by step, seconds.
+    def __init__(
+        self, folder: Path, is_stopped: Callable[[int], bool], progress: Progress
+    ) -> None:
+        """Prepares to train.
 
         Args:
-          learner: of the task.
-          name: of the run, and of its files.
-          seed: of the new layers, and of the batches.
+          folder: a folder for records and checkpoints.
+          is_stopped: says after each step, by `num_steps`, whether to stop there.
+          progress: the bars.
+        """
+        self.num_steps = 0
+        self._folder = folder
+        self._is_stopped = is_stopped
+        self._progress = progress
+
+    def fit(
+        self,
+        learner: Learner,
+        name: str,
+        *,
+        seed: int,
+        body: str = "",
+        keep: str = "",
+    ) -> dict[str, Any]:
+        """The record of a run, which is trained unless it is finished.
+
+        Args:
+          learner: the learner of the task.
+          name: the name of the run and of its files.
+          seed: the seed of new layers and of the batches.
           body: the checkpoint of all layers but the last that it begins with, if any.
-          keep: such a checkpoint, which it writes at the end.
+          keep: the checkpoint of such layers that it writes at the end, if any.
+
+        Returns:
+          The recipe, the losses, the test accuracies by step, and the seconds.
 
         Raises:
-          SystemExit: after Ctrl-C, when a checkpoint has been written.
+          SystemExit: after Ctrl-C or SIGTERM, when a checkpoint has been written.
+          ValueError: if the folder has a run of this name and another recipe.
         """
-        path = self.folder / f"{name}.json"
-        record: dict[str, Any] = {"losses": [], "tests": {}, "seconds": 0.0}
+        path = self._folder / f"{name}.json"
+        record: dict[str, Any] = {
+            "recipe": learner.recipe,
+            "losses": [],
+            "tests": {},
+            "seconds": 0.0,
+        }
         if path.exists():
             record = json.loads(path.read_text("utf-8"))
-        if len(record["losses"]) == learner.num_steps:
+        if record["recipe"] != learner.recipe:
+            raise ValueError(
+                f"{path} is a run of {record['recipe']}, not of {learner.recipe}: "
+                "remove the file, or name another folder with --folder"
+            )
+        losses = list(record["losses"])
+        if len(losses) == learner.num_steps:
             return record
 
         began = time.process_time()
         state = learner.init(seed)
-        checkpoint = self.folder / f"{name}.state"
-        if record["losses"]:
-            state = jpipe.checkpoint.restore(checkpoint, state)
+        resumed = self._checkpoint(name, len(losses))
+        if losses:
+            state = jpipe.checkpoint.restore(resumed, state)
         elif body:
             *layers, last = state.variables
-            layers = jpipe.checkpoint.restore(self.folder / body, layers)
+            layers = jpipe.checkpoint.restore(self._folder / body, layers)
             state = learner.init(seed, variables=[*layers, last])
-        bar = self.bar.add_task(name, total=learner.num_steps)
-        losses = list(
-            record["losses"]
-        )  # a new one is an array, which may be on its way
+
+        bar = self._progress.add_task(name, total=learner.num_steps)
+        parts = range(1, NUM_TESTS + 1)
+        tested = {math.ceil(learner.num_steps * part / NUM_TESTS) for part in parts}
         is_stopped = False
         while len(losses) < learner.num_steps and not is_stopped:
             state, metrics = learner.step(state, seed, position=len(losses))
             losses.append(metrics["loss"])
-            jax.block_until_ready(losses[-2:][0])  # the bar shows what is done
-            self.bar.update(bar, completed=len(losses))
-            if len(losses) * TESTS % learner.num_steps < TESTS:
-                record["tests"][len(losses)] = learner.test(state)
-            self.steps += 1
-            is_stopped = self.stops(self.steps)
+            # One step is on its way while the host prepares the next.
+            jax.block_until_ready(losses[-2:][0])
+            self._progress.update(bar, completed=len(losses))
+            if len(losses) in tested:
+                record["tests"][str(len(losses))] = learner.test(state)
+            self.num_steps += 1
+            is_stopped = self._is_stopped(self.num_steps)
 
         if len(losses) < learner.num_steps:
+            checkpoint = self._checkpoint(name, len(losses))
             jpipe.checkpoint.save(checkpoint, state, overwrite=True)
         elif keep:
             layers = list(state.variables[:-1])
-            jpipe.checkpoint.save(self.folder / keep, layers, overwrite=True)
+            jpipe.checkpoint.save(self._folder / keep, layers, overwrite=True)
         record["losses"] = [float(loss) for loss in losses]
         record["seconds"] += time.process_time() - began
         path.write_text(json.dumps(record), "utf-8")
-        self.bar.remove_task(bar)
-        tested = "".join(f", accuracy {test:.1%}" for test in record["tests"].values())
-        shown = f"{name}: {len(losses)} steps, loss {losses[-1]:.6f}{tested}"
-        self.bar.console.print(shown, soft_wrap=True)
+        shutil.rmtree(resumed, ignore_errors=True)  # the record is of a later step
+
+        self._progress.remove_task(bar)
+        tests = record["tests"].values()
+        accuracies = "".join(f", accuracy {test:.1%}" for test in tests)
+        shown = f"{name}: {len(losses)} steps, loss {losses[-1]:.6f}{accuracies}"
+        self._progress.console.print(shown, soft_wrap=True)
         if is_stopped:
             raise SystemExit(STOPPED_EARLY)
         return record
+
+    def _checkpoint(self, name: str, num_steps: int) -> Path:
+        """The checkpoint of a run that was stopped after so many steps."""
+        return self._folder / f"{name}-step_{num_steps:06}"

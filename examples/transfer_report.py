@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ class Row(NamedTuple):
       num_train: the number of images that were trained on.
       num_test: the number of images held back.
       num_classes: the number of classes.
-      records: arm -> the record of each seed, as `transfer.Runs.fit` returns it.
+      records: arm -> the record of each seed, as `runs.Runs.fit` returns it.
     """
 
     name: str
@@ -44,11 +45,12 @@ class Row(NamedTuple):
         records = self.records.get(arm, [])
         return np.array([100 * [*record["tests"].values()][-1] for record in records])
 
-    def cells(self) -> list[str]:
+    def make_cells(self) -> list[str]:
         """The texts of a line of the table."""
         sizes = (self.num_train, self.num_test, self.num_classes)
         counts = [f"{size:,}" for size in sizes]
-        return [self.name, *counts, *(spread(self.accuracies(arm)) for arm in ARMS)]
+        accuracies = [show_spread(self.accuracies(arm)) for arm in ARMS]
+        return [self.name, *counts, *accuracies]
 
 
 def make_row(task: Task, records: dict[str, list[dict[str, Any]]]) -> Row:
@@ -56,8 +58,8 @@ def make_row(task: Task, records: dict[str, list[dict[str, Any]]]) -> Row:
     return Row(task.name, len(task.x), len(task.x_test), task.num_classes, records)
 
 
-def spread(values: np.ndarray) -> str:
-    """The mean, and the standard deviation of several."""
+def show_spread(values: np.ndarray) -> str:
+    """The mean, and with several values their standard deviation."""
     if not len(values):
         return "-"
     if len(values) == 1:
@@ -66,20 +68,20 @@ def spread(values: np.ndarray) -> str:
 
 
 def describe(
-    rows: list[Row], losses: dict[str, list[float]], command: str, model: str
+    rows: list[Row], *, losses: dict[str, list[float]], command: str, model: str
 ) -> str:
     """The table and how it was made, in Markdown.
 
     Args:
-      rows: one per set of images, that of the first task first.
-      losses: of the same steps, by ``"pipelined"`` and ``"unpipelined"``.
-      command: what was typed.
-      model: what was trained, in a few words.
+      rows: one row per set of images, that of the first task first.
+      losses: the losses of the same steps, ``"pipelined"`` and ``"unpipelined"``.
+      command: the command that was typed.
+      model: the model in a few words.
     """
     lines = [
         "| images | train | test | classes | fine-tuned, % | from scratch, % |",
         "| --- | --: | --: | --: | --: | --: |",
-        *("| " + " | ".join(row.cells()) + " |" for row in rows),
+        *("| " + " | ".join(row.make_cells()) + " |" for row in rows),
     ]
     runs = [record for row in rows for arm in row.records.values() for record in arm]
     seconds = sum(record["seconds"] for record in runs)
@@ -103,7 +105,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    height = -(-len(rows) // PANELS)
+    height = math.ceil(len(rows) / PANELS)
     figure, axes = pyplot.subplots(
         height,
         PANELS,
@@ -145,6 +147,7 @@ def draw_samples(tasks: list[Task], path: Path) -> None:
 
 def write_report(
     folder: Path,
+    *,
     rows: list[Row],
     losses: dict[str, list[float]],
     command: str,
@@ -155,9 +158,9 @@ def write_report(
     for column in ("images", "train", "test", "classes", *ARMS.values()):
         table.add_column(column, justify="left" if column == "images" else "right")
     for row in rows:
-        table.add_row(*row.cells())
+        table.add_row(*row.make_cells())
     Console().print(table)
-    text = describe(rows, losses, command, model)
+    text = describe(rows, losses=losses, command=command, model=model)
     print(text.split("\n\n", maxsplit=1)[1])
     results = {"rows": [row._asdict() for row in rows], "losses": losses}
     (folder / "results.json").write_text(json.dumps(results, indent=1), "utf-8")

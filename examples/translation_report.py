@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 import optax
-from messages import PAD, package_versions
+from messages import PAD, show_versions
 from translator import PAPER, Translator, count_parameters
 
 import jpipe
@@ -29,7 +29,9 @@ import matplotlib.pyplot as plt
 DEVICE: dict[str, Any] = {"peak_flops": 1e14, "memory_bandwidth": 1e12}
 MEMORY = 16 * 2**30
 BANDWIDTH = 7e10
-PLAN_BATCH, PLAN_LENGTH = 128, 64
+PLAN_BATCH = 128  # pairs
+PLAN_LENGTH = 64  # tokens
+# Model -> the number of devices.
 PLAN_DEVICES = {"400M": 2, "1.3B deep": 4, "1.3B wide": 4, "6B": 16}
 
 Tables = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
@@ -48,10 +50,10 @@ def write_report(tables: Tables, folder: Path) -> str:
     (folder / "tables.json").write_text(json.dumps(tables, ensure_ascii=False), "utf-8")
     text = "\n\n".join(
         [
-            _model_table(tables),
-            _language_table(tables),
-            _batch_table(tables["batches"]),
-            f"{package_versions()}, jax {jax.__version__}, flax {flax.__version__}",
+            _format_models(tables),
+            _format_languages(tables),
+            _format_batches(tables["batches"]),
+            f"{show_versions()}, jax {jax.__version__}, flax {flax.__version__}",
         ]
     )
     (folder / "tables.md").write_text(text + "\n", "utf-8")
@@ -65,19 +67,19 @@ def write_report(tables: Tables, folder: Path) -> str:
     return text
 
 
-def _spread(values: Sequence[float], digits: int = 2) -> str:
+def _show_spread(values: Sequence[float], digits: int = 2) -> str:
     """The mean of some seeds and their standard deviation, if there are several."""
     mean = f"{np.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; the first column is text."""
     rule = [":--", *["--:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
-def _model_table(tables: Tables) -> str:
+def _format_models(tables: Tables) -> str:
     """Quality against depth and width; languages in thirds by training messages."""
     head = ["model", "seeds", "parameters", "loss", "BLEU", "chrF"]
     head += ["chrF, most messages", "chrF, fewer", "chrF, fewest"]
@@ -88,27 +90,23 @@ def _model_table(tables: Tables) -> str:
                 f"{name}, {results[0]['model']}",
                 str(len(results)),
                 f"{results[0]['parameters']:,}",
-                _spread([result["nll"] for result in results], 3),
-                _spread([result["bleu"] for result in results]),
-                _spread([result["chrf"] for result in results]),
+                _show_spread([result["nll"] for result in results], 3),
+                _show_spread([result["bleu"] for result in results]),
+                _show_spread([result["chrf"] for result in results]),
             ]
         )
-        scores = np.array(
-            [_language_scores(tables, result, "chrf") for result in results]
-        )
+        scores = np.array([_list_scores(tables, result, "chrf") for result in results])
         for part in np.array_split(scores, 3, axis=1):
-            rows[-1].append(_spread(part.mean(axis=1)))
-    return _table(head, rows)
+            rows[-1].append(_show_spread(part.mean(axis=1)))
+    return _format_table(head, rows)
 
 
-def _language_scores(
-    tables: Tables, result: Mapping[str, Any], metric: str
-) -> list[float]:
+def _list_scores(tables: Tables, result: Mapping[str, Any], metric: str) -> list[float]:
     """The scores of the languages of a result, that with the most messages first."""
     return [result["languages"][name][metric] for name in tables["bilingual"]]
 
 
-def _differences(tables: Tables, metric: str) -> dict[str, np.ndarray]:
+def _subtract_bilingual(tables: Tables, metric: str) -> dict[str, np.ndarray]:
     """Scores of the multilingual models less the mean of the bilingual ones.
 
     Returns:
@@ -119,17 +117,17 @@ def _differences(tables: Tables, metric: str) -> dict[str, np.ndarray]:
         for results in tables["bilingual"].values()
     ]
     return {
-        name: np.array([_language_scores(tables, result, metric) for result in results])
+        name: np.array([_list_scores(tables, result, metric) for result in results])
         - np.array(bilingual)
         for name, results in tables["models"].items()
     }
 
 
-def _language_table(tables: Tables) -> str:
+def _format_languages(tables: Tables) -> str:
     """A row for each language that has a bilingual model."""
     head = ["language", "training messages", "tested"]
     head += ["bilingual BLEU", "chrF"]
-    differences = {m: _differences(tables, m) for m in ("bleu", "chrf")}
+    differences = {m: _subtract_bilingual(tables, m) for m in ("bleu", "chrf")}
     for name in tables["models"]:
         head += [f"{name} BLEU", "chrF"]
     rows = []
@@ -142,10 +140,10 @@ def _language_table(tables: Tables) -> str:
             for metric in ("bleu", "chrf"):
                 row.append(f"{differences[metric][name][:, index].mean():+.1f}")
         rows.append(row)
-    return _table(head, rows)
+    return _format_table(head, rows)
 
 
-def _batch_table(batches: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _format_batches(batches: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Loss and BLEU against the size of a batch."""
     head = ["tokens in a batch", "steps", "seeds", "loss", "BLEU", "chrF"]
     rows = [
@@ -153,13 +151,13 @@ def _batch_table(batches: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             f"{int(tokens):,}",
             str(results[0]["steps"]),
             str(len(results)),
-            _spread([result["nll"] for result in results], 3),
-            _spread([result["bleu"] for result in results]),
-            _spread([result["chrf"] for result in results]),
+            _show_spread([result["nll"] for result in results], 3),
+            _show_spread([result["bleu"] for result in results]),
+            _show_spread([result["chrf"] for result in results]),
         ]
         for tokens, results in batches.items()
     ]
-    return _table(head, rows)
+    return _format_table(head, rows)
 
 
 def _draw_differences(tables: Tables, path: Path) -> None:
@@ -169,12 +167,15 @@ def _draw_differences(tables: Tables, path: Path) -> None:
     for metric, label, axes in zip(
         ("bleu", "chrf"), ("BLEU", "chrF"), panels, strict=True
     ):
-        for name, values in _differences(tables, metric).items():
+        for name, values in _subtract_bilingual(tables, metric).items():
             model = tables["models"][name][0]["model"]
             (line,) = axes.plot(values.mean(axis=0), marker="o", label=model)
-            ends = values.min(axis=0), values.max(axis=0)
             axes.fill_between(
-                range(len(languages)), *ends, color=line.get_color(), alpha=0.15
+                range(len(languages)),
+                values.min(axis=0),
+                values.max(axis=0),
+                color=line.get_color(),
+                alpha=0.15,
             )
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_ylabel(f"{label} less bilingual {label}")
@@ -212,16 +213,17 @@ def draw_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:
 
 
 def _loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The total over the tokens that are there, and their number."""
+    """The sum of losses over the tokens that are no padding, and their number."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return (losses * (targets != PAD)).sum(), (targets != PAD).sum()
+    mask = targets != PAD
+    return (losses * mask).sum(), mask.sum()
 
 
 def plan_paper_models(names: Sequence[str] = tuple(PAPER)) -> str:
     """Plans the paper's models by shapes: no parameter is made, nothing is run.
 
     Args:
-      names: some of the `PAPER`'s models.
+      names: names of models in `PAPER`.
 
     Returns:
       A table of parameters, and the plans.
@@ -262,4 +264,4 @@ def plan_paper_models(names: Sequence[str] = tuple(PAPER)) -> str:
             ]
         )
         plans.append(f"{sizes}\n{plan}")
-    return "\n\n".join([_table(head, rows), *plans])
+    return "\n\n".join([_format_table(head, rows), *plans])

@@ -30,9 +30,15 @@ from translator import Sizes, Translator, count_parameters, translate
 
 import jpipe
 
-STAGES, MICROBATCHES = 2, 2
-LEARNING_RATE, WARM_UP, SMOOTHING, TEMPERATURE = 3e-3, 100, 0.1, 5.0
-SAVE_EVERY, LOG_EVERY, STEPS_IN_FLIGHT = 500, 50, 4
+STAGES = 2
+MICROBATCHES = 2
+LEARNING_RATE = 3e-3  # the highest
+WARM_UP = 100  # steps
+SMOOTHING = 0.1  # of labels
+TEMPERATURE = 5.0  # see `messages`
+SAVE_EVERY = 500  # steps
+LOG_EVERY = 50  # steps
+STEPS_IN_FLIGHT = 4  # before the host waits
 RESULT = "result.json"
 TEST_ROWS = 64  # messages that are translated at once
 
@@ -80,11 +86,12 @@ class Job(NamedTuple):
 
 
 def loss_fn(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The total of smoothed losses over the tokens that are there, and their number."""
+    """The sum of smoothed losses over the tokens that are no padding, their number."""
     labels = jax.nn.one_hot(targets, logits.shape[-1])
     labels = optax.smooth_labels(labels, SMOOTHING)
     mask = targets != PAD
-    return (optax.softmax_cross_entropy(logits, labels) * mask).sum(), mask.sum()
+    losses = optax.softmax_cross_entropy(logits, labels)
+    return (losses * mask).sum(), mask.sum()
 
 
 def learning_rate(step: Any) -> Any:
@@ -104,10 +111,11 @@ def build_job(sizes: Sizes) -> Job:
     )
     adam = optax.adam(learning_rate, b1=0.9, b2=0.98)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adam)
-    return Job(pipe, tx, pipe.train_step(loss_fn, tx, reduction="weighted"))
+    step = pipe.train_step(loss_fn, tx, reduction="weighted")
+    return Job(pipe, tx, step)
 
 
-def inputs_of(pairs: Pairs) -> Any:
+def make_inputs(pairs: Pairs) -> Any:
     """The inputs of the model: sources, and targets one to the right."""
     return jpipe.inputs(pairs.source, shift_right(pairs.target))
 
@@ -164,7 +172,18 @@ class Trainer:
         return result
 
     def train(self, run: Run, folder: Path) -> tuple[jpipe.TrainState, np.ndarray]:
-        """Trains from the last checkpoint on; the last state and the losses."""
+        """Trains from the last checkpoint on.
+
+        Args:
+          run: the training.
+          folder: the folder of its checkpoints.
+
+        Returns:
+          The last state, and the loss of each step.
+
+        Raises:
+          SystemExit: if the run was stopped, with status 75.
+        """
         pairs = self.corpus.parts["training"]
         if run.language:
             index = self.corpus.languages.index(run.language)
@@ -174,7 +193,7 @@ class Trainer:
         )
         job = build_job(run.sizes)
         key = jax.random.key(run.seed)
-        state = job.pipe.init_train_state(key, inputs_of(batches.draw(0)), job.tx)
+        state = job.pipe.init_train_state(key, make_inputs(batches.draw(0)), job.tx)
         tree = {"state": state, "position": 0, "losses": np.zeros(run.steps)}
         if checkpoints := list_checkpoints(folder):
             tree = jpipe.checkpoint.restore(checkpoints[-1], tree)
@@ -182,29 +201,30 @@ class Trainer:
         state = tree["state"]
         losses = np.array(tree["losses"])
         first = int(tree["position"])
-        arrays = []  # losses of the steps from the first on, on their device
+        arrays = []  # losses of the steps from `first` on, which may be on their way
 
         for position in track(range(first, run.steps), run.name):
             batch = batches.draw(position)
-            state, metrics = job.step(state, inputs_of(batch), batch.target)
+            state, metrics = job.step(state, make_inputs(batch), batch.target)
             arrays.append(metrics["loss"])
             if len(arrays) > STEPS_IN_FLIGHT:  # the host runs ahead, but not far
                 arrays[-STEPS_IN_FLIGHT].block_until_ready()
-            number = position + 1
-            if number % LOG_EVERY == 0 or run.steps <= LOG_EVERY:
-                print(f"step {number}: loss {float(arrays[-1]):.9f}", flush=True)
-            if number == self._preempt_after:
+            num_done = position + 1
+            if num_done % LOG_EVERY == 0 or run.steps <= LOG_EVERY:
+                print(f"step {num_done}: loss {float(arrays[-1]):.9f}", flush=True)
+            if num_done == self._preempt_after:
                 os.kill(os.getpid(), signal.SIGTERM)
-            stops = self._is_asked_to_stop(number)
-            if stops or number % SAVE_EVERY == 0 or number == run.steps:
-                losses[first:number] = [float(loss) for loss in arrays]
-                path = folder / f"step_{number:06}"
-                tree = {"state": state, "position": number, "losses": losses}
+            is_stopped = self._is_asked_to_stop(num_done)
+            is_last = num_done == run.steps
+            if is_stopped or is_last or num_done % SAVE_EVERY == 0:
+                losses[first:num_done] = [float(loss) for loss in arrays]
+                path = folder / f"step_{num_done:06}"
+                tree = {"state": state, "position": num_done, "losses": losses}
                 jpipe.checkpoint.save(path, tree, overwrite=True)
                 for old in list_checkpoints(folder)[:-1]:
                     shutil.rmtree(old)
                 print(f"saved {path}", flush=True)
-            if stops and number < run.steps:
+            if is_stopped and not is_last:
                 sys.exit(STOPPED_EARLY)
         return state, losses
 
@@ -213,7 +233,18 @@ class Trainer:
 
 
 def evaluate(job: Job, variables: Any, corpus: Corpus, test: Pairs) -> dict[str, Any]:
-    """The loss per token, without smoothing, and BLEU and chrF of each language."""
+    """Translates messages and compares them with the English ones.
+
+    Args:
+      job: the programs of the model.
+      variables: the variables of the model.
+      corpus: the corpus that the messages are of.
+      test: the messages.
+
+    Returns:
+      The loss per token, without smoothing, BLEU and chrF, of all messages and of those
+      of each language, and some translations.
+    """
     texts = np.empty(len(test.languages), object)
     total_loss = 0.0
     buckets = np.searchsorted(LENGTHS, test.lengths)
@@ -224,14 +255,14 @@ def evaluate(job: Job, variables: Any, corpus: Corpus, test: Pairs) -> dict[str,
             # The last batch is filled up, so that all have one shape.
             filled = np.resize(chosen, TEST_ROWS)
             batch = test.select(filled).cut(length)
-            logits = job.pipe.apply(variables, inputs_of(batch))
+            logits = job.pipe.apply(variables, make_inputs(batch))
             losses = optax.softmax_cross_entropy_with_integer_labels(
                 logits, batch.target
             )
             losses = np.where(batch.target == PAD, 0, losses)
             total_loss += float(losses[: len(chosen)].sum())
             tokens = translate(job.pipe, variables, batch.source, length)
-            texts[chosen] = corpus.texts(tokens)[: len(chosen)]
+            texts[chosen] = corpus.decode(tokens)[: len(chosen)]
 
     languages = {}
     for index in np.unique(test.languages):

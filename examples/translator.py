@@ -30,14 +30,14 @@ class Sizes:
 
     Attributes:
       layers: L, of the encoder, and of the decoder.
-      hidden: H, the middle of a perceptron.
-      heads: A.
-      width: numbers that stand for a token.
-      head_dim: numbers of a query, a key or a value.
+      hidden: H, the features in the middle of a perceptron.
+      heads: A, the heads of an attention.
+      width: the features of a token.
+      head_dim: the features of a query, a key or a value of one head.
       source_words: the vocabulary of sources.
       english_words: the vocabulary of targets.
       ties_logits: True if logits come from the table of targets.
-      dropout: part of the numbers that are dropped at the end of a block.
+      dropout: the share of features that are dropped at the end of a block.
       dtype: the type of the arithmetic; parameters are float32.
     """
 
@@ -57,7 +57,7 @@ class Sizes:
         return f"T({self.layers}, {self.hidden}, {self.heads})"
 
 
-# The paper's models, with the parameters that it says.
+# Name -> a model of the paper, which names models by their parameters.
 PAPER = {
     "400M": Sizes(6, 8192, 16),
     "1.3B deep": Sizes(24, 8192, 16),
@@ -104,7 +104,7 @@ class Layer(nn.Module):
         return nn.LayerNorm(dtype=self.sizes.dtype)(x)
 
     def drop(self, x):
-        """Drops some numbers in training."""
+        """Drops some features in training."""
         return nn.Dropout(self.sizes.dropout, deterministic=not self.train)(x)
 
 
@@ -140,16 +140,17 @@ class Translator(nn.Module):
             length=sizes.layers,
         )
         norm = partial(nn.LayerNorm, dtype=sizes.dtype)
-        there = (source != PAD)[:, None, None]
+        source_mask = (source != PAD)[:, None, None]
 
         x = add_positions(table(sizes.source_words, name="source_table")(source))
-        x, _ = stack()(sizes, train, name="encoder")(x, there)
+        x, _ = stack()(sizes, train, name="encoder")(x, source_mask)
         memory = norm(name="encoder_norm")(x)
 
         english = table(sizes.english_words, name="english_table")
         y = add_positions(english(shifted))
-        causal = nn.make_causal_mask(shifted)
-        y, _ = stack()(sizes, train, name="decoder")(y, causal, memory, there)
+        causal_mask = nn.make_causal_mask(shifted)
+        decoder = stack()(sizes, train, name="decoder")
+        y, _ = decoder(y, causal_mask, memory, source_mask)
         y = norm(name="decoder_norm")(y)
         if sizes.ties_logits:
             return english.attend(y).astype(jnp.float32)
@@ -158,7 +159,7 @@ class Translator(nn.Module):
 
 
 def add_positions(x: jax.Array) -> jax.Array:
-    """Scales embeddings ``[batch, length, width]`` to 1 and adds sines of positions."""
+    """Scales embeddings ``[batch, length, width]`` to 1; adds waves of positions."""
     length = x.shape[1]
     width = x.shape[2]
     rates = 10_000 ** (-jnp.arange(0, width, 2) / width)
@@ -192,7 +193,7 @@ def translate(
     shifted = np.full((len(source), length + 1), PAD, np.int32)
     shifted[:, 0] = BEGIN
     for index in range(length):
-        # All tokens are computed again for one more: slow, but nothing but a forward.
+        # Each token costs a forward pass over all tokens: slow, but simple.
         logits = pipe.apply(variables, jpipe.inputs(source, shifted[:, :-1]))
         shifted[:, index + 1] = np.asarray(logits)[:, index].argmax(axis=-1)
         if (shifted == END).any(axis=1).all():

@@ -50,7 +50,7 @@ def test_no_message_is_on_both_sides_of_the_split(corpus):
 @pytest.mark.slow
 def test_targets_are_the_english_texts(corpus):
     pairs = corpus.parts["test"]
-    assert corpus.texts(pairs.target) == [*pairs.english]
+    assert corpus.decode(pairs.target) == [*pairs.english]
     first = pairs.source[:, 0] - corpus.source_words + len(corpus.languages)
     np.testing.assert_array_equal(first, pairs.languages)
 
