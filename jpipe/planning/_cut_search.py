@@ -22,10 +22,8 @@ from ._problem import PartitionProblem, RankSolution
 # (benchmarks/planning/constants.py).
 _MAX_ACTIONS = 40_000
 # With several stages on a rank, the number of cuts that are evaluated without running
-# them; where there are few cuts, all of them. Neither moves the steps of those chains:
-# they bound the time of a search.
+# them: it bounds the time of a search of many layers.
 _MAX_EVALUATED = 10_000
-_FEW_CUTS = 1_000
 
 
 def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
@@ -65,12 +63,11 @@ def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
 
 
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
-    """Equal loads for all stages, all cuts if they are few, equally many layers."""
+    """Equal loads for all stages, and equally many layers."""
     num_layers = problem.num_layers
     num_stages = problem.num_stages
     if cut := minimize_bottleneck(problem.fastest_times, problem.transfers):
         yield cut.ends
-    yield from list_cuts(num_layers, num_stages, max_cuts=_FEW_CUTS)
     yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
 
 

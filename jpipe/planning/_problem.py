@@ -158,10 +158,11 @@ class PartitionProblem:
         modes: list[Sequence[str]] = list(self.modes)
         if self.max_bytes is None:  # no other is better than the fastest
             modes = [sorted(names, key=stores_only_inputs)[:1] for names in modes]
-        return [
-            list(itertools.product(*(modes[stage] for stage in stages)))
-            for stages in self.rank_stages
-        ]
+        choices: list[list[tuple[str, ...]]] = []
+        for stages in self.rank_stages:
+            modes_of_stages = [modes[stage] for stage in stages]
+            choices.append(list(itertools.product(*modes_of_stages)))
+        return choices
 
     def solve_stages(self) -> list[RankSolution]:
         """The best modes of each stage as matrices, with one stage on each rank."""
@@ -254,12 +255,11 @@ class PartitionProblem:
     @property
     def fastest_times(self) -> list[Matrix]:
         """The times of each stage in the fastest of its modes, whatever it stores."""
-        return [
-            functools.reduce(
-                np.minimum, (self._stage_times(stage, mode) for mode in modes)
-            )
-            for stage, modes in enumerate(self.modes)
-        ]
+        fastest: list[Matrix] = []
+        for stage, modes in enumerate(self.modes):
+            times = [self._stage_times(stage, mode) for mode in modes]
+            fastest.append(np.min(times, axis=0))
+        return fastest
 
     @functools.cached_property
     def _layer_times(self) -> Numbers:
