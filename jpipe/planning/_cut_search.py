@@ -4,9 +4,13 @@ With one stage on each rank a rank's time and bytes are those of its stage, and 
 its best modes: dynamic programs find the best cut (`_bottleneck_cut`). With several, in
 a V or a loop, `climb` searches by the sums over the stages of each rank.
 
-A step is then taken to last as long as all stages and transfers one after another, and
-the slowest rank for each other micro-batch. What a schedule makes of a cut, its
-simulation tells: `climb_by_simulation` looks for the best one around some cuts.
+There a rank runs some stages of a micro-batch while others wait for it: at the begin
+and at the end of a step as often as there are other ranks, each time for a stage,
+
+    step = num_microbatches * busiest rank + (num_ranks - 1) * slowest stage + transfers
+
+What a schedule makes of a cut, its simulation tells: `climb_by_simulation` looks for
+the best one around some cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +80,11 @@ def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     solutions = problem.solve_cuts(cuts)
     loads = _loads(solutions)
     bottlenecks = loads.max(axis=0)
-    latencies = problem.latencies(cuts, solutions)
-    times = [bottlenecks, latencies]
+    transfer_times = problem.transfer_times(cuts)
+    times = [bottlenecks, loads.sum(axis=0) + transfer_times]
     if problem.objective == "step":
-        times = [latencies + (problem.num_microbatches - 1) * bottlenecks]
+        waits = (problem.schedule.num_ranks - 1) * problem.slowest_stages(cuts)
+        times = [problem.num_microbatches * bottlenecks + waits + transfer_times]
     missing_bytes = _missing_bytes(solutions)
     unevenness = np.square(loads).sum(axis=0)
     columns = [column.tolist() for column in (missing_bytes, *times, unevenness)]

@@ -230,10 +230,7 @@ def _pose_problem(
     rooms: tuple[float, ...] | None,
     space: SearchSpace,
 ) -> PartitionProblem:
-    """The problem of the best cut and modes, as exact as it can be.
-
-    If a rank has several stages, the best is the one whose busiest rank has least to
-    do: what they add to the latency of a step is hidden behind each other.
+    """The problem of the best cut and modes.
 
     Args:
       schedule: the schedule.
@@ -241,13 +238,12 @@ def _pose_problem(
       rooms: the bytes that each rank may hold, if there is a limit.
       space: the choices.
     """
-    has_one_stage_per_rank = schedule.num_ranks == schedule.num_stages
     return PartitionProblem(
         profile=space.profile(schedule, num_shards),
         modes=(space.remat_modes,) * schedule.num_stages,
         bandwidth=space.hardware.bandwidth,
         latency=space.hardware.latency,
-        objective="step" if has_one_stage_per_rank else "max",
+        objective="step",
         schedule=schedule,
         num_microbatches=schedule.num_microbatches,
         max_bytes=rooms,

@@ -193,16 +193,23 @@ class PartitionProblem:
                 modes[stage] = mode
         return tuple(modes)
 
-    def latencies(self, cuts: Cuts, solutions: Sequence[RankSolution]) -> Numbers:
-        """The time of all stages of a cut one after another, transfers between."""
+    def transfer_times(self, cuts: Cuts) -> Numbers:
+        """The time of all transfers between ranks of one micro-batch, in each cut."""
         ranks = itertools.pairwise(self.schedule.placement)
         crossing_stages = [
             stage
             for stage, (previous_rank, rank) in enumerate(ranks, start=1)
             if previous_rank != rank
         ]
-        transfer_times = self.transfers[cuts[:, crossing_stages]].sum(axis=1)
-        return sum(solution.times for solution in solutions) + transfer_times
+        return self.transfers[cuts[:, crossing_stages]].sum(axis=1)
+
+    def slowest_stages(self, cuts: Cuts) -> Numbers:
+        """The time of the slowest stage of each cut, each in the fastest of its modes."""
+        times = [
+            matrix[cuts[:, stage], cuts[:, stage + 1]]
+            for stage, matrix in enumerate(self.fastest_times)
+        ]
+        return np.max(times, axis=0)
 
     def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankSolution:
         """The fastest modes of a rank with which it keeps to its limit.
