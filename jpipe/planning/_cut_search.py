@@ -66,6 +66,12 @@ def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
     return max(solution.missing_bytes.item() for solution in solutions)
 
 
+def busiest_seconds(problem: PartitionProblem, ends: Ends) -> float:
+    """The seconds of one micro-batch in the rank of a cut that has most to do."""
+    solutions = problem.solve_cuts(np.array([ends]))
+    return _loads(solutions).max().item() * problem.quantum
+
+
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
     """Equal loads for all stages, and equally many layers."""
     num_layers = problem.num_layers

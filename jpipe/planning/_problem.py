@@ -204,7 +204,7 @@ class PartitionProblem:
         return self.transfers[cuts[:, crossing_stages]].sum(axis=1)
 
     def slowest_stages(self, cuts: Cuts) -> Numbers:
-        """The time of the slowest stage of each cut, each in the fastest of its modes."""
+        """The time of the slowest stage of each cut, in the fastest mode of each."""
         times = [
             matrix[cuts[:, stage], cuts[:, stage + 1]]
             for stage, matrix in enumerate(self.fastest_times)
