@@ -163,7 +163,7 @@ def chains_of_any_size(num_chains: int) -> Iterator[Problem]:
     def plan(small: Profile, num_devices: int) -> float:
         num_examples = 64
         shapes = mesh_shapes(
-            None,
+            [1],  # with many devices for each stage there is one stage
             None,
             num_devices=num_devices,
             num_examples=num_examples,
