@@ -4,9 +4,13 @@ With one stage on each rank a rank's time and bytes are those of its stage, and 
 its best modes: dynamic programs find the best cut (`_bottleneck_cut`). With several, in
 a V or a loop, `climb` searches by the sums over the stages of each rank.
 
-A step is then taken to last as long as all stages and transfers one after another, and
-the slowest rank for each other micro-batch. What a schedule makes of a cut, its
-simulation tells: `climb_by_simulation` looks for the best one around some cuts.
+There a rank runs some stages of a micro-batch while others wait for it: at the begin
+and at the end of a step as often as there are other ranks, each time for a stage,
+
+    step = num_microbatches * busiest rank + (num_ranks - 1) * slowest stage + transfers
+
+What a schedule makes of a cut, its simulation tells: `climb_by_simulation` looks for
+the best one around some cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +26,8 @@ from ._problem import PartitionProblem, RankSolution
 # (benchmarks/planning/constants.py).
 _MAX_ACTIONS = 40_000
 # With several stages on a rank, the number of cuts that are evaluated without running
-# them; where there are few cuts, all of them. Neither moves the steps of those chains:
-# they bound the time of a search.
+# them: it bounds the time of a search of many layers.
 _MAX_EVALUATED = 10_000
-_FEW_CUTS = 1_000
 
 
 def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
@@ -64,13 +66,18 @@ def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
     return max(solution.missing_bytes.item() for solution in solutions)
 
 
+def busiest_seconds(problem: PartitionProblem, ends: Ends) -> float:
+    """The seconds of one micro-batch in the rank of a cut that has most to do."""
+    solutions = problem.solve_cuts(np.array([ends]))
+    return _loads(solutions).max().item() * problem.quantum
+
+
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
-    """Equal loads for all stages, all cuts if they are few, equally many layers."""
+    """Equal loads for all stages, and equally many layers."""
     num_layers = problem.num_layers
     num_stages = problem.num_stages
     if cut := minimize_bottleneck(problem.fastest_times, problem.transfers):
         yield cut.ends
-    yield from list_cuts(num_layers, num_stages, max_cuts=_FEW_CUTS)
     yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
 
 
@@ -79,10 +86,11 @@ def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     solutions = problem.solve_cuts(cuts)
     loads = _loads(solutions)
     bottlenecks = loads.max(axis=0)
-    latencies = problem.latencies(cuts, solutions)
-    times = [bottlenecks, latencies]
+    transfer_times = problem.transfer_times(cuts)
+    times = [bottlenecks, loads.sum(axis=0) + transfer_times]
     if problem.objective == "step":
-        times = [latencies + (problem.num_microbatches - 1) * bottlenecks]
+        waits = (problem.schedule.num_ranks - 1) * problem.slowest_stages(cuts)
+        times = [problem.num_microbatches * bottlenecks + waits + transfer_times]
     missing_bytes = _missing_bytes(solutions)
     unevenness = np.square(loads).sum(axis=0)
     columns = [column.tolist() for column in (missing_bytes, *times, unevenness)]

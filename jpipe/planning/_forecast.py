@@ -156,10 +156,11 @@ def residual_budgets(space: SearchSpace, choice: Choice) -> list[float] | None:
     if limit is None:
         return None
     workspace = _stage_workspace(space, choice)
-    return [
-        float(limit - max(workspace[stage] for stage in stages))
-        for stages in list_stages(choice.schedule.placement, choice.schedule.num_ranks)
-    ]
+    budgets: list[float] = []
+    for stages in list_stages(choice.schedule.placement, choice.schedule.num_ranks):
+        largest = max(workspace[stage] for stage in stages)
+        budgets.append(float(limit - largest))
+    return budgets
 
 
 def evaluate(space: SearchSpace, choice: Choice) -> Candidate:

@@ -6,10 +6,13 @@
     improve    the best few: a climb by simulation, then a schedule made to measure
 
 Attempts are made from the lowest bound of their seconds on; one whose bound is above
-the best candidate so far is left out. A solution is exact for one stage per rank, but
-for two things: a schedule may overlap what the problem adds up, which the climb sees,
-and skip connections hold more than the problem counts. Where a simulated rank exceeds
-its limit the problem is solved again, with as much less room as it did not count.
+the best candidate so far is left out, and so is one whose best cut has a rank that
+computes longer, before its schedule is built and simulated.
+
+A solution is exact for one stage per rank, but for two things: a schedule may overlap
+what the problem adds up, which the climb sees, and skip connections hold more than the
+problem counts. Where a simulated rank exceeds its limit the problem is solved again,
+with as much less room as it did not count.
 """
 
 import dataclasses
@@ -23,9 +26,10 @@ import numpy as np
 from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import BY_NAME, Schedule, ScheduleError
+from ..schedules._placement import place_in_loop, place_in_v
 from ._bottleneck_cut import minimize_max
 from ._climb import Ends
-from ._cut_search import climb_by_simulation, find_best_cuts
+from ._cut_search import busiest_seconds, climb_by_simulation, find_best_cuts
 from ._forecast import (
     Candidate,
     evaluate,
@@ -106,10 +110,17 @@ def _solve_attempts(space: SearchSpace) -> list[_Solution]:
     solutions: list[_Solution] = []
     best_seconds = math.inf
     # shape, placement -> cuts; the same for all schedules while memory has no limit
-    cuts: dict[tuple[MeshShape, tuple[int, ...]], list[Ends]] = {}
+    free_cuts: dict[tuple[MeshShape, tuple[int, ...]], list[Ends]] = {}
     # With a fast candidate early, attempts with larger bounds need not be solved.
     for attempt in count_items("schedules tried", _sorted_attempts(space)):
         if attempt.least_seconds >= best_seconds:
+            continue
+        problem = _pose_free_problem(attempt, space)
+        key = attempt.shape, problem.schedule.placement
+        if key not in free_cuts:
+            free_cuts[key] = _find_cuts(problem, space)
+        busiest = busiest_seconds(problem, free_cuts[key][0])
+        if problem.num_microbatches * busiest >= best_seconds:
             continue
         try:
             schedule = BY_NAME[attempt.schedule_name](
@@ -117,15 +128,35 @@ def _solve_attempts(space: SearchSpace) -> list[_Solution]:
             )
         except ScheduleError:  # it has no order for these numbers
             continue
-        key = attempt.shape, schedule.placement
-        known_cuts = cuts.get(key) if space.hardware.memory_limit is None else None
         num_shards = attempt.shape.num_shards
-        for solution in _solve(schedule, num_shards, space, known_cuts):
+        for solution in _solve(schedule, num_shards, space, free_cuts[key]):
             solutions.append(solution)
-            cuts[key] = solution.cuts
             if solution.candidate.fits(space.hardware):
                 best_seconds = min(best_seconds, solution.candidate.seconds)
     return solutions
+
+
+def _pose_free_problem(attempt: _Attempt, space: SearchSpace) -> PartitionProblem:
+    """The problem of an attempt while memory has no limit, which needs no actions."""
+    small = BY_NAME[attempt.schedule_name](2, 4)
+    placement = place_in_loop(attempt.num_ranks, small.num_stages // 2)
+    if small.placement == place_in_v(2):
+        placement = place_in_v(attempt.num_ranks)
+    without_actions = Schedule(
+        name=attempt.schedule_name,
+        num_stages=len(placement),
+        num_microbatches=attempt.shape.num_microbatches,
+        placement=placement,
+        rows=((),) * attempt.num_ranks,
+    )
+    return _pose_problem(without_actions, attempt.shape.num_shards, None, space)
+
+
+def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
+    """The best cuts of a problem, or the only one that the user allows."""
+    if space.balance is not None:
+        return [(0, *itertools.accumulate(space.balance))]
+    return find_best_cuts(problem)
 
 
 def _sorted_attempts(space: SearchSpace) -> list[_Attempt]:
@@ -191,7 +222,7 @@ def _solve(
     schedule: Schedule,
     num_shards: int,
     space: SearchSpace,
-    known_cuts: list[Ends] | None = None,
+    free_cuts: list[Ends],
 ) -> Iterator[_Solution]:
     """Solutions for a schedule, until one fits or none does.
 
@@ -199,16 +230,13 @@ def _solve(
       schedule: the schedule.
       num_shards: the number of devices over which each micro-batch is spread.
       space: the choices.
-      known_cuts: the best cuts, if they were found before.
+      free_cuts: the best cuts while memory has no limit.
     """
     limit = space.hardware.memory_limit
     rooms = None if limit is None else (float(limit),) * schedule.num_ranks
     while True:
         problem = _pose_problem(schedule, num_shards, rooms, space)
-        if space.balance is not None:
-            cuts = [(0, *itertools.accumulate(space.balance))]
-        else:
-            cuts = known_cuts or find_best_cuts(problem)
+        cuts = free_cuts if rooms is None else _find_cuts(problem, space)
         candidate = evaluate(space, _as_choice(problem, cuts[0]))
         yield _Solution(candidate, problem, cuts)
         counted = problem.solve_cuts(np.array(cuts[:1]))
@@ -230,10 +258,7 @@ def _pose_problem(
     rooms: tuple[float, ...] | None,
     space: SearchSpace,
 ) -> PartitionProblem:
-    """The problem of the best cut and modes, as exact as it can be.
-
-    If a rank has several stages, the best is the one whose busiest rank has least to
-    do: what they add to the latency of a step is hidden behind each other.
+    """The problem of the best cut and modes.
 
     Args:
       schedule: the schedule.
@@ -241,13 +266,12 @@ def _pose_problem(
       rooms: the bytes that each rank may hold, if there is a limit.
       space: the choices.
     """
-    has_one_stage_per_rank = schedule.num_ranks == schedule.num_stages
     return PartitionProblem(
         profile=space.profile(schedule, num_shards),
         modes=(space.remat_modes,) * schedule.num_stages,
         bandwidth=space.hardware.bandwidth,
         latency=space.hardware.latency,
-        objective="step" if has_one_stage_per_rank else "max",
+        objective="step",
         schedule=schedule,
         num_microbatches=schedule.num_microbatches,
         max_bytes=rooms,

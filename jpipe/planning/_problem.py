@@ -158,10 +158,11 @@ class PartitionProblem:
         modes: list[Sequence[str]] = list(self.modes)
         if self.max_bytes is None:  # no other is better than the fastest
             modes = [sorted(names, key=stores_only_inputs)[:1] for names in modes]
-        return [
-            list(itertools.product(*(modes[stage] for stage in stages)))
-            for stages in self.rank_stages
-        ]
+        choices: list[list[tuple[str, ...]]] = []
+        for stages in self.rank_stages:
+            modes_of_stages = [modes[stage] for stage in stages]
+            choices.append(list(itertools.product(*modes_of_stages)))
+        return choices
 
     def solve_stages(self) -> list[RankSolution]:
         """The best modes of each stage as matrices, with one stage on each rank."""
@@ -192,16 +193,23 @@ class PartitionProblem:
                 modes[stage] = mode
         return tuple(modes)
 
-    def latencies(self, cuts: Cuts, solutions: Sequence[RankSolution]) -> Numbers:
-        """The time of all stages of a cut one after another, transfers between."""
+    def transfer_times(self, cuts: Cuts) -> Numbers:
+        """The time of all transfers between ranks of one micro-batch, in each cut."""
         ranks = itertools.pairwise(self.schedule.placement)
         crossing_stages = [
             stage
             for stage, (previous_rank, rank) in enumerate(ranks, start=1)
             if previous_rank != rank
         ]
-        transfer_times = self.transfers[cuts[:, crossing_stages]].sum(axis=1)
-        return sum(solution.times for solution in solutions) + transfer_times
+        return self.transfers[cuts[:, crossing_stages]].sum(axis=1)
+
+    def slowest_stages(self, cuts: Cuts) -> Numbers:
+        """The time of the slowest stage of each cut, in the fastest mode of each."""
+        times = [
+            matrix[cuts[:, stage], cuts[:, stage + 1]]
+            for stage, matrix in enumerate(self.fastest_times)
+        ]
+        return np.max(times, axis=0)
 
     def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankSolution:
         """The fastest modes of a rank with which it keeps to its limit.
@@ -254,12 +262,11 @@ class PartitionProblem:
     @property
     def fastest_times(self) -> list[Matrix]:
         """The times of each stage in the fastest of its modes, whatever it stores."""
-        return [
-            functools.reduce(
-                np.minimum, (self._stage_times(stage, mode) for mode in modes)
-            )
-            for stage, modes in enumerate(self.modes)
-        ]
+        fastest: list[Matrix] = []
+        for stage, modes in enumerate(self.modes):
+            times = [self._stage_times(stage, mode) for mode in modes]
+            fastest.append(np.min(times, axis=0))
+        return fastest
 
     @functools.cached_property
     def _layer_times(self) -> Numbers:

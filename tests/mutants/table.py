@@ -394,9 +394,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "num_microbatches * self.bottleneck",
         ),
     ],
+    "planning/_climb": [
+        ("(np.diff(neighbors) > 0)", "(np.diff(neighbors) >= 0)"),
+    ],
     "planning/_cut_search": [
         ("max_missing = least_missing if", "max_missing = 0.0 if"),
         ("if lower_bound >= shortest_step:", "if lower_bound >= 0:"),
+        ("bottlenecks + waits + transfer_times", "bottlenecks"),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
@@ -425,6 +429,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("large.microbatch_size < size", "large.microbatch_size > size"),
     ],
+    "planning/_plan_search": [
+        ("sum(longest[last + 1 - count : last + 1])", "sum(longest[:count])"),
+        (
+            "if problem.num_microbatches * busiest",
+            "if 2 * problem.num_microbatches * busiest",
+        ),
+    ],
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
         ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
@@ -433,9 +444,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_replica_problem": [
         ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+        ("times[:, :-1] += forward[:, :-1]", "times += forward"),
     ],
     "planning/_replica_search": [
         ("+ latency[devices - replicas]", "+ latency[devices - 1]"),
+        ("_climb(problem, best, num_devices, max_replicas)", "best"),
     ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
