@@ -80,7 +80,8 @@ class Row:
       profile_seconds: that measuring its layers took.
       planned: what the planner said.
       plan: the plan as it ran; ``None`` if nothing fits.
-      rivals: those that keep to the limit, by the name of their group.
+      rivals: those that need no more than the limit or the plan, by the name of their
+        group.
     """
 
     model: str
@@ -110,6 +111,12 @@ class Row:
         return statistics.median(own / plan for own, plan in pairs)
 
     @property
+    def share(self) -> float | None:
+        """The bytes of the fullest device under the plan by the limit."""
+        limit = self.planned.limit
+        return self.plan.num_bytes / limit if self.plan and limit else None
+
+    @property
     def predicted(self) -> float | None:
         """The predicted seconds of a step by the measured ones."""
         return self.plan and self.plan.way.seconds / self.plan.median
@@ -118,15 +125,12 @@ class Row:
         """The cells of its line."""
         limit = self.planned.limit
         best = self.best("named")
-        share = "-"
-        if self.plan and limit:
-            share = f"{self.plan.num_bytes / limit:.2f}"
         return [
             self.model,
             f"{limit / 2**20:.2f} MiB" if limit else "none",
             f"{self.plan.way}" if self.plan else "nothing fits",
             f"{best.way}" if best else "none fits",
-            share,
+            _cell(self.share),
             f"{1e3 * self.plan.median:.1f}" if self.plan else "-",
             *(_cell(self.ratio(rival)) for rival in RIVALS),
             _cell(self.predicted),
@@ -225,16 +229,15 @@ def rows_of(name: str, result: dict[str, Any]) -> list[Row]:
     rows = []
     for fields in result["planned"]:
         planned = Planned(**fields)
-        limit = math.inf if planned.limit is None else planned.limit
+        plan = None if planned.way is None else every[planned.way]
+        room = math.inf if planned.limit is None else planned.limit
+        if plan is not None:
+            room = max(room, plan.num_bytes)
+        that_fit = [measured for measured in every if measured.num_bytes <= room]
         rivals = {
-            rival: [
-                measured
-                for measured in every
-                if rival in measured.way.rivals and measured.num_bytes <= limit
-            ]
+            rival: [measured for measured in that_fit if rival in measured.way.rivals]
             for rival in RIVALS
         }
-        plan = None if planned.way is None else every[planned.way]
         rows.append(Row(name, result["profile_seconds"], planned, plan, rivals))
     return rows
 
@@ -252,6 +255,9 @@ def summary(rows: Sequence[Row]) -> str:
     errors = [row.predicted for row in rows if row.predicted is not None]
     if errors:
         parts.append(f"predicted by measured: median {statistics.median(errors):.2f}")
+    shares = [row.share for row in rows if row.share is not None]
+    if shares:
+        parts.append(f"bytes by limit: most {max(shares):.2f}")
     return "; ".join(parts)
 
 

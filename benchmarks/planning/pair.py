@@ -27,8 +27,8 @@ from ..steps import interleaved
 from .models import MODELS
 from .ways import Link, Way, square
 
-# A visit of a way takes about so many seconds.
-VISIT_SECONDS = 0.15
+# A visit of a way is predicted to take so many seconds, in so many steps at most.
+VISIT_SECONDS, MOST_STEPS = 0.15, 20
 # A chain of so many stages, with a transfer before each but the first.
 CHAIN, REPEATS = 31, 7
 LARGE = 1 << 22  # bytes
@@ -92,7 +92,7 @@ class Runner:
     def __init__(self, way: Way, layers: list[Any], x: jax.Array) -> None:
         self.num_bytes: dict[str, int] = {}
         self.loss: float | None = None
-        self.num_steps = max(1, round(VISIT_SECONDS / way.seconds))
+        self.num_steps = min(max(1, round(VISIT_SECONDS / way.seconds)), MOST_STEPS)
         pipe = way.build(layers)
         self._x = x
         self._takes_part = not set(jax.local_devices()).isdisjoint(pipe.devices)

@@ -125,7 +125,8 @@ def test_rows_compare_a_plan_with_the_rivals_that_fit():
     assert refused.plan is None
     assert "nothing fits" in refused.cells()
     assert summary([free, limited, refused]) == (
-        "equal: median 1.50, worst 1.50 of 1; predicted by measured: median 0.50"
+        "equal: median 1.50, worst 1.50 of 1; predicted by measured: median 0.50; "
+        "bytes by limit: most 0.80"
     )
 
 
