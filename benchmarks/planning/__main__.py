@@ -269,7 +269,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[*MODELS])
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write everything to a file")
     options = parser.parse_args()
     cores = separate_cores()
