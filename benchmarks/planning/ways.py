@@ -34,7 +34,7 @@ RANKS, MICROBATCHES = 2, 8
 LIMITS = (0.7, 0.5)
 # The rivals under "full" are slow and many: only as many named ones are run, those that
 # are predicted to be the fastest.
-FULL_NAMED = 4
+FULL_NAMED = 2
 EQUAL, GPIPE_CUT, TORCHGPIPE, NAMED = "equal", "torchgpipe", "torchgpipe 1F1B", "named"
 RIVALS = (EQUAL, GPIPE_CUT, TORCHGPIPE, NAMED)
 
