@@ -204,6 +204,12 @@ def plan_way(plan: jpipe.Plan) -> Way:
     )
 
 
+def _most_bytes(plan: jpipe.Plan) -> int:
+    """The bytes of the fullest device, as the planner counts them."""
+    assert plan.forecast is not None
+    return max(memory.total for memory in plan.forecast.memory)
+
+
 def find_ways(name: str, link: Link) -> dict[str, Any]:
     """The ways to run a model, and what the planner said.
 
@@ -244,13 +250,14 @@ def find_ways(name: str, link: Link) -> dict[str, Any]:
             planned.append(Planned(limit, seconds, refusal=str(error)))
             return None
         seconds = time.perf_counter() - start
+        if limit is not None and _most_bytes(plan) > limit:
+            raise AssertionError(f"{name}: a plan for {limit} bytes:\n{plan}")
         planned.append(Planned(limit, seconds, ways.add(plan_way(plan))))
         return plan
 
     free = plan(None)
     assert free is not None
-    assert free.forecast is not None
-    most = max(memory.total for memory in free.forecast.memory)
+    most = _most_bytes(free)
     for share in LIMITS:
         plan(int(share * most))
     ways.add_rivals()
