@@ -289,8 +289,13 @@ def main() -> None:
     print(markdown.table(HEAD, [], left=NUM_WORDS), flush=True)
     results: dict[str, Any] = {}
     rows: list[Row] = []
+    failures: list[str] = []
     for name in options.models:
-        results[name] = measure_model(name, link, options.rounds, cores)
+        try:
+            results[name] = measure_model(name, link, options.rounds, cores)
+        except RuntimeError as error:  # the others are measured all the same
+            failures.append(f"{name}: {error}")
+            continue
         if options.json:
             everything = {"provenance": where, "link": fields, "models": results}
             options.json.write_text(json.dumps(everything, indent=1) + "\n")
@@ -301,6 +306,8 @@ def main() -> None:
         if row.planned.refusal:
             print(f"\n{row.model}: {row.planned.refusal}")
     print(f"\n{summary(rows)}")
+    if failures:
+        raise SystemExit("\n\n".join(failures))
 
 
 if __name__ == "__main__":
