@@ -1,1 +1,1 @@
-"""How good plans are: measured against every other way, and beside published cuts."""
+"""How good plans are: measured against their rivals, and beside published cuts."""

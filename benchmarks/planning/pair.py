@@ -1,0 +1,176 @@
+"""Two processes of one core each: how fast arrays pass, and how long steps take.
+
+    process 0, a core    stage 0  ──activations──▶  stage 1    process 1, a core
+                                  ◀───gradients───
+
+`python -m jpipe launch` starts them. Each writes what it has measured to a file.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import multihost_utils
+
+import jpipe
+
+from ..peers.measure import pin
+from ..steps import interleaved
+from .models import MODELS
+from .ways import Link, Way, square
+
+# A visit of a way is predicted to take so many seconds, in so many steps at most.
+VISIT_SECONDS, MOST_STEPS = 0.15, 20
+# A chain of so many stages, with a transfer before each but the first.
+CHAIN, REPEATS = 31, 7
+LARGE = 1 << 22  # bytes
+
+
+def measure_link() -> Link:
+    """Latency and bandwidth between the processes.
+
+    A hop is a transfer and the small program that waits for it. A chain of hops between
+    the processes takes longer than one inside the first of them by the transfers.
+    """
+    latency = _transfer_seconds(4)
+    return Link(latency, LARGE / (_transfer_seconds(LARGE) - latency))
+
+
+def _transfer_seconds(num_bytes: int) -> float:
+    """The seconds by which a hop between processes is longer than one inside."""
+    x = jnp.zeros((1, num_bytes // 4), jnp.float32)
+    cells = [f"{stage}F0" for stage in range(CHAIN)]
+    # The first and the last stage are in process 0: its clock sees the whole chain.
+    inside = _chain_seconds(x, " ".join(cells))
+    between = _chain_seconds(x, f"{' '.join(cells[::2])}\n{' '.join(cells[1::2])}")
+    return max(between - inside, 1e-9)
+
+
+def _chain_seconds(x: jax.Array, rows: str) -> float:
+    """The seconds of a hop of a chain of stages; `rows` are those of its schedule."""
+    pipe = jpipe.pipeline(
+        [lambda x: x + 1] * CHAIN,
+        1,
+        balance=[1] * CHAIN,
+        schedule=jpipe.schedules.Schedule.from_text(rows),
+    )
+    variables = pipe.init(jax.random.key(0), x)
+    seconds: list[float] = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(pipe.apply(variables, x))
+        seconds.append(time.perf_counter() - start)
+        multihost_utils.sync_global_devices("chain")
+    return min(seconds[1:]) / (CHAIN - 1)
+
+
+class Runner:
+    """One way, compiled, and ready to be visited.
+
+    A process that runs no stage of it only waits for the other.
+
+    Args:
+      way: the way.
+      layers: the model.
+      x: the mini-batch.
+
+    Attributes:
+      num_bytes: name of a device -> the most bytes that it holds, with the workspace of
+        its largest program as far as this process compiles it.
+      loss: that of the first step; ``None`` if this process runs no stage.
+      num_steps: of a visit.
+    """
+
+    def __init__(self, way: Way, layers: list[Any], x: jax.Array) -> None:
+        self.num_bytes: dict[str, int] = {}
+        self.loss: float | None = None
+        self.num_steps = min(max(1, round(VISIT_SECONDS / way.seconds)), MOST_STEPS)
+        pipe = way.build(layers)
+        self._x = x
+        self._takes_part = not set(jax.local_devices()).isdisjoint(pipe.devices)
+        if not self._takes_part:
+            return
+        tx = optax.sgd(1e-3)
+        self._state = pipe.init_train_state(jax.random.key(0), x, tx)
+        self._step = pipe.train_step(square, tx)
+        report = pipe.compile(self._step, self._state, x, ())
+        workspace: dict[str, int] = defaultdict(int)
+        for program in report.programs:
+            num_bytes = program.workspace_bytes or 0
+            workspace[program.device] = max(workspace[program.device], num_bytes)
+        self.num_bytes = {
+            device: peak + workspace[device] for device, peak in report.peak_bytes
+        }
+        self.loss = self._take_step()
+
+    def visit(self) -> None:
+        """Takes some steps, until both processes have taken them."""
+        if self._takes_part:
+            for _ in range(self.num_steps):
+                self._take_step()
+        multihost_utils.sync_global_devices("visit")
+
+    def _take_step(self) -> float:
+        self._state, metrics = self._step(self._state, self._x, ())
+        jax.block_until_ready((self._state, metrics))
+        return float(metrics["loss"])
+
+
+def measure_ways(name: str, path: Path, rounds: int) -> list[dict[str, Any]]:
+    """Times all ways to run a model, in turns.
+
+    Args:
+      name: of the model.
+      path: the file of `ways`.
+      rounds: how many count.
+
+    Returns:
+      For each way the seconds of its steps, one number a round, the loss of its first
+      step, and the bytes of devices by their names.
+    """
+    layers, x = MODELS[name]()
+    ways = [Way(**fields) for fields in json.loads(path.read_text())["ways"]]
+    runners = [Runner(way, layers, x) for way in ways]
+    visits: dict[str, Callable[[], None]] = {
+        str(index): runner.visit for index, runner in enumerate(runners)
+    }
+    seconds = interleaved(visits, rounds)
+    return [
+        {
+            "seconds": [each / runner.num_steps for each in seconds[str(index)]],
+            "loss": runner.loss,
+            "bytes": runner.num_bytes,
+        }
+        for index, runner in enumerate(runners)
+    ]
+
+
+def main() -> None:
+    """Runs one process of the two."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cores", type=json.loads, default=[])
+    parser.add_argument("--model", help="its ways are timed; left out, the link is")
+    parser.add_argument("--ways", type=Path)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    options = parser.parse_args()
+    number = int(os.environ["JPIPE_PROCESS"])
+    pin(options.cores[number : number + 1])
+    jpipe.distributed()
+    if options.model is None:
+        result: Any = measure_link()._asdict()
+    else:
+        result = measure_ways(options.model, options.ways, options.rounds)
+    (options.out / f"{number}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
