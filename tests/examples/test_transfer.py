@@ -328,7 +328,7 @@ def test_a_folder_of_images_is_learnt_from_the_layers_of_the_first_task(folder, 
 
 
 @pytest.mark.slow
-def test_amoebanet_learns_the_same_in_four_stages_and_in_one(modules, tmp_path):
+def test_amoebanet_learns_the_same_in_four_stages_and_in_one(modules, quick, tmp_path):
     transfer = modules("transfer")
     form = transfer.FORMS["tiny"]
     task = modules("images").read_task(form.source, form.size)
