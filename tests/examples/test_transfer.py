@@ -239,6 +239,7 @@ def folder(tmp_path_factory):
 # The program with five quick layers, of which three have batch norms.
 QUICK = """
 import sys
+import learner
 import transfer
 from benchmarks.models.amoebanet import ReluConvNorm
 from flax import linen as nn
@@ -247,7 +248,7 @@ def small(num_classes, **sizes):
     convolutions = [ReluConvNorm(4, (3, 3), (4, 4)) for _ in range(3)]
     return [*convolutions, lambda x: x.mean((1, 2)), nn.Dense(num_classes)]
 
-transfer.amoebanetd = small
+learner.amoebanetd = small
 sys.exit(transfer.main())
 """
 
