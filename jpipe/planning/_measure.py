@@ -27,6 +27,7 @@ from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
 from .._stage._stage_functions import StageFunctions
+from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import TIME_FIELDS
 from ._request import Request
 from ._traced import TracedLayers
@@ -123,8 +124,7 @@ def _programs(
     batch_inputs = _batch_inputs(model, layer, request)
     label = f"layer {layer} ({model.names[layer]})"
     programs: dict[str, _MeasuredProgram] = {}
-    for name in TIME_FIELDS.values() if functions.slice.has_backward else ["forward"]:
-        computation: Computation = getattr(functions, name)
+    for name, computation in layer_computations(functions).items():
         assert computation.closed is not None
         assert computation.used_args is not None
         if not computation.closed.jaxpr.eqns:
@@ -136,6 +136,18 @@ def _programs(
         ]
         programs[name] = _MeasuredProgram(computation, arguments, device, label=label)
     return programs
+
+
+def layer_computations(functions: StageFunctions) -> dict[str, Computation]:
+    """The computations of a layer by the names of their times, as a step runs them.
+
+    A backward adds gradients to their sums: until then both are held.
+    """
+    computations = {TIME_FIELDS[FORWARD]: functions.forward}
+    if functions.slice.has_backward:
+        for op in (BACKWARD, INPUT, WEIGHT):
+            computations[TIME_FIELDS[op]] = functions.backward_adding(op)
+    return computations
 
 
 def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from .._instructions._progress import Progress, count_items
 from .._instructions._transfer import Device
-from .._jaxprs._computation import Computation
 from .._jaxprs._flops import count_flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._jaxprs._min_cut import total_bytes
@@ -18,7 +17,7 @@ from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, estimate_seconds, estimate_workspace
 from ._fingerprint import describe_origin, fingerprint
 from ._link import measure_neighbor_link
-from ._measure import Times, measure_layers
+from ._measure import Times, layer_computations, measure_layers
 from ._mode_names import MODE_NAMES
 from ._planned_model import PlannedModel
 from ._profile import LayerProfile, Profile, SkipProfile
@@ -227,8 +226,7 @@ def _estimate_times(functions: StageFunctions, rates: Rates) -> Times:
     """The times of a layer by its jaxprs."""
     times = dict.fromkeys(TIME_FIELDS.values(), 0.0)
     workspace_bytes = 0
-    for name in TIME_FIELDS.values() if functions.slice.has_backward else ["forward"]:
-        computation: Computation = getattr(functions, name)
+    for name, computation in layer_computations(functions).items():
         times[name] = estimate_seconds(computation, rates)
         workspace_bytes = max(workspace_bytes, estimate_workspace(computation))
     return Times(**times, workspace_bytes=workspace_bytes)

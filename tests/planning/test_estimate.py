@@ -71,8 +71,9 @@ def test_estimated_seconds_are_those_counted_by_hand():
         THREE, jnp.ones((2, 7)), num_microbatches=1, measure=False, **FLOPS
     )
     first, _, last = map(times, made.layers)
-    assert first == (140, 140, 0, 140)
-    assert last == (60, 120, 60, 60)
+    # Gradients of 7 x 5 and of 5 x 3 weights are added to their sums.
+    assert first == (140, 140 + 35, 0, 140 + 35)
+    assert last == (60, 120 + 15, 60, 60 + 15)
     assert made.layers[0].flops == 140
 
 
