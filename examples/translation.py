@@ -32,8 +32,11 @@ from translator import Sizes
 # L, H and A of models in the paper's ratios: a base, one twice as deep and twice as
 # wide, and one four times as deep.
 MODELS = {"small": (1, 128, 4), "wide": (2, 256, 8), "deep": (4, 128, 4)}
-WIDTH, HEAD_DIM = 64, 16
-TINY_MODEL, TINY_STEPS, TINY_TOKENS = (2, 64, 2), 6, 192
+WIDTH = 64
+HEAD_DIM = 16
+TINY_MODEL = (2, 64, 2)
+TINY_STEPS = 6
+TINY_TOKENS = 192
 TINY_CORPUS: dict[str, Any] = {
     "languages": ("da", "fy", "nb"),
     "source_subwords": 1000,
@@ -41,10 +44,14 @@ TINY_CORPUS: dict[str, Any] = {
 }
 TOKENS = 768  # positions of targets in a batch
 BATCH_TOKENS = (TOKENS // 4, TOKENS, 4 * TOKENS)
-DEFAULT_STEPS, TABLE_STEPS, BILINGUAL_STEPS = 3000, 800, 400
+DEFAULT_STEPS = 3000
+TABLE_STEPS = 4000
+BILINGUAL_STEPS = 800
 SEEDS = (0, 1)
 # Languages that are tested, and the most and the fewest messages of one.
-NUM_TESTED, MOST_TESTED, FEWEST_TESTED = 9, 100, 15
+NUM_TESTED = 9
+MOST_TESTED = 100
+FEWEST_TESTED = 15
 
 
 def train_tables(
