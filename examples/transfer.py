@@ -59,7 +59,7 @@ FORMS = {
         source="Latin",
         source_steps=300,
         targets=TARGETS,
-        target_steps=40,
+        target_steps=80,
     ),
     # AmoebaNet-D, where Huang et al. have AmoebaNet-B.
     "paper": Form(
