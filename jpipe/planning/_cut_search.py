@@ -21,9 +21,7 @@ from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
 from ._climb import Cuts, Ends, Key, climb, list_cuts
 from ._problem import PartitionProblem, RankSolution
 
-# The number of actions that a climb simulates. With a fortieth of them the steps of
-# random chains take 0.7 % longer, with four times as many they are the same
-# (benchmarks/planning/constants.py).
+# The number of actions that a climb simulates (benchmarks/results/planning.md).
 _MAX_ACTIONS = 40_000
 # With several stages on a rank, the number of cuts that are evaluated without running
 # them: it bounds the time of a search of many layers.

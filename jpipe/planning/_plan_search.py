@@ -44,8 +44,7 @@ from ._space import Choice, SearchSpace
 from ._sums import sum_stages
 
 # The number of solutions that are improved, and of actions in all their schedules: of
-# very long ones only the best is. Of three solutions instead of six the steps of random
-# chains are 1.4 % longer, of one 2.5 % (benchmarks/planning/constants.py).
+# very long ones only the best is (benchmarks/results/planning.md).
 _NUM_IMPROVED = 6
 _NUM_ACTIONS = 40_000
 _ROUNDING = 1e-12
