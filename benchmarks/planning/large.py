@@ -6,6 +6,7 @@ python -m benchmarks.planning.large --devices 8 --microbatches 64 --layers 24
 
 import argparse
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from ..markdown import table
 
 WIDTH = 256
 # A slow device: what its stages compute takes longer than to have it run from Python.
-RATES = {"peak_flops": 1e9, "action_seconds": 1e-6}
+RATES: dict[str, Any] = {"peak_flops": 1e9, "action_seconds": 1e-6}
 
 
 def main() -> None:
