@@ -131,15 +131,15 @@ def rows(name: str, figures: dict[str, Figures]) -> list[list[str]]:
         [
             name,
             f"`{mode}`",
-            f"{own.held_bytes / 2**20:.1f}",
-            f"{1000 * own.forward:.1f}",
-            f"{1000 * own.backward:.1f}",
-            f"{1000 * (own.forward + own.backward):.1f}",
-            f"{1000 * own.last:.1f}",
-            f"{1000 * own.step:.0f}",
-            f"{own.step / figures['none'].step:.3f} x",
+            f"{costs.held_bytes / 2**20:.1f}",
+            f"{1000 * costs.forward:.1f}",
+            f"{1000 * costs.backward:.1f}",
+            f"{1000 * (costs.forward + costs.backward):.1f}",
+            f"{1000 * costs.last:.1f}",
+            f"{1000 * costs.step:.0f}",
+            f"{costs.step / figures['none'].step:.3f} x",
         ]
-        for mode, own in figures.items()
+        for mode, costs in figures.items()
     ]
 
 

@@ -108,7 +108,9 @@ class Row:
         if best is None or self.plan is None:
             return None
         pairs = zip(best.seconds[1::2], self.plan.seconds[1::2], strict=True)
-        return statistics.median(own / plan for own, plan in pairs)
+        return statistics.median(
+            rival_seconds / plan_seconds for rival_seconds, plan_seconds in pairs
+        )
 
     @property
     def share(self) -> float | None:
@@ -186,8 +188,8 @@ def measure_model(
       What `ways.find_ways` returns, and ``"measured"``: what each process of `pair`
       writes.
     """
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         path = folder / "ways.json"
         words = ["--latency", str(link.latency), "--bandwidth", str(link.bandwidth)]
         words += ["--out", str(path)]
@@ -209,7 +211,7 @@ def rows_of(name: str, result: dict[str, Any]) -> list[Row]:
       ValueError: if two ways train differently.
     """
     first, second = result["measured"]
-    every = [
+    all_measured = [
         Measured(
             way=Way(**fields),
             # The first process waits for the other in each round.
@@ -220,24 +222,25 @@ def rows_of(name: str, result: dict[str, Any]) -> list[Row]:
         )
         for fields, mine, other in zip(result["ways"], first, second, strict=True)
     ]
-    for measured in every:
-        if not math.isclose(measured.loss, every[0].loss, rel_tol=SAME_LOSS):
+    reference = all_measured[0]
+    for measured in all_measured:
+        if not math.isclose(measured.loss, reference.loss, rel_tol=SAME_LOSS):
             raise ValueError(
                 f"{name}: {measured.way} has a loss of {measured.loss}, "
-                f"{every[0].way} of {every[0].loss}"
+                f"{reference.way} of {reference.loss}"
             )
     rows = []
     for fields in result["planned"]:
         planned = Planned(**fields)
-        plan = None if planned.way is None else every[planned.way]
+        plan = None if planned.way is None else all_measured[planned.way]
         room = math.inf if planned.limit is None else planned.limit
         if plan is not None:
             room = max(room, plan.num_bytes)
-        that_fit = [measured for measured in every if measured.num_bytes <= room]
-        rivals = {
-            rival: [measured for measured in that_fit if rival in measured.way.rivals]
-            for rival in RIVALS
-        }
+        rivals: dict[str, list[Measured]] = {rival: [] for rival in RIVALS}
+        for measured in all_measured:
+            if measured.num_bytes <= room:
+                for rival in measured.way.rivals:
+                    rivals[rival].append(measured)
         rows.append(Row(name, result["profile_seconds"], planned, plan, rivals))
     return rows
 

@@ -28,9 +28,11 @@ from .models import MODELS
 from .ways import Link, Way, square
 
 # A visit of a way is predicted to take so many seconds, in so many steps at most.
-VISIT_SECONDS, MOST_STEPS = 0.15, 20
+VISIT_SECONDS = 0.15
+MOST_STEPS = 20
 # A chain of so many stages, with a transfer before each but the first.
-CHAIN, REPEATS = 31, 7
+CHAIN = 31
+REPEATS = 7
 LARGE = 1 << 22  # bytes
 
 
@@ -145,7 +147,7 @@ def measure_ways(name: str, path: Path, rounds: int) -> list[dict[str, Any]]:
     seconds = interleaved(visits, rounds)
     return [
         {
-            "seconds": [each / runner.num_steps for each in seconds[str(index)]],
+            "seconds": [visit / runner.num_steps for visit in seconds[str(index)]],
             "loss": runner.loss,
             "bytes": runner.num_bytes,
         }

@@ -29,13 +29,17 @@ from ..peers.measure import pin
 from .models import MODELS
 
 PyTree = Any
-RANKS, MICROBATCHES = 2, 8
+RANKS = 2
+MICROBATCHES = 8
 # Shares of the bytes that the fullest device holds under the plan without a limit.
 LIMITS = (0.7, 0.5)
 # The rivals under "full" are slow and many: only as many named ones are run, those that
 # are predicted to be the fastest.
 FULL_NAMED = 2
-EQUAL, GPIPE_CUT, TORCHGPIPE, NAMED = "equal", "torchgpipe", "torchgpipe 1F1B", "named"
+EQUAL = "equal"
+GPIPE_CUT = "torchgpipe"
+TORCHGPIPE = "torchgpipe 1F1B"
+NAMED = "named"
 RIVALS = (EQUAL, GPIPE_CUT, TORCHGPIPE, NAMED)
 
 

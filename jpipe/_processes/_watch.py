@@ -94,7 +94,7 @@ class Watch:
         while awaited := self._awaited.get():
             self._wait = _Wait(awaited, time.monotonic())
             self._fault = _await(awaited)
-            # With them the arrays.
+            # The next wait may be long: these arrays shall not live until it ends.
             self._wait = None
             del awaited
             if self._fault:
@@ -108,7 +108,7 @@ class Watch:
             if wait and (fault := _lateness(wait)):
                 _end(fault)
                 return
-            del wait  # and with it the arrays
+            del wait  # so that its arrays do not live until the next look
         if self._fault:
             _end(self._fault)
 
