@@ -12,7 +12,15 @@ from ..programs import ROOT, accelerated, run
 EXAMPLES = ROOT / "examples"
 # Modules that other examples import, and what Slurm starts.
 HELPERS = {
-    *("README.md", "arrays.py", "images.py", "messages.py", "runs.py", "slurm.sh"),
+    *(
+        "README.md",
+        "arrays.py",
+        "images.py",
+        "learner.py",
+        "messages.py",
+        "runs.py",
+        "slurm.sh",
+    ),
     *(
         "stdlib_text.py",
         "transfer_report.py",
