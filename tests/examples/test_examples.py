@@ -12,22 +12,19 @@ from ..programs import ROOT, accelerated, run
 EXAMPLES = ROOT / "examples"
 # Modules that other examples import, and what Slurm starts.
 HELPERS = {
-    *(
-        "README.md",
-        "arrays.py",
-        "images.py",
-        "learner.py",
-        "messages.py",
-        "runs.py",
-        "slurm.sh",
-    ),
-    *(
-        "stdlib_text.py",
-        "transfer_report.py",
-        "transformer.py",
-        "translation_report.py",
-    ),
-    *("translation_runs.py", "translator.py"),
+    "README.md",
+    "arrays.py",
+    "images.py",
+    "learner.py",
+    "messages.py",
+    "runs.py",
+    "slurm.sh",
+    "stdlib_text.py",
+    "transfer_report.py",
+    "transformer.py",
+    "translation_report.py",
+    "translation_runs.py",
+    "translator.py",
 }
 # Libraries that some environments of the tests do not have, by example.
 NEEDS = {"data_loading.py": "grain", "hugging_face.py": "transformers"}
