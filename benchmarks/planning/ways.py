@@ -176,6 +176,7 @@ class Ways:
                 remat=remat,
                 bandwidth=self._link.bandwidth,
                 latency=self._link.latency,
+                overlap=False,
             )
             yield self._rival(NAMED, balance, name, remat)
 
@@ -186,6 +187,7 @@ class Ways:
             remat=remat,
             bandwidth=self._link.bandwidth,
             latency=self._link.latency,
+            overlap=False,
         )
         return Way(
             balance=balance,

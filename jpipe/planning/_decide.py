@@ -32,6 +32,7 @@ from ._interpolate import interpolate
 from ._layer_profile import Link, find_count_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
+from ._origin import is_measured_on_cpu
 from ._plan import Plan
 from ._planned_model import PlannedModel
 from ._profile import Profile, check_profile, find_speed_faults
@@ -66,6 +67,7 @@ def plan(
     memory_limit: int | None = None,
     bandwidth: float | None = None,
     latency: float | None = None,
+    overlap: bool | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
     schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
@@ -121,6 +123,9 @@ def plan(
         ``latency``.
       latency: seconds that a transfer takes whatever its size; default: as the profile
         has it, else 0.
+      overlap: True if a device computes while it sends and receives, as GPUs do; False
+        if a transfer keeps both devices from computing, each for half of its time, as
+        CPUs do; default: False for a profile that was measured on a CPU.
       num_microbatches: the number of micro-batches, or several to choose from; default:
         one, two, four and eight times the number of stages that all devices make, as
         far as there are examples, and one. Layers are profiled for the smallest shard
@@ -272,6 +277,9 @@ def plan(
             ]
             profile = profile_sizes(model, traced, requests)
         hardware = _with_link(hardware, latency, profile.link)
+        if overlap is None:
+            overlap = not is_measured_on_cpu(profile.origin)
+        hardware = dataclasses.replace(hardware, overlap=overlap)
         profiles = {
             count: interpolate(profile, -(-num_examples // count))
             for count in shard_counts

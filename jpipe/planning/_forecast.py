@@ -106,7 +106,11 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
     latency = space.hardware.latency
     profile = space.profile(schedule, choice.num_shards)
     costs = profile.costs(
-        choice.balance, remat=choice.remat, bandwidth=bandwidth, latency=latency
+        choice.balance,
+        remat=choice.remat,
+        bandwidth=bandwidth,
+        latency=latency,
+        overlap=space.hardware.overlap,
     )
     if choice.num_shards == 1:
         return costs

@@ -32,6 +32,7 @@ def partition(
     num_microbatches: int | None = None,
     bandwidth: float | None = None,
     latency: float = 0.0,
+    overlap: bool = True,
     max_bytes: float | Sequence[float] | None = None,
     schedule: str | ScheduleBuilder | Schedule | None = None,
     remat: str | Sequence[str] = "min_cut",
@@ -58,6 +59,8 @@ def partition(
       bandwidth: bytes per second between two ranks; ``None``: transfers take no time
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
+      overlap: True if ranks compute while they send and receive; False if a transfer
+        keeps both from it, each for half of its time, as on a CPU.
       max_bytes: the most that a rank may hold of parameters, their sums of gradients,
         other state, and its residuals of the micro-batches that ``schedule``, or else
         1F1B, has in flight there; one number, or one per rank. ``objective="memory"``
@@ -87,6 +90,7 @@ def partition(
         remat=remat,
         bandwidth=bandwidth,
         latency=latency,
+        overlap=overlap,
     )
     cuts = find_best_cuts(problem)
     best = cuts[0]
@@ -113,6 +117,7 @@ def _checked_problem(
     remat: Any,
     bandwidth: float | None,
     latency: float,
+    overlap: bool,
 ) -> PartitionProblem:
     """The problem that the arguments of `partition` pose.
 
@@ -180,6 +185,7 @@ def _checked_problem(
         modes=tuple((mode,) for mode in modes),
         bandwidth=bandwidth,
         latency=latency,
+        overlap=overlap,
         objective=objective,
         schedule=schedule,
         num_microbatches=num_microbatches,

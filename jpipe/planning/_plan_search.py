@@ -274,6 +274,7 @@ def _pose_problem(
         modes=(space.remat_modes,) * schedule.num_stages,
         bandwidth=space.hardware.bandwidth,
         latency=space.hardware.latency,
+        overlap=space.hardware.overlap,
         objective="step",
         schedule=schedule,
         num_microbatches=schedule.num_microbatches,

@@ -75,6 +75,8 @@ class PartitionProblem:
       bandwidth: bytes per second between two ranks; ``None``: transfers take no time
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
+      overlap: True if ranks compute while they send and receive; False if a transfer
+        is a part of both stages, half of its time of each.
       objective: ``"max"``, ``"step"`` or ``"memory"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
       num_microbatches: the number of micro-batches of a step.
@@ -92,6 +94,7 @@ class PartitionProblem:
     modes: tuple[tuple[str, ...], ...]
     bandwidth: float | None
     latency: float
+    overlap: bool
     objective: str
     schedule: Schedule
     num_microbatches: int
@@ -129,7 +132,13 @@ class PartitionProblem:
         The forward of a last stage that stores only its input is part of its backward.
         """
         modes = self.best_modes(ends)
-        costs = self.profile.times(ends, modes, self.bandwidth, self.latency)
+        costs = self.profile.times(
+            ends,
+            modes,
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+            overlap=self.overlap,
+        )
         if stores_only_inputs(modes[-1]):
             costs.forward[-1] = 0.0
         return costs
@@ -149,7 +158,9 @@ class PartitionProblem:
 
     @functools.cached_property
     def transfers(self) -> Numbers:
-        """The time of the transfers, there and back, of a cut before each layer."""
+        """The time between the stages of a cut before each layer, there and back."""
+        if not self.overlap:
+            return np.zeros(self.num_layers + 1)
         return np.rint(self._transfer_seconds / self.quantum)
 
     @functools.cached_property
@@ -243,6 +254,7 @@ class PartitionProblem:
         times = np.zeros(bounds[0][0].shape)
         for stage, bound, mode in zip(stages, bounds, modes, strict=True):
             times = times + self._stage_times(stage, mode)[bound]
+            times += self._transfer_times(stage)[bound]
         num_bytes = np.zeros(times.shape)
         missing_bytes = num_bytes
         if self.max_bytes is not None:
@@ -259,13 +271,41 @@ class PartitionProblem:
         is_recomputed = stores_only_inputs(mode) and stage < self.num_stages - 1
         return self._recomputed_times if is_recomputed else self._stored_times
 
+    def _transfer_times(self, stage: int) -> Matrix:
+        """The time for which transfers keep a stage from computing, there and back.
+
+        Those of skip connections are left to the simulation.
+        """
+        before, after = self._crossings[stage : stage + 2]
+        return self._transfer_halves[before, after]
+
+    @functools.cached_property
+    def _crossings(self) -> list[int]:
+        """For the begin of each stage and the end: 1 if ranks differ there, else 0."""
+        ranks = self.schedule.placement
+        inner = [int(previous != rank) for previous, rank in itertools.pairwise(ranks)]
+        return [0, *inner, 0]
+
+    @functools.cached_property
+    def _transfer_halves(self) -> Matrix:
+        """Half of the transfers at the begin, the end, both or none of each stage.
+
+        Of shape ``[2, 2, layers + 1, layers + 1]``.
+        """
+        seconds = 0.0 if self.overlap else self._transfer_seconds / 2
+        halves = np.broadcast_to(np.rint(seconds / self.quantum), self.num_layers + 1)
+        has_half = np.array([0.0, 1.0])
+        before = has_half[:, None, None, None] * halves[:, None]
+        after = has_half[None, :, None, None] * halves[None, :]
+        return before + after
+
     @property
     def fastest_times(self) -> list[Matrix]:
         """The times of each stage in the fastest of its modes, whatever it stores."""
         fastest: list[Matrix] = []
         for stage, modes in enumerate(self.modes):
             times = [self._stage_times(stage, mode) for mode in modes]
-            fastest.append(np.min(times, axis=0))
+            fastest.append(np.min(times, axis=0) + self._transfer_times(stage))
         return fastest
 
     @functools.cached_property

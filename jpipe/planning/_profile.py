@@ -122,6 +122,7 @@ class Profile:
         remat: str | Sequence[str] = "min_cut",
         bandwidth: float | None = None,
         latency: float = 0.0,
+        overlap: bool = True,
     ) -> Costs:
         """The costs of the stages of a cut, for the simulation of schedules.
 
@@ -139,6 +140,8 @@ class Profile:
           bandwidth: bytes per second between two ranks; ``None``: transfers take no
             time but ``latency``.
           latency: seconds that a transfer takes whatever its size.
+          overlap: True if ranks compute while they send and receive; False if a
+            transfer keeps both from it, each for half of its time.
 
         Returns:
           Costs with one entry per stage, in seconds and bytes of one micro-batch.
@@ -173,7 +176,9 @@ class Profile:
         param_bytes = [int(self.params_of[stage]) for stage in stages]
         state_bytes = [int(self.state_of[stage]) for stage in stages]
         return dataclasses.replace(
-            self.times(ends, modes, bandwidth, latency),
+            self.times(
+                ends, modes, bandwidth=bandwidth, latency=latency, overlap=overlap
+            ),
             residual_bytes=residual_bytes(modes),
             pending_bytes=residual_bytes(map(self.pending_mode, modes)),
             parameter_bytes=list(map(operator.add, param_bytes, state_bytes)),
@@ -184,8 +189,10 @@ class Profile:
         self,
         ends: Sequence[int],
         modes: Sequence[str],
+        *,
         bandwidth: float | None,
         latency: float,
+        overlap: bool,
     ) -> Costs:
         """The times of `costs`, without the bytes that stages hold.
 
@@ -194,6 +201,7 @@ class Profile:
           modes: the remat mode of each stage.
           bandwidth: as for `costs`.
           latency: as for `costs`.
+          overlap: as for `costs`.
         """
         stages = list(itertools.pairwise(ends))
         seconds = [
@@ -214,6 +222,7 @@ class Profile:
             weight_grad=weight_grad,
             latency=latency,
             bandwidth=math.inf if bandwidth is None else bandwidth,
+            overlap=overlap,
             boundary_bytes=[self.boundary_bytes(begin) for begin, _ in stages],
             cotangent_bytes=cotangent_bytes,
             skips=tuple(self._stage_skips(ends)),

@@ -146,6 +146,8 @@ def _transfers(best: Candidate, sent_bytes: int, hardware: Hardware) -> str:
     text = f"transfers: {format_bytes(sent_bytes)} a step between devices"
     if speed:
         text += f"; {speed}"
+    if not hardware.overlap and (hardware.latency or hardware.bandwidth):
+        text += "; each keeps both devices from computing, half of its time"
     if best.choice.num_shards > 1:
         timeline = best.timeline
         actions_end = max(timeline.end.values()) - timeline.begin

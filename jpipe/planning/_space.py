@@ -23,6 +23,7 @@ class Hardware:
       bandwidth: bytes per second between two devices; ``None``: transfers take no time
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
+      overlap: True if a device computes while it sends and receives.
       link_text: latency and bandwidth in words, if one of them was measured; else
         empty.
     """
@@ -31,6 +32,7 @@ class Hardware:
     memory_limit: int | None = None
     bandwidth: float | None = None
     latency: float = 0.0
+    overlap: bool = True
     link_text: str = ""
 
 

@@ -98,7 +98,10 @@ class ActionTables:
             actions = [Action(op, stage, i) for i in self._looked_up]
             received = incoming[op, stage]
             sent = outgoing[op, stage]
-            self.durations += [costs.of(action) for action in actions] * num_copies
+            self.durations += [
+                costs.of(action) + self._transfer_time(action, [*received, *sent])
+                for action in actions
+            ] * num_copies
             self.memory_deltas += [
                 self._deltas(action, received, sent) for action in actions
             ] * num_copies
@@ -134,6 +137,28 @@ class ActionTables:
     def to_actions(self, rows: IdRows) -> Rows:
         """The actions of rows of IDs."""
         return tuple(tuple(map(self.action, row)) for row in rows)
+
+    def _transfer_time(self, action: Action, messages: Messages) -> float:
+        """The time for which transfers keep the rank of an action from computing.
+
+        Args:
+          action: the action.
+          messages: the arrays that it receives from other stages, and sends to them.
+        """
+        if self.costs.overlap:
+            return 0.0
+        _, stage, microbatch = action
+        rank_of = self.rank_of[microbatch]
+        times = [
+            self._time_between_ranks(look_up(num_bytes, microbatch))
+            for other, num_bytes in messages
+            if rank_of[other] != rank_of[stage]
+        ]
+        return sum(times) / 2
+
+    def _time_between_ranks(self, num_bytes: float) -> float:
+        """The time of a transfer."""
+        return self.costs.latency + num_bytes / self.costs.bandwidth
 
     def _deltas(
         self, action: Action, received: Messages, sent: Messages
@@ -178,7 +203,6 @@ class ActionTables:
         self, op: str, stage: int, received: Messages, num_copies: int
     ) -> None:
         """Adds what an op of a stage depends on: in its stage, then in other stages."""
-        costs = self.costs
         count = self.num_microbatches
         first = self.first_id(op, stage)
 
@@ -197,8 +221,9 @@ class ActionTables:
             source_id = self.first_id(source_op, source)
             ids[first : first + count] = range(source_id, source_id + count)
             delays[first : first + count] = [
-                costs.latency + look_up(num_bytes, i) / costs.bandwidth
-                if self.rank_of[i][source] != self.rank_of[i][stage]
+                self._time_between_ranks(look_up(num_bytes, i))
+                if self.costs.overlap
+                and self.rank_of[i][source] != self.rank_of[i][stage]
                 else 0.0
                 for i in self._looked_up
             ] * num_copies

@@ -51,11 +51,11 @@ class Skip(NamedTuple):
 class Costs:
     """The costs of each action, in time and in memory.
 
-    Every field but ``latency`` and ``bandwidth`` is one number for all stages, a
-    sequence with one per stage, or a sequence of sequences with one per stage and
-    micro-batch; ``parameter_bytes``, ``accumulator_bytes``, ``shared_bytes`` and
-    ``exchange`` are not per micro-batch. By default times are in units of a forward and
-    bytes in units of what a stage stores of one micro-batch.
+    Every field but ``latency``, ``bandwidth``, ``overlap`` and ``in_seconds`` is one
+    number for all stages, a sequence with one per stage, or a sequence of sequences
+    with one per stage and micro-batch; ``parameter_bytes``, ``accumulator_bytes``,
+    ``shared_bytes`` and ``exchange`` are not per micro-batch. By default times are in
+    units of a forward and bytes in units of what a stage stores of one micro-batch.
 
     Attributes:
       forward: time of F, in any unit; seconds where bandwidth is bytes per second.
@@ -64,6 +64,9 @@ class Costs:
       weight_grad: time of W; default: ``backward`` less the time of I.
       latency: time of a transfer between two ranks, whatever its size.
       bandwidth: bytes per unit of time between two ranks.
+      overlap: True if ranks compute while they send and receive; False if a transfer
+        keeps both from it, each for half of its time: the one behind the action that
+        sends, the other before the action that receives.
       boundary_bytes: the input of a stage, for one micro-batch.
       cotangent_bytes: the gradient of that input; default: ``boundary_bytes``.
       residual_bytes: bytes that a stage stores of one micro-batch from F to B, its
@@ -91,6 +94,7 @@ class Costs:
     weight_grad: Numbers | None = None
     latency: float = 0.0
     bandwidth: float = math.inf
+    overlap: bool = True
     boundary_bytes: Numbers = 0
     cotangent_bytes: Numbers | None = None
     residual_bytes: Numbers = 1
@@ -247,7 +251,7 @@ def find_faults(
         name = field.name
         value = getattr(costs, name)
         is_default = value is None and field.default is None
-        if name in ("skips", "in_seconds") or is_default:
+        if name in ("skips", "overlap", "in_seconds") or is_default:
             continue
         if name in _OF_ALL:
             check(name, value, ())

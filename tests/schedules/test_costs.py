@@ -5,7 +5,16 @@ import re
 
 import pytest
 
-from jpipe.schedules import Action, Costs, ScheduleError, Skip, gpipe, one_f_one_b, zb_v
+from jpipe.schedules import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    Skip,
+    gpipe,
+    one_f_one_b,
+    zb_v,
+)
 
 
 def test_a_transfer_takes_its_latency_and_its_bytes_over_the_bandwidth():
@@ -22,6 +31,29 @@ def test_a_transfer_takes_its_latency_and_its_bytes_over_the_bandwidth():
     }
     assert timeline.makespan == 13.5
     assert timeline.idle == (7.5, 7.5)
+
+
+def test_a_transfer_that_does_not_overlap_keeps_both_ranks_half_of_its_time():
+    # 0.5 + 8 / 4 = 2.5 there, 1.25 of each rank; 0.5 + 6 / 4 = 2 back, 1 of each.
+    costs = Costs(
+        latency=0.5,
+        bandwidth=4.0,
+        overlap=False,
+        boundary_bytes=[100, 8],
+        cotangent_bytes=[100, 6],
+    )
+    timeline = one_f_one_b(2, 2).simulate(costs)
+    starts = {str(action): start for action, start in timeline.start.items()}
+    # F takes 1 + 1.25 on both ranks, B 2 + 1.
+    assert starts == {
+        **{"0F0": 0.0, "0F1": 2.25, "1F0": 2.25, "1B0": 4.5, "1F1": 7.5, "1B1": 9.75},
+        **{"0B0": 7.5, "0B1": 12.75},
+    }
+    assert timeline.makespan == 15.75
+    assert timeline.idle == (5.25, 5.25)
+    # Between stages of one rank nothing is sent.
+    one_rank = Schedule.from_text("0F0 1F0 1B0 0B0")
+    assert one_rank.simulate(costs).makespan == 6.0
 
 
 def test_the_times_that_are_not_given_follow_from_the_others():
