@@ -429,6 +429,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("large.microbatch_size < size", "large.microbatch_size > size"),
     ],
+    "planning/_origin": [
+        ("if name in origin and origin[name]", "if origin.get(name)"),
+        ("return is_measured and", "return"),
+    ],
     "planning/_plan_search": [
         ("sum(longest[last + 1 - count : last + 1])", "sum(longest[:count])"),
         (
@@ -441,6 +445,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
         ("num_bytes - self.max_bytes[rank]", "num_bytes"),
         ("& (solution.times < best.times)", "& (solution.times > best.times)"),
+        (
+            "return self._transfer_halves[before, after]",
+            "return self._transfer_halves[1, 1]",
+        ),
+        ("return np.zeros(self.num_layers + 1)", "pass"),
     ],
     "planning/_replica_problem": [
         ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
@@ -450,8 +459,22 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("+ latency[devices - replicas]", "+ latency[devices - 1]"),
         ("_climb(problem, best, num_devices, max_replicas)", "best"),
     ],
+    "planning/_residual_ratios": [
+        ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
+    ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
+    ],
+    "planning/_verify": [
+        (
+            "hardware.memory_limit - (counted.max_bytes - forecast.max_bytes)",
+            "hardware.memory_limit",
+        ),
+        ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
+        (
+            "peak - forecast.parameters - forecast.gradients",
+            "peak - forecast.gradients",
+        ),
     ],
     "planning/_workspace": [
         (
@@ -462,6 +485,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "schedules/_action_tables": [
         ("delta -= sum(look_up(", "delta -= 0 * sum(look_up("),
         ("if stage == 0:\n", "if True:\n"),
+        ("return sum(times) / 2", "return sum(times)"),
+        ("if self.costs.overlap\n", "if True\n"),
     ],
     "schedules/_bound": [
         ("first_half = min(whole, input_grad)", "first_half = input_grad"),
