@@ -299,7 +299,7 @@ class PartitionProblem:
         after = has_half[None, :, None, None] * halves[None, :]
         return before + after
 
-    @property
+    @functools.cached_property
     def fastest_times(self) -> list[Matrix]:
         """The times of each stage in the fastest of its modes, whatever it stores."""
         fastest: list[Matrix] = []

@@ -431,7 +431,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_origin": [
         ("if name in origin and origin[name]", "if origin.get(name)"),
-        ("return is_measured and", "return"),
+        (
+            'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',
+            "return is_measured",
+        ),
     ],
     "planning/_plan_search": [
         ("sum(longest[last + 1 - count : last + 1])", "sum(longest[:count])"),

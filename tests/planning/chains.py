@@ -74,9 +74,9 @@ def times(profile, balance, modes):
 
 
 def transfers(profile, balance, bandwidth, latency):
-    """Of all cuts, there and back."""
+    """Of each cut, there and back."""
     last = [profile.layers[stage[-1]] for stage in stages(balance)[:-1]]
-    return sum(
+    return [
         2 * latency + (layer.output_bytes + layer.cotangent_bytes) / bandwidth
         for layer in last
-    )
+    ]

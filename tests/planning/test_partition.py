@@ -42,6 +42,7 @@ def drawn(seed, per_rank=1):
             "num_microbatches": rng.choice([1, 2, 5, 30]),
             "bandwidth": bandwidth,
             "latency": latency,
+            "overlap": rng.choice([True, True, False]),
             "remat": modes,
         },
     )
@@ -52,8 +53,13 @@ def worth(profile, balance, modes, question):
     each = times(profile, balance, modes)
     bandwidth = question["bandwidth"] or math.inf
     moved = transfers(profile, balance, bandwidth, question["latency"])
+    if not question["overlap"]:  # half before a cut, half behind it
+        for cut, seconds in enumerate(moved):
+            each[cut] += seconds / 2
+            each[cut + 1] += seconds / 2
+        moved = []
     count = question["num_microbatches"] - 1
-    return max(each), sum(each) + moved + count * max(each)
+    return max(each), sum(each) + sum(moved) + count * max(each)
 
 
 def needs(profile, balance, modes, schedule):

@@ -322,3 +322,9 @@ def test_an_unknown_link_is_measured():
     assert "; 125 ms for each and 1.0 MiB per second, where not" in str(elsewhere)
     assert "measured from here to there" in str(elsewhere)
     assert elsewhere.forecast.costs.bandwidth == 2.0**20
+    # A CPU copies with the cores that compute; a GPU does not.
+    assert not elsewhere.forecast.costs.overlap
+    gpu = dataclasses.replace(
+        profile, origin=profile.origin | {"device": "NVIDIA H100 (gpu)"}
+    )
+    assert made(profile=gpu).forecast.costs.overlap
