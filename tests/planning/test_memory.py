@@ -80,6 +80,18 @@ def test_gradients_that_devices_add_up_stand_beside_their_sums():
         jpipe.plan(*given, memory_limit=limit, **options)
 
 
+def test_a_plan_fits_into_the_bytes_that_it_holds():
+    """Layers store less in a stage than each by itself: one's output is another's."""
+    layers = [nn.Dense(64), nn.tanh] * 4
+    options = {"num_devices": 2, "num_microbatches": 4, "data": 1, "measure": False}
+    options |= {"schedules": "gpipe", "balance": (4, 4), "bandwidth": 1e9}
+    given = layers, jnp.ones((256, 64)), optax.sgd(0.1)
+    free = jpipe.plan(*given, **options)
+    assert free.remat == ["min_cut", "min_cut"]
+    limit = max(memory.total for memory in free.forecast.memory)
+    assert jpipe.plan(*given, memory_limit=limit, **options).remat == free.remat
+
+
 def labels(params):
     """By depth: the first layer's parameters, and those of the others."""
     return tuple(
