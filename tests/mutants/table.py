@@ -469,10 +469,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("max(first_layer, previous_reader + 1)", "first_layer"),
     ],
     "planning/_verify": [
-        (
-            "hardware.memory_limit - (counted.max_bytes - forecast.max_bytes)",
-            "hardware.memory_limit",
-        ),
         ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
         (
             "peak - forecast.parameters - forecast.gradients",
