@@ -32,7 +32,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=128)
-    parser.add_argument("--different", action="store_true", help="draw their widths")
+    parser.add_argument(
+        "--different", action="store_true", help="layers of random widths"
+    )
     options = parser.parse_args()
 
     widths = [WIDTH] * options.layers

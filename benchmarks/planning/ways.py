@@ -176,7 +176,6 @@ class Ways:
                 remat=remat,
                 bandwidth=self._link.bandwidth,
                 latency=self._link.latency,
-                overlap=False,
             )
             yield self._rival(NAMED, balance, name, remat)
 
@@ -187,7 +186,6 @@ class Ways:
             remat=remat,
             bandwidth=self._link.bandwidth,
             latency=self._link.latency,
-            overlap=False,
         )
         return Way(
             balance=balance,

@@ -58,7 +58,7 @@ def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Ti
     Returns:
       The measured timeline: starts and ends in seconds; the bytes that are held at
       these times; and as ``costs``, for predictions, the median time of each op of each
-      stage, with the median time of a transfer as latency.
+      stage, with the median time of a transfer as latency, which is taken to overlap.
     """
     program = specialization.program
     schedule = specialization.placement.schedule

@@ -29,10 +29,9 @@ from ..schedules._choose import format_argument
 from ..schedules._formats import format_bytes, format_seconds
 from ._fingerprint import fingerprint
 from ._interpolate import interpolate
-from ._layer_profile import Link, find_count_faults
+from ._layer_profile import Link, find_count_faults, find_flag_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
-from ._origin import is_measured_on_cpu
 from ._plan import Plan
 from ._planned_model import PlannedModel
 from ._profile import Profile, check_profile, find_speed_faults
@@ -123,9 +122,10 @@ def plan(
         ``latency``.
       latency: seconds that a transfer takes whatever its size; default: as the profile
         has it, else 0.
-      overlap: True if a device computes while it sends and receives, as GPUs do; False
-        if a transfer keeps both devices from computing, each for half of its time, as
-        CPUs do; default: False for a profile that was measured on a CPU.
+      overlap: True if a device computes while it sends and receives, as is taken of
+        GPUs; False if a transfer keeps both devices from computing, each for half of
+        its time, as it does those of a CPU. Default: False if the profile was measured
+        on a CPU, else True, also for an estimate.
       num_microbatches: the number of micro-batches, or several to choose from; default:
         one, two, four and eight times the number of stages that all devices make, as
         far as there are examples, and one. Layers are profiled for the smallest shard
@@ -209,6 +209,8 @@ def plan(
         *_name_faults(schedule_names, remat_modes),
         *find_speed_faults(hardware.bandwidth, hardware.latency),
     ]
+    if overlap is not None:
+        faults += find_flag_faults("overlap", overlap)
     if profile is not None:
         made_by = {
             "device": device,
@@ -278,7 +280,7 @@ def plan(
             profile = profile_sizes(model, traced, requests)
         hardware = _with_link(hardware, latency, profile.link)
         if overlap is None:
-            overlap = not is_measured_on_cpu(profile.origin)
+            overlap = profile.overlap
         hardware = dataclasses.replace(hardware, overlap=overlap)
         profiles = {
             count: interpolate(profile, -(-num_examples // count))

@@ -17,6 +17,7 @@ from ._cut_search import climb_by_simulation, count_missing_bytes, find_best_cut
 from ._layer_profile import (
     LayerProfile,
     find_count_faults,
+    find_flag_faults,
     find_number_faults,
 )
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
@@ -32,7 +33,7 @@ def partition(
     num_microbatches: int | None = None,
     bandwidth: float | None = None,
     latency: float = 0.0,
-    overlap: bool = True,
+    overlap: bool | None = None,
     max_bytes: float | Sequence[float] | None = None,
     schedule: str | ScheduleBuilder | Schedule | None = None,
     remat: str | Sequence[str] = "min_cut",
@@ -60,7 +61,9 @@ def partition(
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
       overlap: True if ranks compute while they send and receive; False if a transfer
-        keeps both from it, each for half of its time, as on a CPU.
+        keeps both ranks from computing, each for half of its time, which is then a part
+        of their stages; default: as for `Profile.costs`. Those of skip connections
+        count only in a step of a ``schedule``.
       max_bytes: the most that a rank may hold of parameters, their sums of gradients,
         other state, and its residuals of the micro-batches that ``schedule``, or else
         1F1B, has in flight there; one number, or one per rank. ``objective="memory"``
@@ -117,7 +120,7 @@ def _checked_problem(
     remat: Any,
     bandwidth: float | None,
     latency: float,
-    overlap: bool,
+    overlap: bool | None,
 ) -> PartitionProblem:
     """The problem that the arguments of `partition` pose.
 
@@ -134,7 +137,12 @@ def _checked_problem(
     needs_microbatches = schedule is not None or objective == "step"
     counts_bytes = objective == "memory" or max_bytes is not None
 
-    faults = [*find_speed_faults(bandwidth, latency)]
+    if overlap is None:
+        overlap = profile.overlap
+    faults = [
+        *find_speed_faults(bandwidth, latency),
+        *find_flag_faults("overlap", overlap),
+    ]
     if not 1 <= num_stages <= len(profile.layers):
         faults.append(
             f"num_stages={num_stages}; needs 1 to {len(profile.layers)}, a layer each"

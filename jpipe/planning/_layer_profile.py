@@ -130,6 +130,12 @@ def find_count_faults(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={value!r}: needs an int of at least 1"
 
 
+def find_flag_faults(name: str, value: Any) -> Iterator[str]:
+    """A fault if a value is neither True nor False."""
+    if not isinstance(value, bool):
+        yield f"{name}={value!r}; needs True or False"
+
+
 def find_number_faults(name: str, value: Any) -> Iterator[str]:
     """A fault if a value is neither a time nor a size."""
     number: Any = value

@@ -76,7 +76,7 @@ class PartitionProblem:
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
       overlap: True if ranks compute while they send and receive; False if a transfer
-        is a part of both stages, half of its time of each.
+        is a part of both stages, half of its time in each.
       objective: ``"max"``, ``"step"`` or ``"memory"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
       num_microbatches: the number of micro-batches of a step.
@@ -158,7 +158,10 @@ class PartitionProblem:
 
     @functools.cached_property
     def transfers(self) -> Numbers:
-        """The time between the stages of a cut before each layer, there and back."""
+        """The time between the two stages of a cut before each layer, there and back.
+
+        It is 0 where transfers are parts of the stages.
+        """
         if not self.overlap:
             return np.zeros(self.num_layers + 1)
         return np.rint(self._transfer_seconds / self.quantum)
@@ -205,7 +208,7 @@ class PartitionProblem:
         return tuple(modes)
 
     def transfer_times(self, cuts: Cuts) -> Numbers:
-        """The time of all transfers between ranks of one micro-batch, in each cut."""
+        """The time between stages of one micro-batch, in each cut."""
         ranks = itertools.pairwise(self.schedule.placement)
         crossing_stages = [
             stage
@@ -254,7 +257,7 @@ class PartitionProblem:
         times = np.zeros(bounds[0][0].shape)
         for stage, bound, mode in zip(stages, bounds, modes, strict=True):
             times = times + self._stage_times(stage, mode)[bound]
-            times += self._transfer_times(stage)[bound]
+            times += self._time_of_transfers(stage)[bound]
         num_bytes = np.zeros(times.shape)
         missing_bytes = num_bytes
         if self.max_bytes is not None:
@@ -271,16 +274,16 @@ class PartitionProblem:
         is_recomputed = stores_only_inputs(mode) and stage < self.num_stages - 1
         return self._recomputed_times if is_recomputed else self._stored_times
 
-    def _transfer_times(self, stage: int) -> Matrix:
+    def _time_of_transfers(self, stage: int) -> Matrix:
         """The time for which transfers keep a stage from computing, there and back.
 
         Those of skip connections are left to the simulation.
         """
-        before, after = self._crossings[stage : stage + 2]
+        before, after = self._changes_rank[stage : stage + 2]
         return self._transfer_halves[before, after]
 
     @functools.cached_property
-    def _crossings(self) -> list[int]:
+    def _changes_rank(self) -> list[int]:
         """For the begin of each stage and the end: 1 if ranks differ there, else 0."""
         ranks = self.schedule.placement
         inner = [int(previous != rank) for previous, rank in itertools.pairwise(ranks)]
@@ -288,9 +291,10 @@ class PartitionProblem:
 
     @functools.cached_property
     def _transfer_halves(self) -> Matrix:
-        """Half of the transfers at the begin, the end, both or none of each stage.
+        """Half of the times of the transfers at the ends of each stage.
 
-        Of shape ``[2, 2, layers + 1, layers + 1]``.
+        The indices are: 1 if the one at its begin counts, 1 if the one at its end does,
+        begin, end.
         """
         seconds = 0.0 if self.overlap else self._transfer_seconds / 2
         halves = np.broadcast_to(np.rint(seconds / self.quantum), self.num_layers + 1)
@@ -305,7 +309,7 @@ class PartitionProblem:
         fastest: list[Matrix] = []
         for stage, modes in enumerate(self.modes):
             times = [self._stage_times(stage, mode) for mode in modes]
-            fastest.append(np.min(times, axis=0) + self._transfer_times(stage))
+            fastest.append(np.min(times, axis=0) + self._time_of_transfers(stage))
         return fastest
 
     @functools.cached_property

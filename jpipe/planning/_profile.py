@@ -22,6 +22,7 @@ from ._layer_profile import LayerProfile as LayerProfile
 from ._layer_profile import Link
 from ._layer_profile import SkipProfile as SkipProfile
 from ._mode_names import MODE_NAMES, mode_between_halves, stores_only_inputs
+from ._origin import is_measured_on_cpu
 from ._sums import Matrix, add_copies, sum_stages
 from ._table import format_profile
 
@@ -64,6 +65,14 @@ class Profile:
         """The numbers of examples of the micro-batches that were profiled."""
         larger_sizes = [] if self.larger is None else self.larger.sizes
         return [self.microbatch_size, *larger_sizes]
+
+    @property
+    def overlap(self) -> bool:
+        """True if devices are taken to compute while they send and receive.
+
+        The cores of a CPU, on which it may have been measured, copy themselves.
+        """
+        return not is_measured_on_cpu(self.origin)
 
     def __str__(self) -> str:
         return format_profile(self)
@@ -122,7 +131,7 @@ class Profile:
         remat: str | Sequence[str] = "min_cut",
         bandwidth: float | None = None,
         latency: float = 0.0,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> Costs:
         """The costs of the stages of a cut, for the simulation of schedules.
 
@@ -141,7 +150,8 @@ class Profile:
             time but ``latency``.
           latency: seconds that a transfer takes whatever its size.
           overlap: True if ranks compute while they send and receive; False if a
-            transfer keeps both from it, each for half of its time.
+            transfer keeps both ranks from computing, each for half of its time.
+            Default: False if the profile was measured on a CPU, else True.
 
         Returns:
           Costs with one entry per stage, in seconds and bytes of one micro-batch.
@@ -156,7 +166,13 @@ class Profile:
         """
         sizes = list(balance)
         modes = self.modes(remat, len(sizes))
-        faults = [*find_speed_faults(bandwidth, latency), *self.remat_faults(modes)]
+        if overlap is None:
+            overlap = self.overlap
+        faults = [
+            *find_speed_faults(bandwidth, latency),
+            *_layer_profile.find_flag_faults("overlap", overlap),
+            *self.remat_faults(modes),
+        ]
         num_layers = len(self.layers)
         if min(sizes, default=0) < 1 or sum(sizes) != num_layers:
             faults.append(

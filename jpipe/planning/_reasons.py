@@ -100,7 +100,7 @@ def _reasons(
 
 
 def _bottleneck(best: Candidate) -> str:
-    """The rank that computes longest, or the host if it dispatches for longer."""
+    """The rank that is busy longest, or the host if it dispatches for longer."""
     timeline = best.timeline
     if best.host_seconds > best.makespan:
         return (
@@ -112,7 +112,7 @@ def _bottleneck(best: Candidate) -> str:
     placement = best.choice.schedule.placement
     stages = [str(s) for s, rank in enumerate(placement) if rank == bottleneck]
     return (
-        f"bottleneck: rank {bottleneck} (stage {' and '.join(stages)}) computes "
+        f"bottleneck: rank {bottleneck} (stage {' and '.join(stages)}) is busy for "
         f"{format_seconds(timeline.busy[bottleneck])} of {format_seconds(best.seconds)}"
     )
 
@@ -147,7 +147,7 @@ def _transfers(best: Candidate, sent_bytes: int, hardware: Hardware) -> str:
     if speed:
         text += f"; {speed}"
     if not hardware.overlap and (hardware.latency or hardware.bandwidth):
-        text += "; each keeps both devices from computing, half of its time"
+        text += "; a transfer keeps both devices from computing, each for half of it"
     if best.choice.num_shards > 1:
         timeline = best.timeline
         actions_end = max(timeline.end.values()) - timeline.begin

@@ -179,6 +179,7 @@ class ReplicaProblem:
             remat=self.remat,
             bandwidth=self.bandwidth,
             latency=self.latency,
+            overlap=True,
         )
         exchange = [
             float(self._exchange_seconds(num_bytes, stage.replicas))

@@ -33,7 +33,8 @@ def replicate(
       num_devices: the number of devices, of which some may be left idle.
       num_microbatches: the number of micro-batches of a step.
       bandwidth: bytes per second between two devices; ``None``: transfers take no time
-        but ``latency``, and neither does the exchange of gradients.
+        but ``latency``, and neither does the exchange of gradients. Devices are taken
+        to compute while they send and receive.
       latency: seconds that a transfer takes whatever its size.
       max_bytes: the bytes that a device has; ``None``: no limit. The optimizer's state
         is not counted: a profile does not know it.

@@ -56,7 +56,9 @@ class ActionTables:
         stage: the order of actions is an argument of `simulate`.
 
     Attributes:
-      durations: the time of each action.
+      durations: the time of each action, with its transfer time.
+      transfer_times: the time for which transfers keep the rank of an action from
+        computing; 0 where they overlap.
       dependencies: the first dependency of each action, the second, ...
       exchange_times: the time that the exchange of its stage takes after an action.
       result_ids: the ID under which others depend on an action: its own; of a whole
@@ -86,6 +88,7 @@ class ActionTables:
                 outgoing[op, target].append((source, cotangent_bytes))
 
         self.durations: list[float] = []
+        self.transfer_times: list[float] = []
         self.exchange_times: list[float] = []
         self.result_ids: list[int] = []
         self.memory_deltas: list[MemoryDeltas] = []
@@ -98,9 +101,13 @@ class ActionTables:
             actions = [Action(op, stage, i) for i in self._looked_up]
             received = incoming[op, stage]
             sent = outgoing[op, stage]
+            transfer_times = [
+                self._transfer_time(action, [*received, *sent]) for action in actions
+            ]
+            self.transfer_times += transfer_times * num_copies
             self.durations += [
-                costs.of(action) + self._transfer_time(action, [*received, *sent])
-                for action in actions
+                costs.of(action) + transfer_time
+                for action, transfer_time in zip(actions, transfer_times, strict=True)
             ] * num_copies
             self.memory_deltas += [
                 self._deltas(action, received, sent) for action in actions

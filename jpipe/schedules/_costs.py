@@ -16,6 +16,7 @@ _NUMBER_TYPES = (int, float)
 
 # Fields with one number for all stages, and with one number per stage at most.
 _OF_ALL = ("latency", "bandwidth")
+_FLAGS = ("in_seconds", "overlap")
 _OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 # op -> the field with its time.
@@ -51,7 +52,7 @@ class Skip(NamedTuple):
 class Costs:
     """The costs of each action, in time and in memory.
 
-    Every field but ``latency``, ``bandwidth``, ``overlap`` and ``in_seconds`` is one
+    Every field but ``latency``, ``bandwidth``, ``in_seconds`` and ``overlap`` is one
     number for all stages, a sequence with one per stage, or a sequence of sequences
     with one per stage and micro-batch; ``parameter_bytes``, ``accumulator_bytes``,
     ``shared_bytes`` and ``exchange`` are not per micro-batch. By default times are in
@@ -64,9 +65,6 @@ class Costs:
       weight_grad: time of W; default: ``backward`` less the time of I.
       latency: time of a transfer between two ranks, whatever its size.
       bandwidth: bytes per unit of time between two ranks.
-      overlap: True if ranks compute while they send and receive; False if a transfer
-        keeps both from it, each for half of its time: the one behind the action that
-        sends, the other before the action that receives.
       boundary_bytes: the input of a stage, for one micro-batch.
       cotangent_bytes: the gradient of that input; default: ``boundary_bytes``.
       residual_bytes: bytes that a stage stores of one micro-batch from F to B, its
@@ -82,6 +80,10 @@ class Costs:
         the last of them.
       in_seconds: True if times are seconds and sizes bytes, as measured ones are, and
         are printed and drawn as such; False if they are in other units.
+      overlap: True if ranks compute while they send and receive. False if a transfer
+        keeps both ranks from computing, each for half of its time: the sender after its
+        action, the receiver before its own. In a timeline these halves are parts of the
+        actions.
 
     Example:
       >>> Costs(forward=[1.0, 1.5], backward=3.0).of(Action("I", 1, 0))
@@ -94,7 +96,6 @@ class Costs:
     weight_grad: Numbers | None = None
     latency: float = 0.0
     bandwidth: float = math.inf
-    overlap: bool = True
     boundary_bytes: Numbers = 0
     cotangent_bytes: Numbers | None = None
     residual_bytes: Numbers = 1
@@ -107,9 +108,10 @@ class Costs:
     skips: "tuple[Skip, ...]" = ()
     exchange: Numbers = 0.0
     in_seconds: bool = False
+    overlap: bool = True
 
     def of(self, action: Action) -> float:
-        """The time of one action."""
+        """The time of one action, without transfers."""
         op, stage, microbatch = action
         time = getattr(self, TIME_FIELDS[op])
         if time is not None:
@@ -251,9 +253,12 @@ def find_faults(
         name = field.name
         value = getattr(costs, name)
         is_default = value is None and field.default is None
-        if name in ("skips", "overlap", "in_seconds") or is_default:
+        if name == "skips" or is_default:
             continue
-        if name in _OF_ALL:
+        if name in _FLAGS:
+            if not isinstance(value, bool):
+                faults.append(f"{name} is {value!r}, needs True or False")
+        elif name in _OF_ALL:
             check(name, value, ())
         elif name in _OF_STAGES:
             check(name, value, (0,))

@@ -100,7 +100,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank spends in actions."""
+        """The time of each rank in actions, and in transfers that keep it from them."""
         return tuple(sum(self.end[a] - self.start[a] for a in row) for row in self.rows)
 
     @property
@@ -193,12 +193,17 @@ class Timeline:
         Returns:
           Costs with one time per stage, for predicting this or another schedule of
           the same stages. The time of an op that no stage ran is that of ``costs``; of
-          an op that only other stages ran, 0.
+          an op that only other stages ran, 0. Transfers that do not overlap are no part
+          of these times.
         """
+        costs = costs or self.costs or Costs()
+        tables = ActionTables(costs, self.schedule)
         # op -> the times of each stage
         times = {op: [list[float]() for _ in self.placement] for op in OPS}
         for action, start in self.start.items():
-            times[action.op][action.stage].append(self.end[action] - start)
+            transfer_time = tables.transfer_times[tables.id_of(action)]
+            time = max(self.end[action] - start - transfer_time, 0.0)
+            times[action.op][action.stage].append(time)
         medians: dict[str, list[float]] = {}
         for op, stage_times in times.items():
             if any(stage_times):
@@ -206,7 +211,7 @@ class Timeline:
                     statistics.median(durations) if durations else 0.0
                     for durations in stage_times
                 ]
-        return dataclasses.replace(costs or self.costs or Costs(), **medians)
+        return dataclasses.replace(costs, **medians)
 
     def to_text(self) -> str:
         """A picture: one line per rank, columns of equal time, ``.`` is idle.

@@ -304,7 +304,7 @@ def test_an_unknown_link_is_measured():
     # A core that copies does not compute: two halves, of two micro-batches, there and
     # back. Elsewhere the second micro-batch is computed meanwhile.
     assert slow.forecast.seconds > 6 * 0.25 / 2
-    says_busy = "; each keeps both devices from computing, half of its time"
+    says_busy = "; a transfer keeps both devices from computing, each for half of it"
     assert says_busy in str(slow)
     overlapping = made(latency=0.25, overlap=True)
     assert 2 * 0.25 < overlapping.forecast.seconds < slow.forecast.seconds

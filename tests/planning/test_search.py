@@ -47,6 +47,7 @@ def spaces(draw, schedule_names, most_layers=4):
     hardware = Hardware(
         num_devices=draw(st.integers(2, 3)),
         bandwidth=draw(st.sampled_from([None, 50.0])),
+        overlap=draw(st.booleans()),
     )
     return SearchSpace(
         profiles={count: profile},

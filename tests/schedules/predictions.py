@@ -20,4 +20,12 @@ def predictions(draw):
     per_stage = st.lists(any_time, min_size=stages, max_size=stages)
     forward, backward, input_grad, weight_grad = (draw(per_stage) for _ in range(4))
     latency = draw(any_time)
-    return schedule, Costs(forward, backward, input_grad, weight_grad, latency=latency)
+    costs = Costs(
+        forward,
+        backward,
+        input_grad,
+        weight_grad,
+        latency=latency,
+        overlap=draw(st.booleans()),
+    )
+    return schedule, costs

@@ -33,7 +33,7 @@ def test_a_transfer_takes_its_latency_and_its_bytes_over_the_bandwidth():
     assert timeline.idle == (7.5, 7.5)
 
 
-def test_a_transfer_that_does_not_overlap_keeps_both_ranks_half_of_its_time():
+def test_a_transfer_that_does_not_overlap_keeps_both_ranks_busy_for_half_of_its_time():
     # 0.5 + 8 / 4 = 2.5 there, 1.25 of each rank; 0.5 + 6 / 4 = 2 back, 1 of each.
     costs = Costs(
         latency=0.5,
