@@ -194,7 +194,8 @@ def _rank_of_grid(devices: np.ndarray, axis_names: Sequence[str]) -> Device:
         raise ValueError(
             f"the devices of a stage are of processes {processes}: "
             f"{', '.join(map(str, devices.flat))}; place stages along the processes, "
-            f"and the other axes of the mesh inside of each"
+            f"and the other axes of the mesh inside of each (of a plan: plan again "
+            f"with data= at most the devices of a process)"
         )
     if devices.size == 1:
         return devices.flat[0]

@@ -172,9 +172,13 @@ def _check_plan(
         for name in typed_names
     ]
     if plan.cuts is None and layers is None:
-        faults.append("it is of a list of layers; make one of what is given here")
+        faults.append(
+            "it is of a list of layers; plan what is given here, by jpipe.plan"
+        )
     if plan.cuts is not None and layers is not None:
-        faults.append("it is of one model or function; make one of what is given here")
+        faults.append(
+            "it is of one model or function; plan these layers, by jpipe.plan"
+        )
     if layers is not None and not faults:
         names = [layer.name for layer in layers]
         planned_names: list[str] = []

@@ -26,7 +26,6 @@ from .._train._transformation import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import find_catalogue_key
 from ..schedules._choose import format_argument
-from ..schedules._formats import format_bytes, format_seconds
 from ._fingerprint import fingerprint
 from ._interpolate import interpolate
 from ._layer_profile import Link, find_count_faults, find_flag_faults
@@ -133,7 +132,9 @@ def plan(
         mini-batch; times and bytes are taken to grow evenly with its size.
       data: the number of devices on which each stage spreads the examples of a
         micro-batch, or several to choose from; default: any number that divides
-        ``num_devices`` and the examples.
+        ``num_devices`` and the examples. A stage is in one process: with several
+        processes type at most the devices of one, which is the default where
+        ``num_devices`` is left out.
       schedules: a schedule of the catalogue, or several to choose from, by names or
         builders; default: the catalogue and schedules made to measure.
       remat: a mode, or several that stages may have.
@@ -182,12 +183,14 @@ def plan(
         check_optimizer(tx)
     if profile is not None:
         check_profile("plan", profile)
+    data_counts = None if data is None else _as_tuple(data)
     if num_devices is None:
         num_devices = len(jax.devices())
+        if data_counts is None:
+            data_counts = _counts_in_a_process()
     microbatch_counts = None
     if num_microbatches is not None:
         microbatch_counts = _as_tuple(num_microbatches)
-    data_counts = None if data is None else _as_tuple(data)
     builders = _as_tuple(_TRAINING_SCHEDULES if schedules is None else schedules)
     schedule_names = tuple(map(_catalogue_name, builders))
     remat_modes = _as_tuple(remat)
@@ -336,6 +339,14 @@ def _as_tuple(argument: Any) -> tuple[Any, ...]:
     return (argument,)
 
 
+def _counts_in_a_process() -> tuple[int, ...] | None:
+    """The numbers of devices of a stage if there are several processes."""
+    if jax.process_count() == 1:
+        return None
+    local_count = jax.local_device_count()
+    return tuple(x for x in range(1, local_count + 1) if local_count % x == 0)
+
+
 def _catalogue_name(schedule: Any) -> Any:
     """The name of a schedule or builder in the catalogue; unchanged if it has none."""
     name = find_catalogue_key(schedule)
@@ -392,6 +403,11 @@ def _with_link(
         return hardware
     if hardware.bandwidth is not None and latency is not None:
         return hardware
+    measured = ""
+    if latency is not None:
+        measured = "the latter "
+    elif hardware.bandwidth is not None:
+        measured = "the former "
     if latency is None:
         latency = link.latency
     bandwidth = hardware.bandwidth
@@ -401,9 +417,7 @@ def _with_link(
         hardware,
         latency=latency,
         bandwidth=bandwidth,
-        link_text=f"{format_seconds(latency)} for each and "
-        f"{format_bytes(int(bandwidth))} per second, "
-        f"where not given as measured from {link.source} to {link.target}",
+        link_text=f"{measured}measured from {link.source} to {link.target}",
     )
 
 

@@ -138,14 +138,16 @@ def _transfers(best: Candidate, sent_bytes: int, hardware: Hardware) -> str:
       sent_bytes: the bytes that cross in a step.
       hardware: the devices, with the speed of transfers.
     """
-    speed = hardware.link_text
-    if not speed and not hardware.bandwidth:
-        speed = "they were taken to cost no time"
-        if hardware.latency:
-            speed = f"{format_seconds(hardware.latency)} for each, whatever its size"
-    text = f"transfers: {format_bytes(sent_bytes)} a step between devices"
-    if speed:
-        text += f"; {speed}"
+    speed = "they were taken to cost no time"
+    if hardware.bandwidth:
+        latency = format_seconds(hardware.latency)
+        bandwidth = format_bytes(int(hardware.bandwidth))
+        speed = f"{latency} for each and {bandwidth} per second"
+    elif hardware.latency:
+        speed = f"{format_seconds(hardware.latency)} for each, whatever its size"
+    if hardware.link_text:
+        speed += f", {hardware.link_text}"
+    text = f"transfers: {format_bytes(sent_bytes)} a step between devices; {speed}"
     if not hardware.overlap and (hardware.latency or hardware.bandwidth):
         text += "; a transfer keeps both devices from computing, each for half of it"
     if best.choice.num_shards > 1:
@@ -164,7 +166,8 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
     more = runner_up.seconds / best.seconds - 1 if best.seconds else 0.0
     if abs(more) < _EQUAL:
         max_bytes = format_bytes(runner_up.max_bytes)
-        return f"as long, and {max_bytes} in the device that needs most"
+        forecast = "" if runner_up.plan else "a forecast of "
+        return f"as long, and {forecast}{max_bytes} in the device that needs most"
     if more > 0:
         return f"{format_seconds(runner_up.seconds)}, {more:.1%} more"
     less = f"{format_seconds(runner_up.seconds)}, {-more:.1%} less"

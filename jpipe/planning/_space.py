@@ -24,8 +24,8 @@ class Hardware:
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
       overlap: True if a device computes while it sends and receives.
-      link_text: latency and bandwidth in words, if one of them was measured; else
-        empty.
+      link_text: the devices between which latency, bandwidth or both were measured, in
+        words; empty if none was.
     """
 
     num_devices: int

@@ -276,13 +276,13 @@ def test_nnx_modules_and_several_inputs_are_planned(double):
         ),
         (
             lambda: jpipe.pipeline([nn.Dense(2)], plan=plan()),
-            "it is of one model or function; make one of what is given here",
+            "it is of one model or function; plan these layers, by jpipe.plan",
         ),
         (
             lambda: jpipe.pipeline(
                 MODEL, plan=jpipe.pipeline([nn.Dense(2)], num_microbatches=1).plan
             ),
-            "it is of a list of layers; make one of what is given here",
+            "it is of a list of layers; plan what is given here, by jpipe.plan",
         ),
         (
             lambda: jpipe.pipeline(models.GPT(layers=3, rate=0.0), plan=plan()).init(

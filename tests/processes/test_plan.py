@@ -1,0 +1,15 @@
+"""A plan for the devices of several processes."""
+
+import re
+
+from . import jobs
+
+
+def test_each_stage_of_a_plan_is_in_one_process():
+    outcome = jobs.run(2, "planning")
+    assert (outcome.status, outcome.left) == (0, []), str(outcome)
+    printed = [
+        re.search(r"devices 2 loss .*", outcome.of(process)) for process in (0, 1)
+    ]
+    assert all(printed), str(outcome)
+    assert printed[0][0] == printed[1][0]
