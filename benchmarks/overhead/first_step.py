@@ -18,12 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax import monitoring
 
 import jpipe
 
 from ..experiment import mean_cross_entropy
 
 PyTree = Any
+# The event that JAX records for each program that XLA compiles.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 WIDTH, HEADS, MICROBATCHES, BATCH, LENGTH, VOCABULARY = 64, 4, 4, 16, 32, 64
 
 
@@ -373,7 +376,8 @@ def first_step(name: str, side: str, *, from_init: bool = False) -> dict[str, fl
       from_init: True to count what `Training` does before it, too.
 
     Returns:
-      Seconds of the clock and of the processor.
+      Seconds of the clock and of the processor; the number of programs that XLA
+      compiles, and its seconds, added up over threads.
 
     Raises:
       ValueError: if all is to be counted of a side that does not evaluate.
@@ -383,6 +387,13 @@ def first_step(name: str, side: str, *, from_init: bool = False) -> dict[str, fl
     if from_init and evaluate is None:
         raise ValueError(f"{side} does not evaluate, so it has a first step alone")
     state = None if from_init else jax.block_until_ready(training.init())
+    compile_seconds: list[float] = []
+
+    def note_duration(event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILED:
+            compile_seconds.append(duration_secs)
+
+    monitoring.register_event_duration_secs_listener(note_duration)
     wall, cpu = time.perf_counter(), time.process_time()
     if from_init and evaluate is not None:
         state = jax.block_until_ready(training.init())
@@ -391,6 +402,8 @@ def first_step(name: str, side: str, *, from_init: bool = False) -> dict[str, fl
     return {
         "wall_s": time.perf_counter() - wall,
         "cpu_s": time.process_time() - cpu,
+        "programs": len(compile_seconds),
+        "compile_s": sum(compile_seconds),
     }
 
 

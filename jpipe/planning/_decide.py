@@ -403,11 +403,11 @@ def _with_link(
         return hardware
     if hardware.bandwidth is not None and latency is not None:
         return hardware
-    measured = ""
+    which = ""
     if latency is not None:
-        measured = "the latter "
+        which = "the latter "
     elif hardware.bandwidth is not None:
-        measured = "the former "
+        which = "the former "
     if latency is None:
         latency = link.latency
     bandwidth = hardware.bandwidth
@@ -417,7 +417,7 @@ def _with_link(
         hardware,
         latency=latency,
         bandwidth=bandwidth,
-        link_text=f"{measured}measured from {link.source} to {link.target}",
+        link_text=f"{which}measured from {link.source} to {link.target}",
     )
 
 

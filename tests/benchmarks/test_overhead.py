@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import jpipe
 from benchmarks.experiment import mean_cross_entropy
-from benchmarks.overhead import actions, by_hand, call
+from benchmarks.overhead import actions, by_hand, call, first_step
 
 from .. import reference as ref
 
@@ -76,3 +76,10 @@ def test_the_actions_of_each_remat_mode_are_timed():
     assert [row[1] for row in actions.rows("tiny", figures)] == [
         f"`{mode}`" for mode in actions.MODES
     ]
+
+
+def test_a_first_step_says_what_xla_compiled():
+    figures = first_step.first_step("mlp", "hand")
+    # A forward, a backward, a last stage, two updates.
+    assert figures["programs"] >= 5
+    assert figures["compile_s"] > 0

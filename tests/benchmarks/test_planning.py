@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 
 import jpipe
 from benchmarks.planning.__main__ import rows_of, summary
 from benchmarks.planning.cuts import MODELS, PUBLISHED, Run, plans, row
+from benchmarks.planning.layers_and_stages import OnOneDevice
 from benchmarks.planning.ways import (
     MICROBATCHES,
     RANKS,
@@ -22,6 +24,17 @@ from benchmarks.planning.ways import (
 )
 
 from .. import reference as ref
+
+
+def test_a_backward_that_computes_forwards_again_needs_more_workspace():
+    layers = [nn.Sequential([nn.Dense(64), nn.gelu]) for _ in range(4)]
+    x = jnp.ones((8 * MICROBATCHES, 64))
+    stores_all, stores_inputs = (
+        OnOneDevice(layers, x, 2, remat) for remat in ("none", "full")
+    )
+    least = stores_all.backward_workspace()
+    assert stores_inputs.backward_workspace() > least
+    assert stores_inputs.median_seconds(1) > 0
 
 
 def test_published_cuts_are_of_all_layers():

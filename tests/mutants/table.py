@@ -496,11 +496,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "schedules/_improve": [
         ("if shifted.makespan >= simulated.makespan:", "if True:"),
     ],
-    "schedules/_timeline": [
-        ("- start - transfer_time", "- start"),
-    ],
     "schedules/_simulate": [
         ("end=start + seconds)", "end=start + 2 * seconds)"),
+    ],
+    "schedules/_timeline": [
+        ("- start - transfer_time", "- start"),
     ],
 }
 
