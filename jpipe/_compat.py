@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.extend import core
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 Copy = Callable[..., list[jax.Array]]
@@ -270,6 +271,25 @@ def _loads_on(source: Any, target: Any) -> bool:
     except Exception:
         return False
     return result.sharding == target_sharding and result == 2
+
+
+def replace_refs(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
+    """Replaces the refs that a jaxpr makes by the values that they hold.
+
+    Uses ``jax._src.state.discharge.discharge_state``, with which `jax.jit` does so when
+    it lowers a program: that is too late for a program that is cut and differentiated.
+    Free when JAX has a public name for it; it has none up to JAX 0.12.
+
+    Returns:
+      The jaxpr, or ``None`` if this JAX does not offer it, or has no rule for a
+      primitive that uses a ref.
+    """
+    try:
+        discharge: Any = importlib.import_module("jax._src.state.discharge")
+        # Without what only kernels lower to: as when a program is differentiated.
+        return discharge.discharge_state(closed, lower=False)
+    except (ImportError, AttributeError, TypeError, NotImplementedError):
+        return None
 
 
 def coordination_client() -> Any:

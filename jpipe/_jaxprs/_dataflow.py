@@ -1,15 +1,19 @@
-"""Dataflow in a jaxpr, through its calls, branches and loops.
+"""What follows from what in a jaxpr, result by result, through all that is inside.
 
+    dependents          variables that follow from some others
     dependent_results   results that follow from some of the inputs
     result_origins      inputs, or values with a name, that results are, unchanged
 
-Both go through the equations once, with a fact about each variable. The facts about
-the results of a call or a branch are those of the jaxpr inside. A loop feeds its
-results to its next iteration: `dependent_results` goes through its body until no fact
-changes, and `result_origins` once, since a loop must hand on what is unchanged.
+They go through the equations once, with a fact about each variable. The facts about the
+results of a call or a branch are those of the jaxpr inside. A loop feeds its results to
+its next iteration: `dependents` goes through its body until no fact changes, and
+`result_origins` once, since a loop must hand on what is unchanged.
+
+These are facts about values. An equation runs whole: which variables are computed once
+some have been, and which equations a program needs, `_jaxpr` tells.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -20,43 +24,77 @@ from . import _jaxpr
 Origin = int | str | None
 
 
-def dependent_results(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+def dependents(
+    jaxpr: core.Jaxpr, roots: Iterable[core.Var], *, differentiably: bool = False
+) -> set[core.Var]:
+    """The variables that follow from any of some variables, and these.
+
+    Args:
+      jaxpr: the jaxpr.
+      roots: the variables to begin with.
+      differentiably: True if those count alone that may have a tangent when the roots
+        have one: of floating-point or complex numbers, not behind a
+        `jax.lax.stop_gradient`. A rule for derivatives of the user's own may give each
+        result a tangent for each operand.
+    """
+    reached = set(roots)
+    for eqn in jaxpr.eqns:
+        operands = [
+            not isinstance(atom, core.Literal) and atom in reached
+            for atom in eqn.invars
+        ]
+        if not any(operands):
+            continue
+        results = _dependent_eqn_results(eqn, operands, differentiably=differentiably)
+        for var, is_reached in zip(eqn.outvars, results, strict=True):
+            if is_reached and (not differentiably or _jaxpr.is_inexact(var.aval)):
+                reached.add(var)
+    return reached
+
+
+def dependent_results(
+    closed: core.ClosedJaxpr, inputs: Sequence[bool], *, differentiably: bool = False
+) -> list[bool]:
     """One bool per result; True if it follows from any of the chosen inputs.
 
     Args:
       closed: the jaxpr.
       inputs: one bool per input; True if it is chosen.
+      differentiably: see `dependents`.
     """
     invars = zip(closed.jaxpr.invars, inputs, strict=True)
-    dependents = {var for var, is_chosen in invars if is_chosen}
-
-    def is_dependent(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in dependents
-
-    for eqn in closed.jaxpr.eqns:
-        results = _dependent_eqn_results(eqn, [*map(is_dependent, eqn.invars)])
-        for var, is_dependent_result in zip(eqn.outvars, results, strict=True):
-            if is_dependent_result:
-                dependents.add(var)
-    return [*map(is_dependent, closed.jaxpr.outvars)]
+    roots = [var for var, is_chosen in invars if is_chosen]
+    reached = dependents(closed.jaxpr, roots, differentiably=differentiably)
+    return [
+        not isinstance(atom, core.Literal) and atom in reached
+        for atom in closed.jaxpr.outvars
+    ]
 
 
-def _dependent_eqn_results(eqn: core.JaxprEqn, operands: list[bool]) -> list[bool]:
+def _dependent_eqn_results(
+    eqn: core.JaxprEqn, operands: list[bool], *, differentiably: bool
+) -> list[bool]:
     """One bool per result of an equation; True if it follows from chosen operands."""
-    bodies = [] if eqn.primitive.name == "while" else _jaxpr.bodies(eqn)
-    if not bodies:
-        return [any(operands)] * len(eqn.outvars)
+    if differentiably and eqn.primitive.name == "stop_gradient":
+        return [False] * len(eqn.outvars)
+    bodies = _jaxpr.bodies(eqn)
+    has_rule = differentiably and eqn.primitive.name in _jaxpr.RULES
+    if not bodies or has_rule:
+        return [True] * len(eqn.outvars)
 
     carry = _jaxpr.carry_slice(eqn)
     while True:
-        results = [False] * len(eqn.outvars)
+        # All results follow from the index of a branch, and from the end of a loop.
+        is_choice_chosen = not differentiably and _is_choice_chosen(eqn, operands)
+        results = [is_choice_chosen] * len(eqn.outvars)
         for body in bodies:
-            num_leading = len(operands) - len(body.jaxpr.invars)
-            # All results follow from the index of a branch.
-            is_index_chosen = any(operands[:num_leading])
-            body_results = dependent_results(body, operands[num_leading:])
+            body_results = dependent_results(
+                body,
+                operands[len(operands) - len(body.jaxpr.invars) :],
+                differentiably=differentiably,
+            )
             for index, is_dependent_result in enumerate(body_results):
-                results[index] |= is_dependent_result or is_index_chosen
+                results[index] |= is_dependent_result
 
         next_operands = [*operands]
         next_operands[carry] = [
@@ -66,6 +104,22 @@ def _dependent_eqn_results(eqn: core.JaxprEqn, operands: list[bool]) -> list[boo
         if next_operands == operands:
             return results
         operands = next_operands
+
+
+def _is_choice_chosen(eqn: core.JaxprEqn, operands: Sequence[bool]) -> bool:
+    """True if a chosen operand tells which branch runs, or when a loop ends.
+
+    Args:
+      eqn: a call, a cond or a loop.
+      operands: one bool per operand; True if it is chosen.
+    """
+    if eqn.primitive.name != "while":
+        return eqn.primitive.name == "cond" and operands[0]
+    condition: Any = eqn.params["cond_jaxpr"]
+    carry = _jaxpr.carry_slice(eqn)
+    num_consts = len(condition.jaxpr.invars) - (carry.stop - carry.start)
+    inputs = [*operands[:num_consts], *operands[carry]]
+    return any(dependent_results(condition, inputs))
 
 
 def result_origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[Origin]:

@@ -9,10 +9,13 @@ evaluate it under a new trace, in which rules replace some of its equations.
     retrace            a jaxpr of another function, of the same inputs
     evaluate           results in a trace, some equations by rules
     as_traced          a jaxpr as a function for a trace, without rules
-    ancestors          the variables that some follow from
-    descendants        the variables that follow from any of some,
-    depending_on       ... of some inputs, or from an effect
-    computable_from    ... and from nothing else
+    ancestors          the variables that must be computed before some
+    descendants        the variables that are computed after any of some,
+    depending_on       ... of some inputs, or after an effect
+    computable_from    ... and after nothing else
+
+An equation runs whole, after all that it reads. From which of its operands the value of
+a result follows, `_dataflow` tells.
 
 `jax.extend.core` is JAX's public door to jaxprs.
 """
@@ -291,23 +294,12 @@ def bind_eqns(
     return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(values.get, invars))
 
 
-def descendants(
-    jaxpr: core.Jaxpr,
-    roots: Iterable[core.Var],
-    passes_on: Callable[[core.JaxprEqn, core.Var], bool] = lambda eqn, var: True,
-) -> set[core.Var]:
-    """The variables that follow from any of some roots, and these.
-
-    Args:
-      jaxpr: the jaxpr.
-      roots: the variables to begin with.
-      passes_on: tells if a result of an equation follows from its operands; default:
-        always.
-    """
+def descendants(jaxpr: core.Jaxpr, roots: Iterable[core.Var]) -> set[core.Var]:
+    """The results of equations that run after any of some roots, and these."""
     reached = set(roots)
     for eqn in jaxpr.eqns:
         if not reached.isdisjoint(variables(eqn.invars)):
-            reached.update(var for var in eqn.outvars if passes_on(eqn, var))
+            reached.update(eqn.outvars)
     return reached
 
 
@@ -316,7 +308,7 @@ def computable_from(
     roots: Iterable[core.Var],
     may_run: Callable[[core.JaxprEqn], bool],
 ) -> set[core.Var]:
-    """The variables that follow from some roots and from nothing else, and these.
+    """The results of equations that run after some roots and nothing else, and these.
 
     Args:
       jaxpr: the jaxpr.
@@ -331,7 +323,7 @@ def computable_from(
 
 
 def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:
-    """All variables that follow from some of the inputs, or from an effect."""
+    """The results of equations that run after some inputs, or that have an effect."""
     jaxpr = closed.jaxpr
     invars = zip(jaxpr.invars, inputs, strict=True)
     roots = [var for var, is_chosen in invars if is_chosen]
@@ -340,7 +332,7 @@ def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.V
 
 
 def ancestors(jaxpr: core.Jaxpr, atoms: Iterable[Any]) -> set[core.Var]:
-    """The variables among some atoms, and all that they follow from."""
+    """The variables among some atoms, and all that is computed before them."""
     return _find_needed(jaxpr, list(atoms), keeps_effects=False).read
 
 
@@ -389,6 +381,13 @@ def recomputation(
         outvars=list(outvars),
     )
     return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def needed_eqns(
+    jaxpr: core.Jaxpr, outvars: Sequence[Any], stored: Sequence[core.Var]
+) -> list[core.JaxprEqn]:
+    """The equations that compute some variables from stored ones and inputs."""
+    return _find_needed(jaxpr, outvars, stored, keeps_effects=False).eqns
 
 
 class _Needed(NamedTuple):

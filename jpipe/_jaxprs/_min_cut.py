@@ -174,28 +174,15 @@ def _with_links(
     stored: Sequence[core.Var],
 ) -> Sequence[core.Var]:
     """Stored variables, and the links of long chains that are computed from them."""
-    recomputed = _recomputed_eqns(jaxpr, needed, {*stored})
+    recomputed = _jaxpr.needed_eqns(jaxpr, needed, stored)
     links = _links(sizes, recomputed, {*stored})
     if not links:
         return stored
     with_links = {*stored, *links}
     read = _jaxpr.variables(needed)
-    for eqn in _recomputed_eqns(jaxpr, needed, with_links):
+    for eqn in _jaxpr.needed_eqns(jaxpr, needed, [*with_links]):
         read |= _jaxpr.variables(eqn.invars)
     return [var for var in sizes if var in with_links and var in read]
-
-
-def _recomputed_eqns(
-    jaxpr: core.Jaxpr, needed: Sequence[Any], stored: Container[core.Var]
-) -> list[core.JaxprEqn]:
-    """The equations that compute needed variables from stored ones, in order."""
-    read = _jaxpr.variables(needed)
-    eqns: list[core.JaxprEqn] = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(var in read and var not in stored for var in eqn.outvars):
-            eqns.append(eqn)
-            read |= _jaxpr.variables(eqn.invars)
-    return eqns[::-1]
 
 
 def _links(

@@ -132,6 +132,7 @@ def _trace(
         spec.function,
         params,
         batch.microbatch_specs(size),
+        is_split=[axis is not None for axis in batch.axes],
         num_stages=num_stages,
         has_aux=spec.has_aux,
         has_loss=spec.has_loss,

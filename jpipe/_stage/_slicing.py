@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from .._jaxprs import _jaxpr
-from .._jaxprs._jaxpr import is_inexact
+from .._jaxprs import _dataflow, _jaxpr
 from .._trace._boundaries import is_mark
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._stage_slice import StageSlice
@@ -38,9 +37,6 @@ def slice_stages(
       cuts: the index of the first equation of each stage but the first.
       differentiated: the variables that have a gradient: see `differentiated_vars`.
       trained_params: the parameters that have one, zero though it may be.
-
-    Raises:
-      ValueError: if a reference is used in two stages.
     """
     slicer = _Slicer(
         traced, cuts, differentiated=differentiated, trained_params=trained_params
@@ -95,7 +91,6 @@ class _Slicer:
     def stages(self) -> list[StageSlice]:
         """The stages, in order."""
         slices = [self._slice_equations(index) for index in range(self._num_stages)]
-        self._check_references(slices)
         return [self._make_slice(slices, index) for index in range(self._num_stages)]
 
     def _of_stage(
@@ -119,16 +114,6 @@ class _Slicer:
         eqns.reverse()
         computed = set(_jaxpr.outvars_of(eqns))
         return _EqnSlice(eqns, {var: None for var in needed if var not in computed})
-
-    def _check_references(self, slices: Sequence[_EqnSlice]) -> None:
-        for stage_index, eqn_slice in enumerate(slices):
-            for var in eqn_slice.invars:
-                if var not in self._consts and _is_reference(var):
-                    raise ValueError(
-                        f"a jax.Ref is used in stages {self._stage_of.get(var)} and "
-                        f"{stage_index}; use it in one, between two places that "
-                        f"jpipe.boundary marks"
-                    )
 
     def _make_slice(self, slices: Sequence[_EqnSlice], stage_index: int) -> StageSlice:
         traced = self._traced
@@ -249,10 +234,6 @@ def _split_by(
     return members, non_members
 
 
-def _is_reference(var: Any) -> bool:
-    return not hasattr(var.aval, "dtype") or "Ref" in type(var.aval).__name__
-
-
 def differentiated_vars(
     traced: TracedFunction, trained: Sequence[bool]
 ) -> set[core.Var]:
@@ -269,10 +250,10 @@ def differentiated_vars(
     """
     jaxpr = traced.closed.jaxpr
     params = zip(traced.params, trained, strict=True)
-    tangent = _jaxpr.descendants(
+    tangent = _dataflow.dependents(
         jaxpr,
         [param for param, is_trained in params if is_trained],
-        lambda eqn, v: eqn.primitive.name != "stop_gradient" and is_inexact(v.aval),
+        differentiably=True,
     )
     if not tangent.isdisjoint(_jaxpr.variables(traced.loss_weight)):
         raise TypeError(

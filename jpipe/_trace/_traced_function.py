@@ -12,7 +12,6 @@ micro-batch alone, belongs to no stage. All other equations are divided among st
 """
 
 import enum
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,14 +29,13 @@ from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers import _rng
 from .._layers._text import shape_text
-from . import _boundaries, _checkpoints
+from . import _checkpoints
 from ._folded_numbers import lift_folded_numbers
+from ._raw_keys import fold_raw_keys
+from ._refs import replace_refs
 
 PyTree = Any
 
-# An equation with so few bytes of operands and results, such as a key that is folded,
-# is cheap whatever it computes.
-_FEW_BYTES = 1024
 _user_context = jax.make_user_context()
 READS_DEPEND_ON_SIZE = (
     "the function reads other parameters, or other arrays from outside, for "
@@ -145,17 +143,21 @@ class TracedFunction:
 
     @cached_property
     def vars_of_batch(self) -> set[core.Var]:
-        """The variables that follow from batch inputs, or from a captured batch."""
+        """The variables that a micro-batch computes, anew from its inputs or an effect.
+
+        A captured batch is such an input.
+        """
         captured = self.captured_vars if self.captures_batch else []
-        return self.descendants([*self.batch_inputs, *captured])
+        effects = _jaxpr.outvars_of(eqn for eqn in self.closed.jaxpr.eqns if eqn.effects)
+        return self.descendants([*self.batch_inputs, *captured, *effects])
 
     @cached_property
     def vars_of_params(self) -> set[core.Var]:
-        """The variables that follow from parameters."""
+        """The variables that are computed after parameters."""
         return self.descendants(self.params)
 
     def descendants(self, inputs: Sequence[core.Var]) -> set[core.Var]:
-        """The variables that follow from some inputs, and these."""
+        """The variables that are computed after some inputs, and these."""
         return _jaxpr.descendants(self.closed.jaxpr, inputs)
 
     def constant_jaxpr(self, atom: Any) -> core.ClosedJaxpr | None:
@@ -180,8 +182,8 @@ class TracedFunction:
         """The kind of each equation.
 
         An equation with effects, or one that follows from the batch at some cost, runs
-        in one stage. One that follows from parameters at some cost, or reduces them,
-        runs once per step. All others are cheap enough for each stage that reads them.
+        in one stage. Another one at some cost, or one that reduces parameters, runs once
+        per step. All others are cheap enough for each stage that reads them.
         """
         if self.fixed_eqn_kinds is not None:
             return self.fixed_eqn_kinds
@@ -195,9 +197,9 @@ class TracedFunction:
             # A copy must follow from the batch through copies.
             is_copied = is_copyable(eqn) and operands <= self._copyable_vars
             return EqnKind.COPY if is_copied else EqnKind.STAGE
-        if operands.isdisjoint(self.vars_of_params):
-            return EqnKind.COPY
-        is_copied = is_copyable(eqn) and eqn.primitive.name not in REDUCTIONS
+        is_constant = operands.isdisjoint(self.vars_of_params)
+        is_reduction = eqn.primitive.name in REDUCTIONS
+        is_copied = is_copyable(eqn) and (is_constant or not is_reduction)
         return EqnKind.COPY if is_copied else EqnKind.ONCE
 
     @cached_property
@@ -217,9 +219,20 @@ class TracedFunction:
 
 
 def is_copyable(eqn: core.JaxprEqn) -> bool:
-    """True if each stage may compute an equation for itself."""
-    atoms = [*eqn.invars, *eqn.outvars]
-    return _min_cut.is_cheap(eqn) or sum(map(_min_cut.nbytes, atoms)) <= _FEW_BYTES
+    """True if each stage may compute an equation for itself.
+
+    It is cheap, or makes keys, which stay in the programs that read them. It is no
+    `jax.custom_vjp`, whose backward need not be linear: what adds up cotangents of
+    several stages and micro-batches must call it once.
+    """
+    if all(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars):
+        return True
+    names = [eqn.primitive.name, *(e.primitive.name for e in _jaxpr.inner_eqns(eqn))]
+    return _min_cut.is_cheap(eqn) and not any(map(_is_custom_vjp, names))
+
+
+def _is_custom_vjp(name: str) -> bool:
+    return name.startswith("custom_vjp_call")
 
 
 def trace_function(
@@ -227,6 +240,7 @@ def trace_function(
     params: PyTree,
     args: Sequence[PyTree],
     *,
+    is_split: Sequence[bool],
     num_stages: int,
     has_aux: bool,
     has_loss: bool = True,
@@ -239,6 +253,7 @@ def trace_function(
       function: ``(params, *args) -> loss``, or ``(loss, aux)``.
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
+      is_split: one bool per leaf of these; True if it is split by examples.
       num_stages: the number of stages that it will be divided into, or about that.
       has_aux: True if it returns something besides the loss.
       has_loss: True if it returns a loss; else all that it returns is aux.
@@ -278,10 +293,16 @@ def trace_function(
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
     num_params = len(jax.tree.leaves(params))
+    # In this order: dead reads of parameters would place them, refs hide what follows
+    # from what, and each further step should see the equations that will run.
+    closed = replace_refs(closed)
+    closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
     closed = _checkpoints.inline_checkpoints(closed, num_stages)
     if num_stages > 1:
         closed = scan_along_counted(closed)
-    closed = _with_raw_keys_folded(closed, 0 if folds_params else num_params)
+    may_be_key = [folds_params] * num_params
+    may_be_key += [not split for split in is_split]
+    closed = fold_raw_keys(closed, [*may_be_key, False])  # the index is no key
     closed, numbers = lift_folded_numbers(closed)
     closed, constants = _with_arrays_as_inputs(closed, num_params)
     return TracedFunction(
@@ -376,42 +397,6 @@ def _with_numpy_as_constants(traced: TracedFunction) -> TracedFunction:
         num_params=traced.num_params - len(numpy_arrays),
         captured_arrays=[array for var, array in arrays if var not in numpy_arrays],
     )
-
-
-def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJaxpr:
-    """Folds the micro-batch's index into raw keys, where these are wrapped.
-
-    Args:
-      closed: the jaxpr; its last input is the index.
-      first: the index of the first input that may be such a key.
-    """
-    # Inputs, and what hands them on to the next stage.
-    inputs = _jaxpr.descendants(
-        closed.jaxpr,
-        closed.jaxpr.invars[first:],
-        lambda eqn, _: _boundaries.is_mark(eqn),
-    )
-    wraps = {
-        id(eqn)
-        for eqn in closed.jaxpr.eqns
-        if eqn.primitive.name == "random_wrap"
-        and eqn.invars[0] in inputs
-        and _rng.is_single_key(eqn.outvars[0].aval)
-    }
-    if not wraps:
-        return closed
-
-    def run(*args: Any) -> list[Any]:
-        def folded(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-            (key,) = _jaxpr.bind(closed.jaxpr, eqn, operands)
-            return [_rng.microbatch_key(key, args[-1])]
-
-        def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-            return functools.partial(folded, eqn) if id(eqn) in wraps else None
-
-        return _jaxpr.evaluate(closed, args, rule)
-
-    return _jaxpr.retrace(closed, run)
 
 
 def check_pair(result: Any, needed: str) -> Any:

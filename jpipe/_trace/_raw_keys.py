@@ -1,0 +1,120 @@
+"""Folds the number of the micro-batch into raw keys, such as of `jax.random.PRNGKey`.
+
+A typed key is folded before it is given to the user's function. Of a raw key, an array
+of words as others are, only the trace tells that it is one:
+
+    words = key * 1                 computed from words
+    k = random_wrap words           a key: so `key` is a raw key
+    next_key = add key 1            words that are returned
+
+Such an input is folded wherever it is read. What the function returns of its words, as
+the state of a generator, is what one device returns: it is no draw.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._jaxprs import _jaxpr
+from .._jaxprs._primitives import DRAWS
+from .._layers import _rng
+
+
+def fold_raw_keys(
+    closed: core.ClosedJaxpr, may_be_key: Sequence[bool]
+) -> core.ClosedJaxpr:
+    """Folds the micro-batch's index into inputs that are raw keys.
+
+    Args:
+      closed: the jaxpr; its last input is the index.
+      may_be_key: one bool per input; False for what is split by examples.
+    """
+    # index of an input that is a raw key -> the function that makes a key of its words
+    wraps: dict[int, Callable[[Any], Any]] = {}
+    is_words = [False] * len(closed.jaxpr.outvars)  # for each result
+    for i, var in enumerate(closed.jaxpr.invars):
+        if not (may_be_key[i] and _may_be_words(var)):
+            continue
+        words = _follow_words(closed.jaxpr, {var})
+        wrap = words.wraps.get(var.aval.shape)
+        if wrap is None:
+            continue
+        wraps[i] = wrap
+        for k, atom in enumerate(closed.jaxpr.outvars):
+            is_words[k] |= not isinstance(atom, core.Literal) and atom in words.vars
+    if not wraps:
+        return closed
+
+    def run(*args: Any) -> list[Any]:
+        folded_args = list(args)
+        for i, wrap in wraps.items():
+            key = _rng.microbatch_key(wrap(args[i]), args[-1])
+            folded_args[i] = jax.random.key_data(key)
+        evaluate = _jaxpr.as_traced(closed)
+        results = evaluate(*folded_args)
+        if not any(is_words):
+            return results
+        pairs = zip(results, evaluate(*args), is_words, strict=True)
+        return [unfolded if words else folded for folded, unfolded, words in pairs]
+
+    folded = _jaxpr.retrace(closed, run)
+    return _jaxpr.dce_jaxpr(folded, folded.jaxpr.outvars)
+
+
+class _Words(NamedTuple):
+    """What is computed from the words of an input without drawing.
+
+    Attributes:
+      vars: the variables, the input among them.
+      wraps: shape of words of which a single key is made -> the function that makes it.
+    """
+
+    vars: set[core.Var]
+    wraps: dict[tuple[int, ...], Callable[[Any], Any]]
+
+
+def _follow_words(jaxpr: core.Jaxpr, words: set[core.Var]) -> _Words:
+    """Follows the words of a key through a jaxpr, and the jaxprs inside of it."""
+    words = set(words)
+    wraps: dict[tuple[int, ...], Callable[[Any], Any]] = {}
+    for eqn in jaxpr.eqns:
+        operands = [
+            not isinstance(atom, core.Literal) and atom in words for atom in eqn.invars
+        ]
+        if not any(operands):
+            continue
+        if eqn.primitive.name == "random_wrap":
+            if _rng.is_single_key(eqn.outvars[0].aval):
+                shape: Any = eqn.invars[0].aval
+                wraps[shape.shape] = _binding(jaxpr, eqn)
+            continue
+
+        for body in _jaxpr.bodies(eqn):
+            pairs = zip(
+                body.jaxpr.invars,
+                operands[len(operands) - len(body.jaxpr.invars) :],
+                strict=True,
+            )
+            inner = _follow_words(body.jaxpr, {var for var, is_word in pairs if is_word})
+            wraps = inner.wraps | wraps
+        if eqn.primitive.name not in DRAWS:
+            words.update(var for var in eqn.outvars if _may_be_words(var))
+    return _Words(words, wraps)
+
+
+def _binding(jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Callable[[Any], Any]:
+    """The function ``words -> key`` of an equation that makes a key."""
+
+    def wrap(words: Any) -> Any:
+        (key,) = _jaxpr.bind(jaxpr, eqn, [words])
+        return key
+
+    return wrap
+
+
+def _may_be_words(var: Any) -> bool:
+    """True if a variable has the dtype of the words of a key."""
+    return getattr(var.aval, "dtype", None) == jnp.uint32
