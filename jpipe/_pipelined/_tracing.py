@@ -177,4 +177,10 @@ def _with_scaled_loss(
     if spec.model is not None:
         return _penalty.scale_loss(traced, scale)
     is_split = [axis is not None for axis in batch.axes]
-    return _penalty.separate_penalty(traced, is_split, scale=scale, share=share)
+    return _penalty.separate_penalty(
+        traced,
+        is_split,
+        scale=scale,
+        share=share,
+        adds_up=spec.reduction in ("sum", "weighted"),
+    )

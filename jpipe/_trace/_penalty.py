@@ -15,16 +15,25 @@ the sums that end in the loss, through operations that are linear:
     loss = mul c 2.0            a sum that is scaled: its term is c
 
 Its data are ``mul (add a 0) 2.0``, its penalty is ``mul (add 0 b) 2.0``.
+
+A checkpoint or a scan may do such a sum inside:
+
+    loss = scan (carry loss)  along w           in one iteration:
+        loss = add loss (add a b)
+
+Where the losses of micro-batches add up, it is opened first: a checkpoint is inlined,
+and a scan carries two sums, whose sum is the loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _jaxpr
+from .._jaxprs import _dataflow, _eqn_source, _jaxpr, _scans
 from ._traced_function import TracedFunction
 
 # Primitives that are linear in all of their operands together, for scalars.
@@ -66,7 +75,12 @@ def scale_loss(traced: TracedFunction, scale: float) -> TracedFunction:
 
 
 def separate_penalty(
-    traced: TracedFunction, split: Sequence[bool], *, scale: float, share: float
+    traced: TracedFunction,
+    split: Sequence[bool],
+    *,
+    scale: float,
+    share: float,
+    adds_up: bool,
 ) -> TracedFunction:
     """Scales the part of a loss that follows from examples, and separates the penalty.
 
@@ -75,10 +89,20 @@ def separate_penalty(
       split: one bool per leaf of the batch; True if it is split by examples.
       scale: the factor of the part that follows from examples.
       share: one over the number of micro-batches. A penalty that reads what each
-        micro-batch is given whole, or a key, is its mean over them.
+        micro-batch is given whole, or a key, is its mean over them. So is one that is
+        computed together with what follows from examples.
+      adds_up: True if the losses of micro-batches add up: then a penalty that is not
+        separated counts once for each of them. False if they are averaged.
+
+    Raises:
+      ValueError: if they add up, and a penalty cannot be separated.
     """
-    closed = traced.closed
-    loss_sum = _LossSum(traced, split)
+    # The last batch inputs are the number of the micro-batch and of folded keys.
+    num_others = len(traced.batch_inputs) - len(split)
+    inputs = [*[False] * traced.num_params, *split, *[False] * num_others]
+    closed = _open_sums(traced.closed, 0, inputs) if adds_up else traced.closed
+    traced = replace(traced, closed=closed)
+    loss_sum = _LossSum(closed.jaxpr, 0, inputs)
     variables = loss_sum.variables()
     jaxpr = closed.jaxpr.replace(outvars=[*variables, *closed.jaxpr.outvars[1:]])
     is_penalty_of_params = traced.vars_of_batch.isdisjoint(
@@ -104,31 +128,162 @@ def separate_penalty(
     return replace(traced, closed=_jaxpr.retrace(closed, run))
 
 
-class _LossSum:
-    """The loss of a program as a tree of sums, each perhaps scaled.
+def _open_sums(
+    closed: core.ClosedJaxpr, result: int, inputs: Sequence[bool]
+) -> core.ClosedJaxpr:
+    """The same computation, with sums that hold a penalty outside of calls and scans.
 
     Args:
-      traced: the function.
-      split: see `separate_penalty`.
+      closed: the jaxpr.
+      result: the index of the result that is a sum.
+      inputs: one bool per input; True if it follows from an example.
+
+    Raises:
+      ValueError: if another call, a branch or a loop holds one.
+    """
+    while True:
+        loss_sum = _LossSum(closed.jaxpr, result, inputs)
+        calls = set[int]()
+        scans: dict[int, _jaxpr.Rule] = {}
+        for eqn, index in loss_sum.opaque_leaves():
+            is_of_examples = loss_sum.operands_of_examples(eqn)
+            if _goes_along_examples(eqn, is_of_examples):
+                continue  # as many penalties as there are parts of the examples
+            if not _holds_penalty(eqn, index, is_of_examples):
+                continue
+            if eqn.primitive.name in _jaxpr.CHECKPOINTS:
+                calls.add(id(eqn))
+            elif eqn.primitive.name == "scan":
+                scans[id(eqn)] = _split_scan_sum(eqn, index, is_of_examples)
+            else:
+                raise ValueError(
+                    f"{_eqn_source.describe_eqn(eqn)} adds a term that follows from no "
+                    f"example to the loss, so that it would count once for each "
+                    f"micro-batch; return this term beside the loss, and add it outside"
+                )
+        if calls:
+            closed = _jaxpr.inline_eqns(closed, calls)
+        elif scans:
+            closed = _jaxpr.rewrite(closed, lambda eqn, scans=scans: scans.get(id(eqn)))
+        else:
+            return closed
+
+
+def _goes_along_examples(eqn: core.JaxprEqn, is_of_examples: Sequence[bool]) -> bool:
+    """True if an equation is a scan, one of whose arrays follows from examples."""
+    end_of_carry = _jaxpr.carry_slice(eqn).stop
+    return eqn.primitive.name == "scan" and any(is_of_examples[end_of_carry:])
+
+
+def _holds_penalty(
+    eqn: core.JaxprEqn, index: int, is_of_examples: Sequence[bool]
+) -> bool:
+    """True if a result is a sum inside, of which some terms follow from no example.
+
+    Args:
+      eqn: a call, a cond or a loop.
+      index: the index of the result.
+      is_of_examples: one bool per operand, in all iterations of a loop.
+    """
+    for body in _jaxpr.bodies(eqn):
+        inputs = is_of_examples[len(is_of_examples) - len(body.jaxpr.invars) :]
+        loss_sum = _LossSum(body.jaxpr, index, inputs)
+        if any(atom not in loss_sum.of_examples for atom in loss_sum.terms()):
+            return True
+        for inner_eqn, inner_index in loss_sum.opaque_leaves():
+            is_inner = loss_sum.operands_of_examples(inner_eqn)
+            if _holds_penalty(inner_eqn, inner_index, is_inner):
+                return True
+    return False
+
+
+def _split_scan_sum(
+    eqn: core.JaxprEqn, index: int, is_of_examples: Sequence[bool]
+) -> _jaxpr.Rule:
+    """A scan that carries the penalty of a sum by itself: a function of its operands.
+
+    Args:
+      eqn: the scan.
+      index: the index of the result that is a sum, which it carries.
+      is_of_examples: see `_holds_penalty`.
+    """
+    body = _open_sums(eqn.params["jaxpr"], index, is_of_examples)
+    loss_sum = _LossSum(body.jaxpr, index, is_of_examples)
+    variables = loss_sum.variables()
+    jaxpr = body.jaxpr.replace(outvars=[*variables, *body.jaxpr.outvars])
+    run_body = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, body.consts))
+    carry = _jaxpr.carry_slice(eqn)
+    carried = [*range(carry.start, carry.stop)]
+    carried_sum: Any = body.jaxpr.invars[carried[index]]
+
+    def run_iteration(*operands_and_penalty: Any) -> list[Any]:
+        *operands, penalty = operands_and_penalty
+        data = operands[carried[index]]
+        operands[carried[index]] = data + penalty
+        computed = run_body(*operands)
+        values = dict(zip(variables, computed[: len(variables)], strict=True))
+        results = computed[len(variables) :]
+        results[index] = loss_sum.part(
+            values, of_examples=True, parts={carried_sum: data}
+        )
+        next_penalty = loss_sum.part(
+            values, of_examples=False, parts={carried_sum: penalty}
+        )
+        # Behind what is carried, before what is stacked.
+        return [*results[: len(carried)], next_penalty, *results[len(carried) :]]
+
+    def run(operands: Sequence[Any]) -> list[Any]:
+        first_sum = operands[carried[index]]
+        results = _scans.run_scan(
+            run_iteration,
+            [*operands, jnp.zeros_like(first_sum)],
+            carried=[*carried, len(operands)],
+            along=range(carry.stop, len(operands)),
+            like=eqn,
+        )
+        penalty = results.pop(len(carried))
+        results[index] += penalty
+        return results
+
+    return run
+
+
+class _LossSum:
+    """A result of a jaxpr as a tree of sums, each perhaps scaled.
+
+    Args:
+      jaxpr: the jaxpr of a program, or of what is inside of an equation.
+      result: the index of the result.
+      inputs: one bool per input; True if it follows from an example.
 
     Attributes:
-      root: the loss.
+      root: the result.
       of_examples: the variables that follow from an example.
-      is_without_penalty: True if all terms of the loss follow from examples.
+      leaves: the values in which the sums end.
+      is_without_penalty: True if all of these follow from examples.
     """
 
-    def __init__(self, traced: TracedFunction, split: Sequence[bool]) -> None:
-        self._jaxpr = traced.closed.jaxpr
-        self._producer = traced.producer
-        # The last batch inputs are the number of the micro-batch and of folded keys.
-        inputs = zip(traced.batch_inputs, split, strict=False)
-        self.of_examples = traced.descendants(
-            [var for var, is_split in inputs if is_split]
-        )
-        self.root: Any = traced.closed.jaxpr.outvars[0]
+    def __init__(self, jaxpr: core.Jaxpr, result: int, inputs: Sequence[bool]) -> None:
+        self._jaxpr = jaxpr
+        self._producer = _jaxpr.producers(jaxpr)
+        invars = zip(jaxpr.invars, inputs, strict=True)
+        examples = [var for var, is_of_examples in invars if is_of_examples]
+        self.of_examples = _dataflow.dependents(jaxpr, examples)
+        self.root: Any = jaxpr.outvars[result]
         # variable of a sum -> the operands that it is the sum of
         self._terms: dict[core.Var, list[Any]] = {}
-        self.is_without_penalty = all(map(self._is_of_examples, self._find_leaves()))
+        self.leaves = self._find_leaves()
+        self.is_without_penalty = all(map(self._is_of_examples, self.leaves))
+
+    def opaque_leaves(self) -> list[tuple[core.JaxprEqn, int]]:
+        """The equations with jaxprs inside that compute leaves from examples.
+
+        Returns:
+          The equations, and which of their results the leaf is.
+        """
+        leaves = dict.fromkeys(filter(self._is_of_examples, self.leaves))
+        eqns = [(self._equation(x), x) for x in leaves if x in self._producer]
+        return [(eqn, eqn.outvars.index(x)) for eqn, x in eqns if _jaxpr.bodies(eqn)]
 
     def variables(self) -> list[core.Var]:
         """The variables of the sums, with all operands: terms and factors."""
@@ -138,22 +293,47 @@ class _LossSum:
         variables = [atom for atom in atoms if not isinstance(atom, core.Literal)]
         return [*dict.fromkeys(variables)]
 
+    def terms(self) -> list[core.Var]:
+        """The leaves that are no numbers of the program."""
+        return [x for x in self.leaves if not isinstance(x, core.Literal)]
+
+    def operands_of_examples(self, eqn: core.JaxprEqn) -> list[bool]:
+        """One bool per operand; True if it follows from an example, in any iteration.
+
+        Args:
+          eqn: an equation of the jaxpr.
+        """
+        is_of_examples = [*map(self._is_of_examples, eqn.invars)]
+        carry = _jaxpr.carry_slice(eqn)
+        carries = zip(is_of_examples[carry], eqn.outvars, strict=False)
+        is_of_examples[carry] = [
+            first or self._is_of_examples(var) for first, var in carries
+        ]
+        return is_of_examples
+
     def read(self, atom: Any, values: dict[core.Var, Any]) -> Any:
         """The value of an operand."""
         if not isinstance(atom, core.Literal):
             return values[atom]
         return jnp.asarray(atom.val, _jaxpr.spec(atom.aval).dtype)
 
-    def part(self, values: dict[core.Var, Any], *, of_examples: bool) -> Any:
-        """Computes the part of the loss that follows from examples, or the penalty.
+    def part(
+        self,
+        values: dict[core.Var, Any],
+        *,
+        of_examples: bool,
+        parts: Mapping[core.Var, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Computes the part of the sum that follows from examples, or the penalty.
 
         Each sum is computed once, however many sums read it.
 
         Args:
           values: the values of `variables`.
           of_examples: True for the part that follows from examples; else the penalty.
+          parts: variable -> its part, of those that have both.
         """
-        parts: dict[core.Var, Any] = {}  # variable of a sum -> its part
+        parts = dict(parts)  # and for each variable of a sum its part
 
         def part_of(atom: Any) -> Any:
             if not isinstance(atom, core.Literal) and atom in parts:

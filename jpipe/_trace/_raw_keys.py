@@ -98,7 +98,9 @@ def _follow_words(jaxpr: core.Jaxpr, words: set[core.Var]) -> _Words:
                 operands[len(operands) - len(body.jaxpr.invars) :],
                 strict=True,
             )
-            inner = _follow_words(body.jaxpr, {var for var, is_word in pairs if is_word})
+            inner = _follow_words(
+                body.jaxpr, {var for var, is_word in pairs if is_word}
+            )
             wraps = inner.wraps | wraps
         if eqn.primitive.name not in DRAWS:
             words.update(var for var in eqn.outvars if _may_be_words(var))

@@ -148,7 +148,9 @@ class TracedFunction:
         A captured batch is such an input.
         """
         captured = self.captured_vars if self.captures_batch else []
-        effects = _jaxpr.outvars_of(eqn for eqn in self.closed.jaxpr.eqns if eqn.effects)
+        effects = _jaxpr.outvars_of(
+            eqn for eqn in self.closed.jaxpr.eqns if eqn.effects
+        )
         return self.descendants([*self.batch_inputs, *captured, *effects])
 
     @cached_property
@@ -227,12 +229,13 @@ def is_copyable(eqn: core.JaxprEqn) -> bool:
     """
     if all(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars):
         return True
-    names = [eqn.primitive.name, *(e.primitive.name for e in _jaxpr.inner_eqns(eqn))]
-    return _min_cut.is_cheap(eqn) and not any(map(_is_custom_vjp, names))
+    return _min_cut.is_cheap(eqn) and not _has_custom_vjp(eqn)
 
 
-def _is_custom_vjp(name: str) -> bool:
-    return name.startswith("custom_vjp_call")
+def _has_custom_vjp(eqn: core.JaxprEqn) -> bool:
+    """True if an equation is a `jax.custom_vjp`, or calls one."""
+    is_custom_vjp = eqn.primitive.name.startswith("custom_vjp_call")
+    return is_custom_vjp or any(map(_has_custom_vjp, _jaxpr.inner_eqns(eqn)))
 
 
 def trace_function(

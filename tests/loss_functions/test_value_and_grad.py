@@ -169,6 +169,68 @@ def test_raw_keys_are_folded_as_typed_ones(double):
     ref.assert_close(found[0][0], sum(parts) / 5, ref.FLOAT64)
 
 
+def of_words(key, x):
+    """As Keras reads its seed."""
+    return x + jax.random.normal(key * 1, x.shape, x.dtype)
+
+
+def in_checkpoint(key, x):
+    return jax.checkpoint(of_words)(key, x)
+
+
+def in_scan(key, x):
+    def step(h, _):
+        return in_checkpoint(key, h), None
+
+    return jax.lax.scan(step, x, None, length=2)[0]
+
+
+def of_next_word(key, x):
+    return of_words(key + jnp.array([0, 1], key.dtype), x)
+
+
+@pytest.mark.parametrize("noise", [of_words, in_checkpoint, in_scan, of_next_word])
+def test_raw_keys_are_folded_however_they_are_read(double, noise):
+    """And the state of a generator is that of one device."""
+
+    def loss(params, key, x, targets):
+        h = noise(key, x)
+        aux = {"h": h, "next": key + jnp.array([0, 1], key.dtype)}
+        return squares(perceptron(params, h), targets), aux
+
+    params, key = matrices(6, 8, 3), jax.random.PRNGKey(3)
+    grad_fn = jpipe.value_and_grad(
+        loss,
+        5,
+        num_stages=2,
+        in_axes=(None, 0, 0),
+        has_aux=True,
+        aux_axes={"h": 0, "next": jpipe.MEAN},
+    )
+
+    def by_hand(params):
+        parts = [
+            loss(
+                params,
+                jax.random.key_data(
+                    jpipe.microbatch_key(jax.random.wrap_key_data(key), m)
+                ),
+                X[i : i + 2],
+                TARGETS[i : i + 2],
+            )
+            for m, i in enumerate(range(0, 10, 2))
+        ]
+        h = jnp.concatenate([aux["h"] for _, aux in parts])
+        return sum(value for value, _ in parts) / 5, {
+            "h": h,
+            "next": key + jnp.array([0, 1], key.dtype),
+        }
+
+    expected = jax.value_and_grad(by_hand, has_aux=True)(params)
+    result = run(grad_fn, params, key, X, TARGETS)
+    ref.assert_close(result, expected, ref.FLOAT64)
+
+
 def test_arguments_may_have_axes_of_their_own(double):
     def loss(params, x, table, targets):
         return squares(perceptron(params, x.T) * table, targets)
@@ -378,6 +440,84 @@ def test_values_computed_once_have_the_gradients_of_a_weighted_loss(
     loss, grads = grad_fn(params, x, weights)
     expected = jax.value_and_grad(whole)(jax.device_get(params))
     ref.assert_close((loss, grads), expected, ref.FLOAT64)
+
+
+@jax.custom_vjp
+def clipped(w):
+    return w * 1.0
+
+
+clipped.defvjp(lambda w: (clipped(w), None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
+
+
+@pytest.mark.parametrize("width", [6, 40])
+@pytest.mark.parametrize("reader", [clipped, jax.jit(clipped)])
+def test_a_rule_for_derivatives_of_parameters_sees_the_gradient_of_the_step(
+    double, width, reader
+):
+    """Whatever their size: it need not be linear."""
+
+    def loss(params, x, targets):
+        h = jnp.tanh(x @ reader(params[0]))
+        h = jnp.tanh(h @ params[1])
+        return 10 * squares(h @ params[1] @ reader(params[0])[:, :3], targets)
+
+    x = RNG.normal(size=(10, width))
+    params = [RNG.normal(size=(width, width)) / 3 for _ in range(2)]
+    expected = jax.value_and_grad(loss)(params, x, TARGETS)
+    grad_fn = jpipe.value_and_grad(loss, 5, num_stages=2)
+    ref.assert_close(run(grad_fn, params, x, TARGETS), expected, ref.FLOAT64)
+
+
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_what_follows_from_no_example_is_computed_once_for_all_stages(is_constant):
+    """A loop or a draw is dear, however small its operands are."""
+    num_calls = 0
+
+    def host(x):
+        nonlocal num_calls
+        num_calls += 1
+        return np.asarray(x)
+
+    def dear(_, h):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((6, 6), h.dtype), h)
+
+    def loss(params, x):
+        start = jnp.ones((6, 6)) if is_constant else jax.lax.stop_gradient(params[0])
+        features = jax.lax.fori_loop(0, 3, dear, start)
+        for w in params:
+            x = jnp.tanh(x @ w + 0.1 * x @ features)
+        return jnp.mean(x**2)
+
+    x = jnp.asarray(X, jnp.float32)
+    params = [jnp.full((6, 6), 0.1) for _ in range(3)]
+    expected = jax.value_and_grad(loss)(params, x)
+    grad_fn = jpipe.value_and_grad(loss, 5, num_stages=3)
+    placed = grad_fn.place(params, x)
+    jax.block_until_ready(grad_fn(placed, x))
+    num_calls = 0
+    result = jax.block_until_ready(grad_fn(placed, x))
+    assert num_calls == 3
+    ref.assert_close(result, expected, ref.FLOAT32)
+
+
+def test_reads_that_nobody_uses_change_nothing(double):
+    """As of libraries that look at row 0 of a stack for its structure."""
+
+    def loss(params, x):
+        jnp.take(params, 0, axis=0)
+        jnp.sort(params, axis=0)
+        return jnp.mean(jax.lax.scan(scanned_layer, x, params)[0] ** 2)
+
+    def scanned_layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    params = RNG.normal(size=(4, 6, 6)) / 2
+    expected = jax.value_and_grad(loss)(params, X)
+    grad_fn = jpipe.value_and_grad(loss, 5, num_stages=2)
+    result = run(grad_fn, params, X)
+    ref.assert_close(result, expected, ref.FLOAT64)
+    assert grad_fn.place(params, X).sharding.num_devices == 2
 
 
 def test_an_activation_of_two_readers_has_the_sum_of_their_cotangents(double):
