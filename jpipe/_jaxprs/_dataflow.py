@@ -1,4 +1,4 @@
-"""What follows from what in a jaxpr, result by result, through all that is inside.
+"""The flow of values through a jaxpr, result by result, through all that is inside.
 
     dependents          variables that follow from some others
     dependent_results   results that follow from some of the inputs

@@ -101,6 +101,20 @@ def has_inner_marks(eqn: core.JaxprEqn) -> bool:
     return False
 
 
+def drop_unread_eqns(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same computation, without equations that neither results nor marks need."""
+    outvars = closed.jaxpr.outvars
+    marks = [eqn for eqn in closed.jaxpr.eqns if is_mark(eqn) or has_inner_marks(eqn)]
+    needed = _jaxpr.dce_jaxpr(closed, [*outvars, *_jaxpr.outvars_of(marks)])
+    jaxpr = needed.jaxpr.replace(outvars=outvars)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def without_marks(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+    """The rule for `_jaxpr.evaluate` by which marks do nothing."""
+    return list if is_mark(eqn) else None
+
+
 def stage_ends(closed: core.ClosedJaxpr) -> dict[int, int]:
     """Number of a stage -> the index of the first equation behind its end."""
     ends = dict[int, int]()

@@ -11,6 +11,7 @@ Such an input is folded wherever it is read. What the function returns of its wo
 the state of a generator, is what one device returns: it is no draw.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jax.extend import core
 from .._jaxprs import _jaxpr
 from .._jaxprs._primitives import DRAWS
 from .._layers import _rng
+from ._boundaries import without_marks
 
 
 def fold_raw_keys(
@@ -47,25 +49,23 @@ def fold_raw_keys(
             is_words[k] |= not isinstance(atom, core.Literal) and atom in words.vars
     if not wraps:
         return closed
+    words_outvars = itertools.compress(closed.jaxpr.outvars, is_words)
+    words_jaxpr = _jaxpr.dce_jaxpr(closed, [*words_outvars])
 
     def run(*args: Any) -> list[Any]:
         folded_args = list(args)
         for i, wrap in wraps.items():
             key = _rng.microbatch_key(wrap(args[i]), args[-1])
             folded_args[i] = jax.random.key_data(key)
-        evaluate = _jaxpr.as_traced(closed)
-        results = evaluate(*folded_args)
-        if not any(is_words):
-            return results
-        pairs = zip(results, evaluate(*args), is_words, strict=True)
-        return [unfolded if words else folded for folded, unfolded, words in pairs]
+        unfolded = _jaxpr.evaluate(words_jaxpr, args, without_marks)
+        results = _jaxpr.as_traced(closed)(*folded_args)
+        return _jaxpr.replace_leaves(results, unfolded, is_words)
 
-    folded = _jaxpr.retrace(closed, run)
-    return _jaxpr.dce_jaxpr(folded, folded.jaxpr.outvars)
+    return _jaxpr.retrace(closed, run)
 
 
 class _Words(NamedTuple):
-    """What is computed from the words of an input without drawing.
+    """The variables and keys that are computed from the words of an input.
 
     Attributes:
       vars: the variables, the input among them.

@@ -5,9 +5,9 @@
     swap r (add a y)                r1 = add a y
     b = get r                       b = r1
 
-A function that makes, writes and reads a ref of its own is pure. Its stages, remat modes
-and halves of backwards need to know nothing of refs then. A ref from outside is state
-that the micro-batches would share: it is refused.
+A function that makes, writes and reads a ref of its own is pure. Its stages, remat
+modes and halves of backwards need to know nothing of refs then. A ref from outside is
+state that the micro-batches would share: it is refused.
 """
 
 from typing import Any

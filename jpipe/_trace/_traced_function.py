@@ -29,7 +29,7 @@ from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers import _rng
 from .._layers._text import shape_text
-from . import _checkpoints
+from . import _boundaries, _checkpoints
 from ._folded_numbers import lift_folded_numbers
 from ._raw_keys import fold_raw_keys
 from ._refs import replace_refs
@@ -184,8 +184,8 @@ class TracedFunction:
         """The kind of each equation.
 
         An equation with effects, or one that follows from the batch at some cost, runs
-        in one stage. Another one at some cost, or one that reduces parameters, runs once
-        per step. All others are cheap enough for each stage that reads them.
+        in one stage. Another one at some cost, or one that reduces parameters, runs
+        once per step. All others are cheap enough for each stage that reads them.
         """
         if self.fixed_eqn_kinds is not None:
             return self.fixed_eqn_kinds
@@ -227,7 +227,8 @@ def is_copyable(eqn: core.JaxprEqn) -> bool:
     `jax.custom_vjp`, whose backward need not be linear: what adds up cotangents of
     several stages and micro-batches must call it once.
     """
-    if all(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in eqn.outvars):
+    avals = list[Any](var.aval for var in eqn.outvars)
+    if all(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
         return True
     return _min_cut.is_cheap(eqn) and not _has_custom_vjp(eqn)
 
@@ -296,10 +297,10 @@ def trace_function(
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
     num_params = len(jax.tree.leaves(params))
-    # In this order: dead reads of parameters would place them, refs hide what follows
-    # from what, and each further step should see the equations that will run.
+    # First, as refs hide what follows from what, and what nobody reads would hold
+    # parameters in its stage, or a stack of them together.
     closed = replace_refs(closed)
-    closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
+    closed = _boundaries.drop_unread_eqns(closed)
     closed = _checkpoints.inline_checkpoints(closed, num_stages)
     if num_stages > 1:
         closed = scan_along_counted(closed)

@@ -121,6 +121,7 @@ def value_and_grad(
     loss_fn: Loss,
     trainable: Trainable | None = None,
     keys: Sequence[Any] | None = None,
+    penalty: Callable[[PyTree], jax.Array] | None = None,
 ) -> Callable[[Sequence[PyTree], Sequence[Part]], tuple[Any, PyTree]]:
     """The loss and its gradients of a mini-batch, compiled as one program.
 
@@ -129,6 +130,7 @@ def value_and_grad(
       loss_fn: ``(outputs of all parts, their targets) -> (loss, aux)``, each joined.
       trainable: which parameters have a gradient; ``None`` stands for the others.
       keys: what each part draws from, where there is one layer.
+      penalty: of the parameters of the one layer, which is added to the loss.
 
     Returns:
       A function of the variables and of the mini-batch, as one part or as
@@ -144,6 +146,8 @@ def value_and_grad(
         ]
         targets = [targets for _, targets in parts]
         value, aux = loss_fn(_joined([y for y, _ in results]), _joined(targets))
+        if penalty is not None:
+            value += penalty(new[0])
         sizes = [len(jax.tree.leaves(own)[0]) for own in targets]
         after = _committed(variables, [after for _, after in results], sizes)
         return value, (aux, after)

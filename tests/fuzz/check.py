@@ -42,6 +42,7 @@ from .batches import (
 )
 from .layers import *  # noqa: F403
 from .layers import __all__ as vocabulary
+from .penalties import PENALTIES
 from .whole import by_number, check_loss, in_list, out_of_list, whole
 
 __all__ = [
@@ -104,6 +105,7 @@ def check(
     shards: int = 1,
     gather: str | None = None,
     api: str = "list",
+    penalty: str | None = None,
 ) -> None:
     """Asserts that a pipeline of these layers gives the results of one device.
 
@@ -135,6 +137,7 @@ def check(
       gather: as for `jpipe.pipeline`, of parameters that are cut over these.
       api: how the layers are given: as a "list"; as one "model", which is divided in
         as many stages as the list; or in a "loss" function of `jpipe.value_and_grad`.
+      penalty: a name of `PENALTIES`, the way in which a loss function adds one.
     """
     if shards * len(devices) > jax.device_count():  # as on one accelerator
         shards, gather = 1, None
@@ -161,6 +164,7 @@ def check(
             tx=tx,
             num_steps=STEPS,
             rough=rough,
+            add_penalty=PENALTIES[penalty] if penalty else None,
         )
         return
     model = layers if api == "list" else whole(layers)

@@ -123,6 +123,23 @@ def forget(x):
     return put_back(jnp.full_like(h, 0.5))
 
 
+def in_ref(x):
+    """Adds up in a ref of its own."""
+    h, put_back = _opened(x)
+    total = jax.new_ref(jnp.zeros_like(h))
+    total[...] += jnp.tanh(h)
+    total[...] = total[...] + h
+    return put_back(total[...])
+
+
+def unread(x):
+    """Computes what nobody reads."""
+    h, _ = _opened(x)
+    jnp.sort(h, axis=-1)
+    jnp.take(h, 0, axis=-1)
+    return x
+
+
 def noise(x, rngs=None, train=False):
     """Draws from a stream that it asks for."""
     if not train:
@@ -147,7 +164,17 @@ def unwrap(x):
 def masked(x):
     """Reads the booleans, and turns the order of ids."""
     h = jnp.where(x["mask"][..., None], x["h"], 0.25)
-    return {"h": h, "ids": (x["ids"] * 3 + 1) % WORDS, "mask": ~x["mask"]}
+    return {**x, "h": h, "ids": (x["ids"] * 3 + 1) % WORDS, "mask": ~x["mask"]}
+
+
+def hold(x):
+    """Puts an entry into a tree that later layers hand on."""
+    return {**x, "held": jnp.sin(x["h"]).sum(-1, keepdims=True)}
+
+
+def use_held(x):
+    """Reads that entry, if there is one."""
+    return {**x, "h": x["h"] + 0.1 * x.get("held", 0)}
 
 
 def batch_first(x):

@@ -95,6 +95,7 @@ def _of_arrays(shape: Shape) -> list[Choice]:
         Choice(f"NnxBlock({width}, dtype)", shape),
         Choice(f"NnxBlock({width}, dtype, 0.5)", shape, "random"),
         Choice("scale(dtype)", shape, "constants"),
+        Choice("in_ref", shape),
         Choice("wrap", shape._replace(tree=True)),
     ]
     if width == 3:
@@ -123,6 +124,9 @@ def scans(draw: st.DrawFn, shape: Shape) -> Choice:
 def _of_trees(shape: Shape) -> list[Choice]:
     return [
         Choice("masked", shape),
+        Choice("hold", shape),
+        Choice("use_held", shape),
+        Choice("in_ref", shape),
         Choice("Fill(dtype)", shape),
         Choice("Around(dense(3, dtype))", shape._replace(width=3)),
         Choice("Around(Block(dtype, 0.5))", shape, "random"),
@@ -151,7 +155,9 @@ def models(draw: st.DrawFn, dtype: str, size: int, api: str) -> Model:
     skips: list[tuple[str, bool]] = []
     for number in range(draw(st.integers(0 if layers else 1, 6))):
         choices = (_of_trees if shape.tree else _of_arrays)(shape)
-        choices += [Choice(text, shape) for text in ("same", "stop", "forget")]
+        choices += [
+            Choice(text, shape) for text in ("same", "stop", "forget", "unread")
+        ]
         choices += _of_skips(shape, skips, number)
         again = [choice for _, given, choice in tied if given == shape]
         if again and draw(st.booleans()):
@@ -333,6 +339,8 @@ def programs(draw: st.DrawFn) -> Program:
         "gather": draw(st.sampled_from([None, "step", "microbatch"])),
         "api": api,
     }
+    if api == "loss":
+        settings["penalty"] = draw(st.sampled_from([None, *check.PENALTIES]))
     trainable = draw(st.sampled_from(TRAINABLE * 2 + [None] * 4))
     return Program(_text(dtype, model, number, remat, trainable, settings))
 

@@ -25,6 +25,7 @@ from .asserting import (
     largest_entry,
 )
 from .batches import Batch, loss_of, whole_loss
+from .penalties import AddPenalty, penalty_of
 
 PyTree = Any
 KEY = jax.random.key
@@ -111,6 +112,7 @@ def check_loss(
     tx: optax.GradientTransformation,
     num_steps: int,
     rough: int,
+    add_penalty: AddPenalty | None,
 ) -> None:
     """Asserts the same of a loss function of the parameters, in a loop of the user's.
 
@@ -128,6 +130,7 @@ def check_loss(
       tx: the optimizer.
       num_steps: how many steps are taken.
       rough: as of `check.check`.
+      add_penalty: how the loss function adds a penalty, if it has one.
     """
     model, loss_fn = whole(layers), loss_of(reduction, has_aux)
     variables = jax.jit(model.init)(KEY(0), batch.x)
@@ -140,7 +143,21 @@ def check_loss(
 
     def loss(params: PyTree, rest: PyTree, x: PyTree, targets: PyTree, key: Any) -> Any:
         (y, _) = hand.compose([model], [_joined(params, rest)], x, True, key)
-        return loss_fn(y, targets)
+        result = loss_fn(y, targets)
+        if add_penalty is None:
+            return result
+        value, *aux = result if has_aux else (result,)
+        if reduction == "weighted":
+            value = add_penalty(value[0], params), value[1]
+        else:
+            value = add_penalty(value, params)
+        return (value, *aux) if has_aux else value
+
+    def penalty(params: PyTree) -> jax.Array:
+        targets = batch.targets
+        dtype = targets["t"].dtype
+        weight = targets["counts"].sum() if reduction == "weighted" else 1
+        return penalty_of(_split({"params": params})[0], dtype) / weight
 
     grad_fn = jpipe.value_and_grad(
         loss,
@@ -182,7 +199,11 @@ def check_loss(
     parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
     keys = [jpipe.microbatch_key(KEY(3), m) for m in range(len(sizes))]
     by_flax = hand.value_and_grad(
-        [model], whole_loss(reduction, sizes), is_trained_in_list, keys
+        [model],
+        whole_loss(reduction, sizes),
+        is_trained_in_list,
+        keys,
+        penalty if add_penalty else None,
     )
 
     def by_flax_of_params(variables: Sequence[PyTree], parts: Sequence[Any]) -> Any:

@@ -102,7 +102,9 @@ def test_refs_from_outside_are_refused():
         return in_layers(params, x, targets)
 
     grad_fn = jpipe.value_and_grad(counting, 5, num_stages=1)
-    with pytest.raises(ValueError, match="a jax.Ref from outside.* return the new one"):
+    with pytest.raises(
+        ValueError, match=r"a jax\.Ref from outside.* return the new one"
+    ):
         grad_fn.place(WEIGHTS, X, TARGETS)
 
 
@@ -114,5 +116,5 @@ def test_refs_in_a_rule_for_derivatives_are_refused():
         return squares(rule(params[0], x), targets)
 
     grad_fn = jpipe.value_and_grad(loss, 5, num_stages=1)
-    with pytest.raises(ValueError, match="custom_vjp.* uses a jax.Ref in a function"):
+    with pytest.raises(ValueError, match=r"custom_vjp.* uses a jax\.Ref in a function"):
         grad_fn.place(matrices(6, 3), X, TARGETS)

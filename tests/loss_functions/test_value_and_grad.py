@@ -202,7 +202,7 @@ def test_raw_keys_are_folded_however_they_are_read(double, noise):
     grad_fn = jpipe.value_and_grad(
         loss,
         5,
-        num_stages=2,
+        num_stages=1,
         in_axes=(None, 0, 0),
         has_aux=True,
         aux_axes={"h": 0, "next": jpipe.MEAN},
