@@ -153,7 +153,7 @@ def _open_sums(
                 continue
             if eqn.primitive.name in _jaxpr.CHECKPOINTS:
                 calls.add(id(eqn))
-            elif eqn.primitive.name == "scan":
+            elif eqn.primitive.name == "scan" and _is_carried(eqn, index):
                 scans[id(eqn)] = _split_scan_sum(eqn, index, is_of_examples)
             else:
                 raise ValueError(
@@ -167,6 +167,12 @@ def _open_sums(
             closed = _jaxpr.rewrite(closed, lambda eqn, scans=scans: scans.get(id(eqn)))
         else:
             return closed
+
+
+def _is_carried(eqn: core.JaxprEqn, index: int) -> bool:
+    """True if a scan carries a result; False if it stacks it."""
+    carry = _jaxpr.carry_slice(eqn)
+    return index < carry.stop - carry.start
 
 
 def _goes_along_examples(eqn: core.JaxprEqn, is_of_examples: Sequence[bool]) -> bool:
