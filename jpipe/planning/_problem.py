@@ -208,6 +208,11 @@ class PartitionProblem:
         """The best modes of each rank in each of some cuts."""
         solutions = []
         for rank, stages in enumerate(self.rank_stages):
+            if not stages:
+                nothing = np.zeros(len(cuts))
+                choices = np.zeros(len(cuts), np.intp)
+                solutions.append(RankSolution(nothing, nothing, nothing, choices))
+                continue
             bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in stages]
             solutions.append(self._solve_rank(rank, bounds))
         return solutions

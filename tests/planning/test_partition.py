@@ -158,6 +158,17 @@ def test_no_cut_of_a_small_model_is_simulated_to_be_faster(name):
         assert busiest(costs[tuple(found)], schedule) == pytest.approx(best), seed
 
 
+def test_a_rank_that_runs_nothing_changes_no_cut():
+    chain = random_chain(random.Random(1), 6)
+    schedule = schedules.one_f_one_b(2, 4)
+    first, last = schedule.rows
+    idle = dataclasses.replace(schedule, placement=(0, 2), rows=(first, (), last))
+    for options in ({"objective": "step"}, {"objective": "memory"}, {"max_bytes": 1e4}):
+        with pytest.warns(UserWarning, match="rank 1"):
+            cut = partition(chain, 2, schedule=idle, **options)
+        assert cut == partition(chain, 2, schedule=schedule, **options)
+
+
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
