@@ -5,11 +5,11 @@
     simulate   what the schedule makes of them                        (`_forecast`)
     improve    the best few: a climb by simulation, then a schedule made to measure
 
-Attempts are made from the lowest bound of their seconds on; one whose bound is above
-the best candidate so far is left out, and so is one whose best cut has a rank that
-computes longer in all cuts that were looked at, before its schedule is built and
-simulated. What is compared is what ranks candidates, with backwards whole or in halves
-as the schedule runs them.
+Attempts are made from the lowest bound of their seconds on. One whose bound is above
+the best candidate so far is left out; and so is one in which some rank computes longer
+in all cuts that were looked at, before its schedule is built and simulated. Seconds
+count as they do where candidates are ranked, with backwards whole or in halves as the
+schedule runs them.
 
 A solution is exact for one stage per rank, but for two things: a schedule may overlap
 what the problem adds up, which the climb sees, and skip connections hold more than the

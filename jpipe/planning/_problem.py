@@ -208,7 +208,7 @@ class PartitionProblem:
         """The best modes of each rank in each of some cuts."""
         solutions = []
         for rank, stages in enumerate(self.rank_stages):
-            if not stages:
+            if not stages:  # a schedule of the user's may leave a rank idle
                 nothing = np.zeros(len(cuts))
                 choices = np.zeros(len(cuts), np.intp)
                 solutions.append(RankSolution(nothing, nothing, nothing, choices))
