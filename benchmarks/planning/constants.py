@@ -34,8 +34,11 @@ from jpipe.schedules import BY_NAME
 
 from ..markdown import table
 from ..models.unet import unet
+from .chains import random_chain
 from .models import MODELS
 
+# The seconds that any action of a random chain takes, whose layers take about one.
+ACTION_SECONDS = 0.002
 SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
 # Plans something; returns the seconds of the best step, infinite if nothing fits.
 Problem = Callable[[], float]
@@ -69,30 +72,6 @@ class Constant(NamedTuple):
     problems: Callable[[int], Iterator[Problem]]
 
 
-def random_chain(rng: random.Random, num_layers: int) -> Profile:
-    """Layers whose times and sizes differ by several times."""
-    layers = []
-    for i in range(num_layers):
-        forward = rng.lognormvariate(0, 0.7)
-        backward = forward * rng.uniform(1.6, 2.2)
-        output = rng.randint(1, 40) * 1000
-        params = rng.randint(1, 60) * 1000
-        layers.append(
-            LayerProfile(
-                name=f"layer {i}",
-                forward=forward,
-                backward=backward,
-                param_bytes=params,
-                state_bytes=2 * params,
-                output_bytes=output,
-                cotangent_bytes=output,
-                residual_bytes={"min_cut": int(output * rng.uniform(1, 6))},
-                workspace_bytes=output,
-            )
-        )
-    return Profile(tuple(layers), input_bytes=5000, action_seconds=0.002)
-
-
 def random_space(seed: int) -> SearchSpace:
     """A chain on two or four devices, in a fixed number of micro-batches."""
     rng = random.Random(seed)
@@ -100,9 +79,9 @@ def random_space(seed: int) -> SearchSpace:
     num_layers = rng.randint(2 * num_ranks, 4 * num_ranks)
     count = num_ranks * rng.choice([1, 2, 4])
     return SearchSpace(
-        profiles={count: random_chain(rng, num_layers)},
+        profiles={count: random_chain(rng, num_layers, action_seconds=ACTION_SECONDS)},
         optimizer_bytes=[0] * num_layers,
-        hardware=Hardware(num_ranks, bandwidth=rng.choice([1e5, 1e6])),
+        hardware=Hardware(num_ranks, bandwidth=rng.choice([1e2, 1e3])),
         schedule_names=SCHEDULES,
         remat_modes=("min_cut", "full"),
         fits_schedules=False,
@@ -144,11 +123,11 @@ def chains_of_a_cpu(num_chains: int) -> Iterator[Problem]:
 def long_chains(num_chains: int) -> Iterator[Problem]:
     """Chains of more layers in schedules with two stages on each of eight ranks."""
     for seed in range(num_chains // 4):
-        profile = random_chain(random.Random(seed), 96)
+        profile = random_chain(random.Random(seed), 96, action_seconds=ACTION_SECONDS)
         space = SearchSpace(
             profiles={16: profile},
             optimizer_bytes=[0] * len(profile.layers),
-            hardware=Hardware(8, bandwidth=1e6),
+            hardware=Hardware(8, bandwidth=1e3),
             schedule_names=("interleaved", "zb_v"),
             remat_modes=("min_cut",),
             fits_schedules=False,
@@ -176,7 +155,7 @@ def chains_of_any_size(num_chains: int) -> Iterator[Problem]:
                 count: interpolate(small, -(-num_examples // count)) for count in counts
             },
             optimizer_bytes=[0] * len(small.layers),
-            hardware=Hardware(num_devices, bandwidth=1e6),
+            hardware=Hardware(num_devices, bandwidth=1e3),
             schedule_names=("1f1b", "interleaved", "zb_h1"),
             remat_modes=("min_cut",),
             fits_schedules=False,
@@ -208,6 +187,8 @@ def four_times(layer: LayerProfile) -> LayerProfile:
         layer,
         forward=4 * layer.forward,
         backward=4 * layer.backward,
+        input_grad=4 * layer.halves[0],
+        weight_grad=4 * layer.halves[1],
         output_bytes=4 * layer.output_bytes,
         cotangent_bytes=4 * layer.cotangent_bytes,
         residual_bytes={mode: 4 * num_bytes for mode, num_bytes in modes},

@@ -80,7 +80,7 @@ def configure(
         typed_names = [
             name
             for name, default in DECIDED_BY_PLAN.items()
-            if getattr(options, name) != default
+            if _is_typed(getattr(options, name), default)
         ]
         _check_plan(plan, layers, typed_names)
         options = _with_plan(options, plan)
@@ -120,6 +120,13 @@ def configure(
         planned_shapes=planned_shapes,
         is_mesh=isinstance(devices, Mesh),
     )
+
+
+def _is_typed(option: Any, default: str | None) -> bool:
+    """True if an option is another one than its default; it may be an array."""
+    if option is None or isinstance(option, str):
+        return option != default
+    return True
 
 
 def _with_plan(options: Options, plan: Plan) -> Options:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import draw, schedules
-from ..schedules import Costs, Schedule, ScheduleError
+from ..schedules import Costs, Schedule, ScheduleError, Timeline
 from ..schedules._compare import scale_costs
 from ._parsers import CommandError, parse_count, parse_output_path, parse_schedule_name
 
 # The most cells of a picture that is printed.
 _MAX_CELLS = 1_000_000
+# The most turns of a micro-batch on a rank, idle ones included: a schedule of so many
+# takes half a minute and 2 GB.
+_MAX_TURNS = 300_000
 
 
 def add_draw(commands: Any) -> None:
@@ -80,12 +83,13 @@ def _add_command(
 
 
 def _draw(arguments: argparse.Namespace) -> int:
+    _check_turns(arguments)
     builder = schedules.named(arguments.name)
     schedule = builder(arguments.ranks, arguments.microbatches)
     timeline = schedule.simulate(scale_costs(_costs(arguments), schedule))
     print(timeline)
     if arguments.svg is None and arguments.trace is None:
-        print(timeline.to_text())
+        _print_grid(timeline)
     if arguments.svg is not None:
         _write(arguments.svg, draw.svg(timeline))
     if arguments.trace is not None:
@@ -94,6 +98,7 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    _check_turns(arguments)
     names = arguments.names
     if not names:
         names = [name for name in schedules.BY_NAME if name != "forward_only"]
@@ -125,9 +130,31 @@ def _check(arguments: argparse.Namespace) -> int:
         return 1
     timeline = schedule.simulate()
     print(timeline)
-    if len(timeline.rows) * timeline.makespan <= _MAX_CELLS:
-        print(timeline.to_text())
+    _print_grid(timeline)
     return 0
+
+
+def _check_turns(arguments: argparse.Namespace) -> None:
+    """Refuses schedules that would take more time and memory than anybody has."""
+    turns = arguments.ranks * (arguments.ranks + arguments.microbatches)
+    if turns > _MAX_TURNS:
+        raise CommandError(
+            f"--ranks {arguments.ranks} --microbatches {arguments.microbatches}: what "
+            f"is drawn or compared has ranks * (ranks + microbatches) of at most "
+            f"{_MAX_TURNS:,}; take fewer, such as --ranks 4 --microbatches 8"
+        )
+
+
+def _print_grid(timeline: Timeline) -> None:
+    """Prints the picture of a timeline, unless it is wider than anybody reads."""
+    num_cells = len(timeline.rows) * timeline.num_columns
+    if num_cells <= _MAX_CELLS:
+        print(timeline.to_text())
+    else:
+        print(
+            f"the grid has more than {_MAX_CELLS:,} cells, and is not printed; "
+            f"draw --svg FILE draws it to scale"
+        )
 
 
 def _read(file: str) -> tuple[str, str]:

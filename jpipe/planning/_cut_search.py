@@ -64,10 +64,10 @@ def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
     return max(solution.missing_bytes.item() for solution in solutions)
 
 
-def busiest_seconds(problem: PartitionProblem, ends: Ends) -> float:
-    """The seconds of one micro-batch in the rank of a cut that has most to do."""
-    solutions = problem.solve_cuts(np.array([ends]))
-    return _loads(solutions).max().item() * problem.quantum
+def least_busy_seconds(problem: PartitionProblem, cuts: Sequence[Ends]) -> float:
+    """The seconds of one micro-batch in the busiest rank of the most even of cuts."""
+    solutions = problem.solve_cuts(np.array(cuts))
+    return _loads(solutions).max(axis=0).min().item() * problem.quantum
 
 
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:

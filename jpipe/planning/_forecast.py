@@ -78,21 +78,35 @@ class Candidate:
         if not self.fits(hardware):
             return 1, self.max_bytes, self.seconds
         # Of two that are as fast, the smaller comes first.
-        return 0, self.seconds * self.handicap, self.max_bytes
+        return 0, self.counted_seconds, self.max_bytes
+
+    @property
+    def counted_seconds(self) -> float:
+        """The seconds by which it is compared with others."""
+        return self.seconds * self.handicap
 
     @property
     def handicap(self) -> float:
-        """A factor by which a step with halves of backwards counts as slower on a CPU.
-
-        Devices that share cores have them to themselves while others wait, and an
-        action that fills a bubble takes them away: with halves of backwards a step is
-        not as fast as predicted (`docs/performance.md`).
-        """
-        if not is_measured_on_cpu(self.profile.origin):
-            return 1.0
+        """The factor by which its step counts as slower than it is forecast."""
         actions = itertools.chain(*self.choice.schedule.rows)
         has_halves = any(action.op == WEIGHT for action in actions)
-        return _HALVES_HANDICAP if has_halves else 1.0
+        return halves_handicap(self.profile, has_halves=has_halves)
+
+
+def halves_handicap(profile: Profile, *, has_halves: bool) -> float:
+    """The factor by which a step with halves of backwards counts as slower on a CPU.
+
+    Devices that share cores have them to themselves while others wait, and an action
+    that fills a bubble takes them away: with halves of backwards a step is not as fast
+    as predicted (`docs/performance.md`).
+
+    Args:
+      profile: the profile from which the step is forecast.
+      has_halves: True if the step has halves of backwards.
+    """
+    if has_halves and is_measured_on_cpu(profile.origin):
+        return _HALVES_HANDICAP
+    return 1.0
 
 
 def stage_costs(space: SearchSpace, choice: Choice) -> Costs:

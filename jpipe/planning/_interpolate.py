@@ -5,12 +5,16 @@
 
 Times and bytes are taken to be linear: a part that does not depend on the size, and a
 part for each example. Of several sizes, *small* and *large* are the two around the new
-one; beyond the ends they are the last two.
+one; beyond the ends they are the last two. There the line may fall below what no device
+can do, or even below 0, where it is steeper than it should be or measured with noise:
+
+    cost(size) >= cost(small) * size / small    for a size below all that were profiled
+    cost(size) >= cost(large)                   for a size above them
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._profile import Profile
 
@@ -33,38 +37,54 @@ def interpolate(profile: Profile, size: int) -> Profile:
     while large.larger is not None and large.microbatch_size < size:
         small = large
         large = large.larger
-    span = large.microbatch_size - small.microbatch_size
-    fraction = (size - small.microbatch_size) / span
+    interpolation = _Interpolation(size, small.microbatch_size, large.microbatch_size)
     layers = zip(small.layers, large.layers, strict=True)
     skips = zip(small.skips, large.skips, strict=True)
     return dataclasses.replace(
         profile,
-        layers=tuple(_between_fields(a, b, fraction) for a, b in layers),
-        input_bytes=_between(small.input_bytes, large.input_bytes, fraction),
-        skips=tuple(_between_fields(a, b, fraction) for a, b in skips),
+        layers=tuple(interpolation.extend_fields(a, b) for a, b in layers),
+        input_bytes=interpolation.extend(small.input_bytes, large.input_bytes),
+        skips=tuple(interpolation.extend_fields(a, b) for a, b in skips),
         microbatch_size=size,
         larger=None,
     )
 
 
-def _between_fields(small: Any, large: Any, fraction: float) -> Any:
-    """A layer or a skip connection with each of its fields between those of two."""
-    values = {
-        field.name: _between(
-            getattr(small, field.name), getattr(large, field.name), fraction
-        )
-        for field in dataclasses.fields(small)
-    }
-    return dataclasses.replace(small, **values)
+class _Interpolation(NamedTuple):
+    """Costs of one size, from those of two others.
 
+    Attributes:
+      size: the number of examples.
+      small: the smaller of the two sizes.
+      large: the larger one.
+    """
 
-def _between(small: Any, large: Any, fraction: float) -> Any:
-    """A number between two; a text or a flag is the same in both."""
-    if isinstance(small, Mapping):  # remat mode -> bytes
-        return {mode: _between(small[mode], large[mode], fraction) for mode in small}
-    if small is None or large is None:
-        return None
-    if isinstance(small, bool | str):
-        return small
-    value = small + fraction * (large - small)
-    return max(value, 0.0) if isinstance(small, float) else max(round(value), 0)
+    size: int
+    small: int
+    large: int
+
+    def extend_fields(self, small: Any, large: Any) -> Any:
+        """A layer or a skip connection, with each of its fields from those of two."""
+        values = {
+            field.name: self.extend(
+                getattr(small, field.name), getattr(large, field.name)
+            )
+            for field in dataclasses.fields(small)
+        }
+        return dataclasses.replace(small, **values)
+
+    def extend(self, small: Any, large: Any) -> Any:
+        """A number from two; a text or a flag is the same in both."""
+        if isinstance(small, Mapping):  # remat mode -> bytes
+            return {mode: self.extend(small[mode], large[mode]) for mode in small}
+        if small is None or large is None:
+            return None
+        if isinstance(small, bool | str):
+            return small
+        fraction = (self.size - self.small) / (self.large - self.small)
+        value = small + fraction * (large - small)
+        if self.size < self.small:
+            value = max(value, small * self.size / self.small)
+        elif self.size > self.large:
+            value = max(value, large)
+        return value if isinstance(small, float) else round(value)

@@ -21,7 +21,7 @@ from ._layer_profile import (
     find_number_faults,
 )
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
-from ._problem import PartitionProblem
+from ._problem import PartitionProblem, count_split_shares
 from ._profile import Profile, find_speed_faults
 
 
@@ -183,6 +183,13 @@ def _checked_problem(
         schedule = choose_schedule(schedule, num_stages, num_microbatches)
         if schedule.forward_only:
             raise ValueError(f"partition: schedule {schedule.name!r} has no backward")
+        if schedule.replicas:
+            raise ValueError(
+                f"partition: in schedule {schedule.name!r} several ranks take turns at "
+                f"a stage, and a cut needs one for each; such stages are chosen by "
+                f"jpipe.replicate(profile, num_devices={schedule.num_ranks}, "
+                f"num_microbatches={num_microbatches})"
+            )
     limits = None
     if objective == "memory":
         limits = (0.0,) * schedule.num_ranks
@@ -196,6 +203,7 @@ def _checked_problem(
         overlap=overlap,
         objective=objective,
         schedule=schedule,
+        split_shares=count_split_shares(schedule),
         num_microbatches=num_microbatches,
         max_bytes=limits,
     )

@@ -57,10 +57,15 @@ class LayerProfile:
             return self.backward / 2, self.backward / 2
         return self.input_grad, self.weight_grad
 
-    @property
-    def least_seconds(self) -> float:
-        """The fewest seconds of a micro-batch, with the backward whole or in halves."""
-        return self.forward + min(self.backward, sum(self.halves))
+    def backward_seconds(self, split_share: float | None) -> float:
+        """Mean seconds of backwards, of which this share runs in halves.
+
+        ``None``: the fewest of any share.
+        """
+        split_seconds = sum(self.halves)
+        if split_share is None:
+            return min(self.backward, split_seconds)
+        return (1 - split_share) * self.backward + split_share * split_seconds
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@
     simulate   what the schedule makes of them                        (`_forecast`)
     improve    the best few: a climb by simulation, then a schedule made to measure
 
-Attempts are made from the lowest bound of their seconds on; one whose bound is above
-the best candidate so far is left out, and so is one whose best cut has a rank that
-computes longer, before its schedule is built and simulated.
+Attempts are made from the lowest bound of their seconds on. One whose bound is above
+the best candidate so far is left out; and so is one in which some rank computes longer
+in all cuts that were looked at, before its schedule is built and simulated. Seconds
+count as they do where candidates are ranked, with backwards whole or in halves as the
+schedule runs them.
 
 A solution is exact for one stage per rank, but for two things: a schedule may overlap
 what the problem adds up, which the climb sees, and skip connections hold more than the
@@ -16,6 +18,7 @@ with as much less room as it did not count.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,16 +32,17 @@ from ..schedules import BY_NAME, Schedule, ScheduleError
 from ..schedules._placement import place_in_loop, place_in_v
 from ._bottleneck_cut import minimize_max
 from ._climb import Ends
-from ._cut_search import busiest_seconds, climb_by_simulation, find_best_cuts
+from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
 from ._forecast import (
     Candidate,
     evaluate,
+    halves_handicap,
     residual_budgets,
     schedule_free_costs,
 )
 from ._mesh_shapes import MeshShape
 from ._mode_names import stores_only_inputs
-from ._problem import PartitionProblem
+from ._problem import PartitionProblem, count_split_shares
 from ._profile import Profile
 from ._space import Choice, SearchSpace
 from ._sums import sum_stages
@@ -57,16 +61,19 @@ class _Attempt(NamedTuple):
     """A mesh, a number of ranks and a schedule: all that is decided before the cut.
 
     Attributes:
-      least_seconds: a lower bound on the seconds of a step.
+      least_seconds: a lower bound on the seconds that its step counts.
       shape: the numbers of micro-batches, and of devices that share one.
       num_ranks: the number of ranks.
       schedule_name: the name of the schedule.
+      split_share: the share of backwards that run in halves, 0 or 1; ``None`` if it
+        depends on the numbers.
     """
 
     least_seconds: float
     shape: MeshShape
     num_ranks: int
     schedule_name: str
+    split_share: float | None
 
 
 class _Solution(NamedTuple):
@@ -111,19 +118,25 @@ def _solve_attempts(space: SearchSpace) -> list[_Solution]:
     """The solutions of all attempts among which the best one may be."""
     solutions: list[_Solution] = []
     best_seconds = math.inf
-    # shape, placement -> cuts; the same for all schedules while memory has no limit
-    free_cuts: dict[tuple[MeshShape, tuple[int, ...]], list[Ends]] = {}
+    # shape, placement, times of backwards -> cuts; the same for all schedules while
+    # memory has no limit
+    free_cuts: dict[tuple[MeshShape, tuple[int, ...], bytes], list[Ends]] = {}
     # With a fast candidate early, attempts with larger bounds need not be solved.
     for attempt in count_items("schedules tried", _sorted_attempts(space)):
         if attempt.least_seconds >= best_seconds:
             continue
         problem = _pose_free_problem(attempt, space)
-        key = attempt.shape, problem.schedule.placement
+        backward_times = problem.backward_times[attempt.split_share].tobytes()
+        key = attempt.shape, problem.schedule.placement, backward_times
         if key not in free_cuts:
             free_cuts[key] = _find_cuts(problem, space)
-        busiest = busiest_seconds(problem, free_cuts[key][0])
+        busiest = least_busy_seconds(problem, free_cuts[key])
+        least_seconds = problem.num_microbatches * busiest
+        least_seconds *= halves_handicap(
+            problem.profile, has_halves=attempt.split_share != 0.0
+        )
         # Sums in another order differ by rounding; one as long is a runner-up.
-        if problem.num_microbatches * busiest * (1 - _ROUNDING) > best_seconds:
+        if least_seconds * (1 - _ROUNDING) > best_seconds:
             continue
         try:
             schedule = BY_NAME[attempt.schedule_name](
@@ -134,8 +147,9 @@ def _solve_attempts(space: SearchSpace) -> list[_Solution]:
         num_shards = attempt.shape.num_shards
         for solution in _solve(schedule, num_shards, space, free_cuts[key]):
             solutions.append(solution)
-            if solution.candidate.fits(space.hardware):
-                best_seconds = min(best_seconds, solution.candidate.seconds)
+            candidate = solution.candidate
+            if candidate.fits(space.hardware):
+                best_seconds = min(best_seconds, candidate.counted_seconds)
     return solutions
 
 
@@ -152,7 +166,9 @@ def _pose_free_problem(attempt: _Attempt, space: SearchSpace) -> PartitionProble
         placement=placement,
         rows=((),) * attempt.num_ranks,
     )
-    return _pose_problem(without_actions, attempt.shape.num_shards, None, space)
+    problem = _pose_problem(without_actions, attempt.shape.num_shards, None, space)
+    shares = (attempt.split_share,) * len(placement)
+    return dataclasses.replace(problem, split_shares=shares)
 
 
 def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
@@ -164,47 +180,73 @@ def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
 
 def _sorted_attempts(space: SearchSpace) -> list[_Attempt]:
     """All attempts, the one with the smallest bound first."""
-    num_chunks = {name: BY_NAME[name](1, 2).num_stages for name in space.schedule_names}
+
+    @functools.cache
+    def least_seconds(
+        shape: MeshShape, num_ranks: int, num_chunks: int, split_share: float | None
+    ) -> float:
+        return _least_seconds(
+            space.profiles[shape.num_microbatch_shards],
+            shape.num_microbatches,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            split_share=split_share,
+        )
+
     attempts = []
-    for shape in space.mesh_shapes:
-        profile = space.profiles[shape.num_microbatch_shards]
+    for name, shape in itertools.product(space.schedule_names, space.mesh_shapes):
+        small = BY_NAME[name](1, 2)
+        num_chunks = small.num_stages
+        shares = set(count_split_shares(small))
+        split_share = shares.pop() if len(shares) == 1 else None
         num_ranks = space.hardware.num_devices // shape.num_shards
-        for ranks in range(1, min(num_ranks, space.num_layers) + 1):
-            # number of stages on a rank -> the bound
-            bounds = {
-                chunks: _least_seconds(
-                    profile, shape.num_microbatches, num_ranks=ranks, num_chunks=chunks
-                )
-                for chunks in set(num_chunks.values())
-            }
-            for name in space.schedule_names:
-                num_stages = ranks * num_chunks[name]
-                if num_stages <= space.num_layers and (
-                    space.balance is None or len(space.balance) == num_stages
-                ):
-                    bound = bounds[num_chunks[name]]
-                    attempts.append(_Attempt(bound, shape, ranks, name))
+        for ranks in range(1, min(num_ranks, space.num_layers // num_chunks) + 1):
+            if space.balance is not None and len(space.balance) != ranks * num_chunks:
+                continue
+            attempt = _Attempt(
+                least_seconds=least_seconds(shape, ranks, num_chunks, split_share),
+                shape=shape,
+                num_ranks=ranks,
+                schedule_name=name,
+                split_share=split_share,
+            )
+            attempts.append(attempt)
     return sorted(attempts, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
 
 
 def _least_seconds(
-    profile: Profile, num_microbatches: int, *, num_ranks: int, num_chunks: int
+    profile: Profile,
+    num_microbatches: int,
+    *,
+    num_ranks: int,
+    num_chunks: int,
+    split_share: float | None,
 ) -> float:
-    """A lower bound on the seconds of a step, whatever its balance and schedule.
+    """A lower bound on what a step counts, whatever its balance and its order.
 
     The busiest rank has as much to do as that of the most even cut, or with several
     stages on a rank, as that of any division of the layers; and the host thread
     dispatches at least a forward of each rank, and its transfer.
+
+    Args:
+      profile: the layers.
+      num_microbatches: the number of micro-batches.
+      num_ranks: the number of ranks.
+      num_chunks: the number of stages of each rank.
+      split_share: the share of backwards that run in halves; ``None`` if it is unknown.
     """
-    layers = [layer.least_seconds for layer in profile.layers]
+    layers = [
+        layer.forward + layer.backward_seconds(split_share) for layer in profile.layers
+    ]
     if num_chunks == 1:
         busy, _ = minimize_max([sum_stages(layers, empty=np.inf)] * num_ranks)
     else:
         busy = _least_busy(layers, num_ranks)
     host = (2 * num_ranks - 1) * profile.action_seconds
+    seconds = num_microbatches * max(busy + profile.action_seconds, host)
+    handicap = halves_handicap(profile, has_halves=split_share != 0.0)
     # Sums in another order differ by rounding.
-    seconds = max(busy + profile.action_seconds, host)
-    return num_microbatches * seconds * (1 - _ROUNDING)
+    return seconds * handicap * (1 - _ROUNDING)
 
 
 def _least_busy(layers: Sequence[float], num_ranks: int) -> float:
@@ -277,6 +319,7 @@ def _pose_problem(
         overlap=space.hardware.overlap,
         objective="step",
         schedule=schedule,
+        split_shares=count_split_shares(schedule),
         num_microbatches=schedule.num_microbatches,
         max_bytes=rooms,
         workspace=space.workspace(schedule, num_shards),

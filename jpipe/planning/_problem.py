@@ -19,6 +19,7 @@ limit, and with one stage on each rank a matrix of times is that of the best mod
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +29,7 @@ import numpy.typing as npt
 
 from .._partition._remat_mode import FULL
 from ..schedules import Costs, Schedule
+from ..schedules._action import BACKWARD, WEIGHT
 from ..schedules._simulate import TOO_LONG
 from ._climb import Cuts
 from ._fused import find_fused_microbatches
@@ -46,6 +48,18 @@ Bounds = tuple[Indices, Indices]
 # differences of whole numbers below 2 ** 53 are exact, so that equal layers make equal
 # stages wherever they stand.
 _UNITS = 2**46
+
+
+def count_split_shares(schedule: Schedule) -> tuple[float, ...]:
+    """For each stage, the share of its backwards that run in halves."""
+    actions = itertools.chain.from_iterable(schedule.rows)
+    counts = Counter((action.op, action.stage) for action in actions)
+    shares: list[float] = []
+    for stage in range(schedule.num_stages):
+        num_split = counts[WEIGHT, stage]
+        num_backwards = num_split + counts[BACKWARD, stage]
+        shares.append(num_split / max(num_backwards, 1))
+    return tuple(shares)
 
 
 class RankSolution(NamedTuple):
@@ -79,6 +93,8 @@ class PartitionProblem:
         is a part of both stages, half of its time in each.
       objective: ``"max"``, ``"step"`` or ``"memory"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
+      split_shares: for each stage, the share of its backwards that run in halves;
+        ``None``: unknown, and counted as the faster of none and all.
       num_microbatches: the number of micro-batches of a step.
       max_bytes: the limit of each rank; ``None``: no limit. For ``"memory"`` it is 0
         for all, so that the missing bytes of a cut are what its fullest rank holds.
@@ -97,6 +113,7 @@ class PartitionProblem:
     overlap: bool
     objective: str
     schedule: Schedule
+    split_shares: tuple[float | None, ...]
     num_microbatches: int
     max_bytes: tuple[float, ...] | None
     workspace: Matrix | None = None
@@ -145,10 +162,11 @@ class PartitionProblem:
 
     @functools.cached_property
     def total_seconds(self) -> float:
-        """Seconds of all layers, forward twice, and of all transfers."""
-        seconds = sum(
-            2 * layer.forward + layer.backward for layer in self.profile.layers
-        )
+        """Seconds of all layers, forward and backward twice, and of all transfers."""
+        seconds = 0.0
+        for layer in self.profile.layers:
+            seconds += 2 * layer.forward
+            seconds += layer.backward_seconds(0.0) + layer.backward_seconds(1.0)
         return seconds + self._transfer_seconds.sum().item()
 
     @functools.cached_property
@@ -190,6 +208,11 @@ class PartitionProblem:
         """The best modes of each rank in each of some cuts."""
         solutions = []
         for rank, stages in enumerate(self.rank_stages):
+            if not stages:  # a schedule of the user's may leave a rank idle
+                nothing = np.zeros(len(cuts))
+                choices = np.zeros(len(cuts), np.intp)
+                solutions.append(RankSolution(nothing, nothing, nothing, choices))
+                continue
             bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in stages]
             solutions.append(self._solve_rank(rank, bounds))
         return solutions
@@ -272,7 +295,7 @@ class PartitionProblem:
         The last stage computes its forward in its backward.
         """
         is_recomputed = stores_only_inputs(mode) and stage < self.num_stages - 1
-        return self._recomputed_times if is_recomputed else self._stored_times
+        return self._times[is_recomputed, self.split_shares[stage]]
 
     def _time_of_transfers(self, stage: int) -> Matrix:
         """The time for which transfers keep a stage from computing, there and back.
@@ -313,21 +336,28 @@ class PartitionProblem:
         return fastest
 
     @functools.cached_property
-    def _layer_times(self) -> Numbers:
-        """The times of the forwards and backwards of all layers: ``[2, layers]``."""
-        layers = self.profile.layers
-        seconds = np.array([(layer.forward, layer.backward) for layer in layers])
-        return np.rint(seconds.T / self.quantum)
+    def backward_times(self) -> dict[float | None, Numbers]:
+        """Share of backwards that run in halves -> times of those of all layers."""
+        times: dict[float | None, Numbers] = {}
+        for share in set(self.split_shares):
+            seconds = [layer.backward_seconds(share) for layer in self.profile.layers]
+            times[share] = np.rint(np.array(seconds) / self.quantum)
+        return times
 
     @functools.cached_property
-    def _stored_times(self) -> Matrix:
-        forward, backward = self._layer_times
-        return sum_stages(forward + backward, empty=np.inf)
+    def _times(self) -> dict[tuple[bool, float | None], Matrix]:
+        """The times of each stage, infinite where it would have no layer.
 
-    @functools.cached_property
-    def _recomputed_times(self) -> Matrix:
-        forward, backward = self._layer_times
-        return sum_stages(2 * forward + backward, empty=np.inf)
+        The keys are: True if its backward computes the forward again, and the share of
+        its backwards that run in halves.
+        """
+        seconds = [layer.forward for layer in self.profile.layers]
+        forward = np.rint(np.array(seconds) / self.quantum)
+        times: dict[tuple[bool, float | None], Matrix] = {}
+        for share, backward in self.backward_times.items():
+            times[False, share] = sum_stages(forward + backward, empty=np.inf)
+            times[True, share] = sum_stages(2 * forward + backward, empty=np.inf)
+        return times
 
     @functools.cached_property
     def _in_flight(self) -> list[Counts]:

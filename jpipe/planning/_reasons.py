@@ -171,7 +171,7 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
     if more > 0:
         return f"{format_seconds(runner_up.seconds)}, {more:.1%} more"
     less = f"{format_seconds(runner_up.seconds)}, {-more:.1%} less"
-    if runner_up.seconds * runner_up.handicap > best.seconds * best.handicap:
+    if runner_up.counted_seconds > best.counted_seconds:
         return (
             f"{less} as predicted; but devices that share cores take longer for halves "
             f"of backwards, so it counts {runner_up.handicap - 1:.0%} more"

@@ -221,12 +221,11 @@ class Timeline:
         """
         shows_stage = self.num_stages > len(self.rows)
         column = self._column_time()
-        last = max(self.end.values(), default=self.begin) - self.begin
 
         width = 1
         lines: list[list[str]] = []
         for row in self.rows:
-            cells = ["."] * round(last / column)
+            cells = ["."] * self.num_columns
             for action in row:
                 first = round((self.start[action] - self.begin) / column)
                 end = round((self.end[action] - self.begin) / column)
@@ -243,6 +242,12 @@ class Timeline:
             f"rank {rank:{digits}} |{' '.join(cell.ljust(width) for cell in cells)}|"
             for rank, cells in enumerate(lines)
         )
+
+    @functools.cached_property
+    def num_columns(self) -> int:
+        """The number of columns of `to_text`."""
+        last = max(self.end.values(), default=self.begin) - self.begin
+        return round(last / self._column_time())
 
     def _column_time(self) -> float:
         """The greatest time of which all times are multiples, if not too fine."""

@@ -53,6 +53,17 @@ def test_draw_and_compare_take_costs_and_latency(command, line, time):
     assert times[name] == time
 
 
+@pytest.mark.parametrize("latency", ["1e7", "1e30"])
+def test_a_grid_that_is_too_wide_is_not_printed(command, latency):
+    out = works(command("draw 1f1b --ranks 2 --microbatches 2 --latency", latency))
+    summary, instead = out.splitlines()
+    assert summary.startswith("1f1b: time ")
+    assert instead == (
+        "the grid has more than 1,000,000 cells, and is not printed; draw --svg FILE "
+        "draws it to scale"
+    )
+
+
 def test_draw_writes_what_was_asked_for(command, tmp_path):
     svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
     out = works(
@@ -91,6 +102,14 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
         ),
         ("compare dualpipe_v --ranks 4 --microbatches 4", ["no order of dualpipe_v"]),
         (f"draw gpipe {SIZES} --svg .", ["--svg: '.' cannot be written"]),
+        (
+            f"draw gpipe --ranks {10**29} --microbatches 4",
+            ["has ranks * (ranks + microbatches) of at most 300,000"],
+        ),
+        (
+            f"compare --ranks 2 --microbatches {10**400}",
+            ["of at most 300,000", "take fewer, such as --ranks 4 --microbatches 8"],
+        ),
         (
             "launch --processes 2 --timeout 5m train.py",
             ["--timeout: '5m': write a time, such as 5us; units: s, ms, us"],

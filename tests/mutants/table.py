@@ -438,10 +438,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("                held[Held.PENDING] += 1\n", ""),
     ],
     "planning/_interpolate": [
-        (
-            "(size - small.microbatch_size) / span",
-            "(large.microbatch_size - size) / span",
-        ),
+        ("(self.size - self.small) / (", "(self.large - self.size) / ("),
+        ("max(value, small * self.size / self.small)", "max(value, 0.0)"),
         ("large.microbatch_size < size", "large.microbatch_size > size"),
     ],
     "planning/_origin": [
@@ -454,8 +452,12 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_plan_search": [
         ("sum(longest[last + 1 - count : last + 1])", "sum(longest[:count])"),
         (
-            "if problem.num_microbatches * busiest",
-            "if 2 * problem.num_microbatches * busiest",
+            "least_seconds = problem.num_microbatches * busiest",
+            "least_seconds = 2 * problem.num_microbatches * busiest",
+        ),
+        (
+            "min(best_seconds, candidate.counted_seconds)",
+            "min(best_seconds, candidate.seconds)",
         ),
     ],
     "planning/_problem": [
@@ -468,6 +470,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "return self._transfer_halves[1, 1]",
         ),
         ("return np.zeros(self.num_layers + 1)", "pass"),
+        ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
     ],
     "planning/_replica_problem": [
         ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),

@@ -13,7 +13,7 @@ import pytest
 import jpipe
 from jpipe.schedules import Schedule, ScheduleError, dualpipe_v, replicated
 
-from .chains import Profile, profile
+from .chains import Profile, random_chain
 from .models import planned
 
 
@@ -33,7 +33,11 @@ SAVED = {
     "replicas": (Schedule, ScheduleError, lambda: replicated([2, 1], 4)),
     "plan": (jpipe.Plan, ValueError, lambda: planned(2, schedules="zb_h1")),
     "plan with cuts": (jpipe.Plan, ValueError, plan_of_a_function),
-    "profile": (Profile, ValueError, lambda: profile(random.Random(0), 6, 3, 1)),
+    "profile": (
+        Profile,
+        ValueError,
+        lambda: random_chain(random.Random(0), 6, num_skips=3, num_ties=1),
+    ),
     "estimate": (
         Profile,
         ValueError,

@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -88,8 +89,9 @@ def test_a_text_that_is_no_plan_is_refused():
 
 def test_a_plan_is_refused_beside_other_options_and_for_other_layers():
     plan = planned()
-    with pytest.raises(ValueError, match="it decides balance, which was given too"):
-        jpipe.pipeline(model(), plan=plan, balance=[5, 6])
+    for balance in ([5, 6], np.array([5, 6])):
+        with pytest.raises(ValueError, match="it decides balance, which was given too"):
+            jpipe.pipeline(model(), plan=plan, balance=balance)
     with pytest.raises(ValueError, match="layer 10 is missing, in the plan Dense"):
         jpipe.pipeline(model()[:-1], plan=plan)
     with pytest.raises(ValueError, match="layer 0 is tanh, in the plan Dense"):

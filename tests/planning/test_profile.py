@@ -10,7 +10,7 @@ import pytest
 from jpipe.planning._layer_profile import Link
 from jpipe.schedules import Skip
 
-from .chains import LayerProfile, Profile, SkipProfile, profile
+from .chains import LayerProfile, Profile, SkipProfile, random_chain
 
 
 def layer(name, scale, **fields):
@@ -102,7 +102,7 @@ def test_costs_of_stages_that_do_not_exist_are_refused():
 
 def test_a_saved_profile_is_restored():
     given = dataclasses.replace(
-        profile(random.Random(0), 6, skips=3, ties=1),
+        random_chain(random.Random(0), 6, num_skips=3, num_ties=1),
         fingerprint={"input": "f32[4]"},
         origin={"device": "cpu"},
         microbatch_size=4,
@@ -133,7 +133,7 @@ def test_a_saved_profile_is_restored():
     ],
 )
 def test_a_text_that_is_something_else_is_refused(change, says):
-    fields = json.loads(profile(random.Random(0), 3, skips=1).to_json())
+    fields = json.loads(random_chain(random.Random(0), 3, num_skips=1).to_json())
     with pytest.raises(ValueError, match=rf"no profile as Profile\.to_json .*{says}"):
         Profile.from_json(json.dumps(fields | change))
     with pytest.raises(ValueError, match="give its text, not its path"):

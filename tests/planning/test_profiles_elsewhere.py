@@ -67,6 +67,29 @@ def test_costs_of_other_sizes_are_between_or_beyond_those_of_the_two_around_them
     assert interpolate(sized(4, 2.0), 8).layers == sized(4, 2.0).layers
 
 
+def test_no_cost_beyond_the_profiled_sizes_is_less_than_such_a_size_can_cost():
+    """16 examples take 1 s, and four times as many seven times as long."""
+    layers, x = dense(3), jax.ShapeDtypeStruct((256, 8), float)
+    small = jpipe.profile(layers, x, num_microbatches=(4, 16), measure=False)
+
+    def timed(profile, seconds, **fields):
+        times = {"forward": seconds, "backward": 2 * seconds}
+        halves = {"input_grad": seconds, "weight_grad": seconds}
+        layers = tuple(
+            dataclasses.replace(layer, **times, **halves) for layer in profile.layers
+        )
+        return dataclasses.replace(profile, layers=layers, **fields)
+
+    steep = timed(small, 1.0, larger=timed(small.larger, 7.0))
+    chosen = plan(steep, layers, x, num_devices=4, data=1)
+    # Of 32 micro-batches of 8, where the line is at 0, none takes less than half of 16.
+    least = 16 * 3 * len(steep.layers) / 4
+    assert chosen.forecast.seconds >= least
+    falling = timed(small, 2.0, larger=timed(small.larger, 1.0))
+    whole = plan(falling, layers, x, num_devices=1, num_microbatches=1)
+    assert whole.forecast.seconds == pytest.approx(3 * len(falling.layers), rel=1e-2)
+
+
 def test_a_profile_of_one_size_fixes_the_number_of_examples_of_a_device():
     profile = estimate(4)
     assert profile.sizes == [4]

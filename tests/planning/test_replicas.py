@@ -10,7 +10,7 @@ import pytest
 import jpipe
 from jpipe import draw, replicate, schedules
 
-from .chains import LayerProfile, Profile, every_cut, profile
+from .chains import LayerProfile, Profile, every_cut, random_chain
 from .published import PUBLISHED, minimize_bottleneck, read
 
 
@@ -70,7 +70,12 @@ def test_no_step_of_a_random_chain_is_much_shorter():
         rng = random.Random(seed)
         layers, devices = rng.randint(1, 5), rng.randint(1, 5)
         count = rng.choice([2, 4, 7, 12])
-        given = profile(rng, layers, skips=rng.randrange(2) if layers > 1 else 0)
+        given = random_chain(
+            rng,
+            layers,
+            is_whole=rng.random() < 0.5,
+            num_skips=rng.randrange(2) if layers > 1 else 0,
+        )
         link = {"bandwidth": rng.choice([None, 20.0, 100.0, 1000.0])}
         link["latency"] = rng.choice([0.0, 0.1])
         remat = rng.choice(["min_cut", "full"])
@@ -88,7 +93,7 @@ def test_no_step_of_a_random_chain_is_much_shorter():
 
 def test_a_limit_leaves_what_fits():
     """Bytes are those of the forecast: with workspace and arrays on their way."""
-    given = profile(random.Random(5), 4)
+    given = random_chain(random.Random(5), 4)
     options = {"bandwidth": 50.0, "remat": "none"}
 
     def most(plan):

@@ -8,9 +8,7 @@ import dataclasses
 import itertools
 import random
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from jpipe import schedules
 from jpipe.planning._forecast import evaluate
@@ -18,43 +16,33 @@ from jpipe.planning._mesh_shapes import MeshShape
 from jpipe.planning._plan_search import search
 from jpipe.planning._space import Choice, Hardware, SearchSpace
 
-from .chains import LayerProfile, Profile, every_cut
+from .chains import LayerProfile, Profile, every_cut, random_chain
 
 MODES = ("min_cut", "full")
+TRAINING = tuple(name for name in schedules.BY_NAME if name != "forward_only")
+# Where it was measured, devices share cores, and halves of backwards count more.
+ON_A_CPU = {"how": "measured", "device": "cpu (2 cores)"}
 
 
-@st.composite
-def spaces(draw, schedule_names, most_layers=4):
-    """A chain without skip connections, on two or three devices without a limit."""
-    times = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0])
-    sizes = st.integers(0, 40)
-    layers = [
-        LayerProfile(
-            name=f"layer{i}",
-            forward=draw(times),
-            backward=draw(times),
-            param_bytes=draw(sizes),
-            state_bytes=draw(sizes),
-            output_bytes=draw(sizes),
-            cotangent_bytes=draw(sizes),
-            residual_bytes={"min_cut": draw(st.integers(0, 200)), "none": 0},
-            workspace_bytes=draw(sizes),
-        )
-        for i in range(draw(st.integers(2, most_layers)))
-    ]
-    count = draw(st.sampled_from([1, 2, 5]))
-    profile = Profile(tuple(layers), input_bytes=draw(sizes))
-    hardware = Hardware(
-        num_devices=draw(st.integers(2, 3)),
-        bandwidth=draw(st.sampled_from([None, 50.0])),
-        overlap=draw(st.booleans()),
-    )
+def random_space(
+    seed, schedule_names, *, most_layers, most_devices=3, remat_modes=("min_cut",)
+):
+    """A chain on some devices, without a limit."""
+    rng = random.Random(seed)
+    num_layers = rng.randint(2, most_layers)
+    count = rng.choice([2, 5, 8])
+    chain = random_chain(rng, num_layers, is_whole=rng.random() < 0.5)
+    origin = rng.choice([{}, ON_A_CPU])
     return SearchSpace(
-        profiles={count: profile},
-        optimizer_bytes=[0] * len(layers),
-        hardware=hardware,
-        schedule_names=schedule_names,
-        remat_modes=MODES,
+        profiles={count: dataclasses.replace(chain, origin=origin)},
+        optimizer_bytes=[0] * num_layers,
+        hardware=Hardware(
+            num_devices=rng.randint(2, most_devices),
+            bandwidth=rng.choice([None, 50.0]),
+            overlap=rng.random() < 0.5,
+        ),
+        schedule_names=tuple(schedule_names),
+        remat_modes=remat_modes,
         fits_schedules=False,
         balance=None,
         mesh_shapes=(MeshShape(count),),
@@ -83,12 +71,11 @@ def under(space, limit):
     return dataclasses.replace(space, hardware=hardware)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "1f1b_v"])
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_no_other_cut_and_modes_are_faster(name, data):
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved", "1f1b_v", "zb_v"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_cut_and_modes_are_faster(name, seed):
     """Without a limit, and under limits down to one that nothing keeps to."""
-    space = data.draw(spaces((name,)))
+    space = random_space(seed, (name,), most_layers=4, remat_modes=MODES)
     every = [
         (candidate.seconds, candidate.max_bytes) for candidate in every_candidate(space)
     ]
@@ -102,7 +89,7 @@ def test_no_other_cut_and_modes_are_faster(name, data):
         best, *_ = search(under(space, limit))
         assert best.max_bytes <= limit
         # Which of its stages compute again matters to a rank by their sum alone.
-        slack = 1e-9 if name == "1f1b" else 0.1
+        slack = 1e-9 if name in ("1f1b", "zb_h1") else 0.1
         assert fastest * (1 - 1e-9) <= best.seconds <= fastest * (1 + slack)
     best, *_ = search(under(space, least_bytes - 1))
     assert best.max_bytes == least_bytes
@@ -143,59 +130,29 @@ def test_only_the_stages_that_have_to_store_less_compute_again():
     assert best.choice.remat == ("full", "min_cut")
 
 
-def random_space(seed, *, num_layers, num_devices, num_microbatches, schedule_names):
-    """Layers whose times differ by several times, without a limit."""
-    rng = random.Random(seed)
-    layers = []
-    for i in range(num_layers):
-        forward = rng.lognormvariate(0, 0.7)
-        layers.append(
-            LayerProfile(
-                name=f"layer{i}",
-                forward=forward,
-                backward=2 * forward,
-                residual_bytes={"min_cut": 1},
-            )
-        )
-    return SearchSpace(
-        profiles={num_microbatches: Profile(tuple(layers))},
-        optimizer_bytes=[0] * num_layers,
-        hardware=Hardware(num_devices),
-        schedule_names=tuple(schedule_names),
-        remat_modes=("min_cut",),
-        fits_schedules=False,
-        balance=None,
-        mesh_shapes=(MeshShape(num_microbatches),),
-    )
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_what_is_left_out_of_a_search_is_not_the_best(seed):
-    """Searches of one schedule leave out less than a search of all."""
-    names = [name for name in schedules.BY_NAME if name != "forward_only"]
-    space = random_space(
-        seed, num_layers=7, num_devices=3, num_microbatches=6, schedule_names=names
-    )
+@pytest.mark.parametrize("seed", range(24))
+def test_no_cut_under_any_schedule_ranks_before_the_best_of_a_search(seed):
+    """Attempts that a search leaves out would not be the best."""
+    space = random_space(seed, TRAINING, most_layers=7, most_devices=4)
+    least = min(x.objective(space.hardware)[1] for x in every_candidate(space))
     best, *_ = search(space)
-    steps = []
-    for name in names:
-        alone = dataclasses.replace(space, schedule_names=(name,))
-        steps += [candidate.seconds for candidate in search(alone)]
-    assert best.seconds == pytest.approx(min(steps), rel=1e-9)
+    assert best.objective(space.hardware)[1] <= least * (1 + 1e-9)
 
 
 def test_stages_of_one_rank_are_not_of_very_different_lengths():
     """In a loop all ranks wait for the slowest stage, though their sums are equal."""
-    space = random_space(
-        9,
-        num_layers=32,
-        num_devices=8,
-        num_microbatches=16,
-        schedule_names=["interleaved"],
+    chain = random_chain(random.Random(5), 32)
+    space = SearchSpace(
+        profiles={16: chain},
+        optimizer_bytes=[0] * 32,
+        hardware=Hardware(8),
+        schedule_names=("interleaved",),
+        remat_modes=("min_cut",),
+        fits_schedules=False,
+        balance=None,
+        mesh_shapes=(MeshShape(16),),
     )
     best, *_ = search(space)
-    (profile,) = space.profiles.values()
-    seconds = sum(layer.forward + layer.backward for layer in profile.layers)
+    seconds = sum(layer.forward + layer.backward for layer in chain.layers)
     even_step = 16 * seconds / 8
-    # By the busiest rank alone the best cut takes 1.40 times as long.
-    assert best.seconds < 1.37 * even_step
+    assert best.seconds < 1.34 * even_step
