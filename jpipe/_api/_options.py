@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .._instructions._sharding import StageMesh
@@ -19,9 +20,11 @@ from .._layers._layer_group import check_balance
 from .._messages import raise_all
 from .._partition._config import PipelineConfig
 from .._partition._param_sharding import ShardingRule
+from .._partition._remat import find_settings
 from .._processes._start import check_threads
 from ..planning._plan import Plan
 from ..schedules import Schedule, ScheduleBuilder
+from ..schedules._choose import find_schedule
 from . import _option_checks
 
 # The options that a plan decides: name -> default.
@@ -74,8 +77,7 @@ def configure(
     plan = options.plan
     cuts = None
     planned_shapes = None
-    if isinstance(options.devices, Iterator):  # which gives its devices once
-        options = replace(options, devices=[*options.devices])
+    options = _with_lists(options)
     if plan is not None:
         typed_names = [
             name
@@ -100,6 +102,9 @@ def configure(
     if cuts is not None:
         num_stages = len(cuts.positions) + 1
     _check_replicas(options.replicas, num_stages)
+    # The number of stages may not be known yet, but there are no other names.
+    find_schedule(options.schedule)
+    find_settings(options.remat)
 
     ranks = _option_checks.devices_of_ranks(devices)
     if not ranks:
@@ -120,6 +125,17 @@ def configure(
         planned_shapes=planned_shapes,
         is_mesh=isinstance(devices, Mesh),
     )
+
+
+def _with_lists(options: Options) -> Options:
+    """The options with lists for arrays of NumPy and iterators, which give once."""
+    lists = dict[str, list[Any]]()
+    for name in ("balance", "devices", "replicas", "remat"):
+        value = getattr(options, name)
+        is_array = isinstance(value, np.ndarray) and value.ndim > 0
+        if is_array or isinstance(value, Iterator):
+            lists[name] = [*value]
+    return replace(options, **lists)
 
 
 def _with_plan(options: Options, plan: Plan) -> Options:

@@ -73,12 +73,14 @@ OPTIONS = {
         },
     },
     TypeError: {
-        "num_microbatches=True is a bool": {"num_microbatches": True},
-        "num_microbatches=2.0 is a float": {"num_microbatches": 2.0},
+        "num_microbatches is True; needs an int": {"num_microbatches": True},
+        "num_microbatches is 2.0; needs an int ... such as num_microbatches=4": {
+            "num_microbatches": 2.0
+        },
         "num_microbatches= is missing ... such as num_microbatches=4, or plan=": {
             "num_microbatches": None
         },
-        "num_stages='2' is a str; needs an int": {
+        "num_stages is '2'; needs an int": {
             "stages": nn.Dense(2),
             "num_stages": "2",
         },

@@ -370,7 +370,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "_train/_train_step": [
-        ("_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),
+        ("*_rng.step_keys(rngs, step), step + 1", "*_rng.step_keys(rngs, step), step"),
         ("new_state[self.variable_indices[leaf]] = value", "pass"),
     ],
     "_train/_transformation": [
