@@ -51,7 +51,7 @@ class Options:
     num_stages: int | None
     balance: Sequence[int] | None
     plan: Plan | None
-    devices: Sequence[Device] | Mesh | None
+    devices: Sequence[Device] | np.ndarray | Mesh | None
     mesh: Mesh | None
     sharding: ShardingRule | None
     gather: str
