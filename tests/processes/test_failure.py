@@ -15,7 +15,7 @@ def ended(outcome):
 
 @pytest.fixture(scope="module")
 def refused_then_raised():
-    """Two processes with other models, then other calls, then equal until one raises."""
+    """Two processes of other models, then other calls, then equal until one raises."""
     return jobs.run(2, "failing", "model,call,raise")
 
 
