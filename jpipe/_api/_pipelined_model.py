@@ -334,7 +334,7 @@ def _on_one_device(entry: PyTree) -> PyTree:
     """The variables of a module, which JAX runs on the devices of one array.
 
     Those of a list are there: each layer is on its device. Those of one model are
-    brought to its first device, where they are on several and all of them are here.
+    copied to its first device, where they are on several and all of them are here.
     """
     arrays = [leaf for leaf in jax.tree.leaves(entry) if isinstance(leaf, jax.Array)]
     device_sets = dict.fromkeys(frozenset(array.devices()) for array in arrays)
@@ -343,4 +343,4 @@ def _on_one_device(entry: PyTree) -> PyTree:
         return entry
     first = min(next(iter(device_sets)), key=lambda device: device.id)
     leaves, structure = jax.tree.flatten(entry)
-    return structure.unflatten(_transfer.put(leaves, first))
+    return structure.unflatten(_transfer.put(leaves, first, may_alias=False))

@@ -230,7 +230,9 @@ def _hint_on_lists(
     """Advice on the first argument that is a list of as many arrays as examples."""
     for name, specs, _ in arguments:
         is_list = isinstance(specs, list | tuple) and len(specs) in sizes
-        if is_list and len({getattr(leaf, "shape", None) for leaf in specs}) == 1:
+        if not is_list or not all(hasattr(leaf, "shape") for leaf in specs):
+            continue
+        if len({leaf.shape for leaf in specs}) == 1:
             return [
                 f"\n{name} is a {type(specs).__name__} of {len(specs)} arrays of one "
                 f"shape; are these the examples? np.stack({name}) is one array of them"

@@ -1,6 +1,5 @@
 """A loss function, its results, and how the losses of micro-batches combine."""
 
-import inspect
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from .._jaxprs._structural_key import IdentityKey
 from .._layers._text import shape_text
 from .._messages import source_text
-from ._wrong_call import binding_fault
+from ._wrong_call import binding_fault, signature_of
 
 PyTree = Any
 
@@ -129,9 +128,8 @@ def _other_arguments(loss_fn: Callable[..., Any]) -> str:
 
     They are, if it does not take two, or calls the first one as parameters are called.
     """
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # as of some functions in C
+    signature = signature_of(loss_fn)
+    if signature is None:
         return ""
     first = next(iter(signature.parameters), "")
     if first not in _PARAMETER_NAMES and not binding_fault(loss_fn, (0, 0), {}):

@@ -54,15 +54,25 @@ def binding_fault(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
     """The reason why a function does not take some arguments; empty if it may."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # as of some functions in C
+    signature = signature_of(function)
+    if signature is None:
         return ""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
     return ""
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature with which a function is called; ``None`` of some in C.
+
+    Not of what it wraps, to which it may pass other arguments.
+    """
+    try:
+        return inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
 
 
 def explain_function_call(
@@ -81,7 +91,7 @@ def explain_function_call(
     fault = binding_fault(function, args, kwargs)
     if not fault:
         return
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     advice = f"type grad_fn{signature}, grad_fn.place{signature}"
     if fault.startswith("too many"):
         advice = (

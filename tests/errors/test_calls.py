@@ -1,5 +1,6 @@
 """Errors of what a pipeline is given: batches, axes, keys, losses, variables."""
 
+import functools
 import re
 
 import jax
@@ -296,6 +297,20 @@ def test_arguments_that_a_loss_function_does_not_take_are_named(function, args, 
     for call in (grad_fn, grad_fn.place):
         with pytest.raises(TypeError, match=says(source, match)):
             call(params, *args)
+
+
+def test_a_function_behind_a_decorator_is_judged_by_what_it_takes_itself():
+    def scaled(scale, params, x, targets):
+        return regress(params * scale, x, targets)
+
+    @functools.wraps(scaled)
+    def wrapped(params, x, targets):
+        return scaled("two", params, x, targets)
+
+    grad_fn = jpipe.value_and_grad(wrapped, 2, num_stages=1)
+    with pytest.raises(TypeError) as refusal:
+        grad_fn(jnp.ones((3, 2)), X, TARGETS)
+    assert "it was given" not in str(refusal.value)
 
 
 def test_examples_in_a_list_are_answered_with_one_array(pipe, variables):
