@@ -212,7 +212,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_layers/_rng": [
         ("jax.random.fold_in(key, layer_index) for name", "key for name"),
-        ("fold_in(key, step)", "fold_in(rng, 0 * step)"),
+        ("fold_in(key, step)", "fold_in(key, 0 * step)"),
         ("fold_in(key, 2**31 - 1)", "fold_in(key, 0)"),
     ],
     "_layers/_sequence": [
