@@ -1,11 +1,13 @@
 """Warnings that point at a line of the user's program; errors that list all faults."""
 
+import functools
 import inspect
 import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _LIBRARY = f"{Path(__file__).parent}{os.sep}"
 _MOST_FAULTS = 20  # that one error lists
@@ -48,6 +50,18 @@ def warn(message: str) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(message, stacklevel=outermost + 1)
+
+
+def source_text(function: Any) -> str:
+    """A function of the user by its name, its file and its line."""
+    name = getattr(function, "__name__", None) or type(function).__name__
+    inner = inspect.unwrap(function)
+    while isinstance(inner, functools.partial):
+        inner = inspect.unwrap(inner.func)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return name
+    return f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def is_library(frame: FrameType) -> bool:

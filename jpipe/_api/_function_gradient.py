@@ -1,5 +1,6 @@
 """`jpipe.value_and_grad`: any loss function through a pipeline."""
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 from .._arguments import _call, _stacked
 from .._arguments._static import StaticArgument, without_statics
 from .._arguments._trainable import Trainable
+from .._arguments._wrong_call import explain_function_call
 from .._check._report import CheckReport
 from .._instructions._program import Program
 from .._jaxprs._jaxpr import is_inexact
@@ -71,19 +73,27 @@ class FunctionGradient(CustomLoop):
         def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
             return _join.join_aux(aux_axes, results)
 
+        @functools.wraps(function)
+        def call(params: PyTree, *trees: PyTree) -> Any:
+            args, kwargs = self._join_args(params, trees)
+            return function(*args, **kwargs)
+
         self._spec = FunctionSpec(
-            self._call_function,
+            call,
             make_joins,
             argnums=self._argnums,
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
             check=_VaryingNumbersWarning(self._argnums),
+            explain=self._explain,
         )
         self._pipelined_function = PipelinedFunction(
             self._spec, partition, self._trained
         )
-        self._feed = Feed(self._last_placement, is_local=False)
+        self._feed = Feed(
+            self._last_placement, "jpipe.value_and_grad(fun)", is_local=False
+        )
 
     @outside_of_meshes
     def __call__(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -215,13 +225,23 @@ class FunctionGradient(CustomLoop):
         trees = _call.as_arrays(self._in_axes, batch_args, kwargs, self._argnums)
         return param_args[0] if self._has_one_argnum else tuple(param_args), trees
 
-    def _call_function(self, params: PyTree, *trees: PyTree) -> Any:
-        """Calls the loss function: undoes `_split_args`."""
+    def _join_args(
+        self, params: PyTree, trees: Sequence[PyTree]
+    ) -> tuple[list[PyTree], dict[str, PyTree]]:
+        """The arguments of the loss function: undoes `_split_args`."""
         *args, kwargs = without_statics(trees)
         param_args = [params] if self._has_one_argnum else params
         for i, tree in sorted(zip(self._argnums, param_args, strict=True)):
             args.insert(i, tree)
-        return self._function(*args, **kwargs)
+        return args, kwargs
+
+    def _explain(
+        self, error: Exception, params: PyTree, trees: Sequence[PyTree]
+    ) -> None:
+        """Explains an error by arguments that the loss function does not take."""
+        if isinstance(error, TypeError) or not jax.tree.leaves(trees):
+            args, kwargs = self._join_args(params, trees)
+            explain_function_call(self._function, args, kwargs)
 
     @property
     @outside_of_meshes

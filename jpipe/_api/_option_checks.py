@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .._arguments._wrong_call import describe_argument
 from .._instructions import _transfer
 from .._instructions._sharding import DATA, StageMesh
 from .._instructions._transfer import Device
@@ -53,12 +54,15 @@ def _check_count(name: str, number: Any, advice: str = "") -> int:
       TypeError: if it is no int.
       ValueError: if it is less than 1.
     """
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        number = operator.index(number)
+    except TypeError:
         raise TypeError(
-            f"{name}={number!r} is a {type(number).__name__}; needs an int of at least "
-            f"1{advice}"
-        )
-    number = operator.index(number)
+            f"{name} is {describe_argument(number)}; needs an int of at least 1, such "
+            f"as {name}=4{advice}"
+        ) from None
     if number < 1:
         raise ValueError(f"{name}={number}: needs at least 1")
     return number

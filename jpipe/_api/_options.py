@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .._instructions._sharding import StageMesh
@@ -19,9 +20,11 @@ from .._layers._layer_group import check_balance
 from .._messages import raise_all
 from .._partition._config import PipelineConfig
 from .._partition._param_sharding import ShardingRule
+from .._partition._remat import find_settings
 from .._processes._start import check_threads
 from ..planning._plan import Plan
 from ..schedules import Schedule, ScheduleBuilder
+from ..schedules._choose import find_schedule
 from . import _option_checks
 
 # The options that a plan decides: name -> default.
@@ -48,7 +51,7 @@ class Options:
     num_stages: int | None
     balance: Sequence[int] | None
     plan: Plan | None
-    devices: Sequence[Device] | Mesh | None
+    devices: Sequence[Device] | np.ndarray | Mesh | None
     mesh: Mesh | None
     sharding: ShardingRule | None
     gather: str
@@ -74,13 +77,12 @@ def configure(
     plan = options.plan
     cuts = None
     planned_shapes = None
-    if isinstance(options.devices, Iterator):  # which gives its devices once
-        options = replace(options, devices=[*options.devices])
+    options = _with_lists(options)
     if plan is not None:
         typed_names = [
             name
             for name, default in DECIDED_BY_PLAN.items()
-            if _is_typed(getattr(options, name), default)
+            if getattr(options, name) != default
         ]
         _check_plan(plan, layers, typed_names)
         options = _with_plan(options, plan)
@@ -100,6 +102,9 @@ def configure(
     if cuts is not None:
         num_stages = len(cuts.positions) + 1
     _check_replicas(options.replicas, num_stages)
+    # The number of stages may not be known yet, but there are no other names.
+    find_schedule(options.schedule)
+    find_settings(options.remat)
 
     ranks = _option_checks.devices_of_ranks(devices)
     if not ranks:
@@ -122,11 +127,15 @@ def configure(
     )
 
 
-def _is_typed(option: Any, default: str | None) -> bool:
-    """True if an option is another one than its default; it may be an array."""
-    if option is None or isinstance(option, str):
-        return option != default
-    return True
+def _with_lists(options: Options) -> Options:
+    """The options with lists for arrays of NumPy and iterators, which give once."""
+    lists = dict[str, list[Any]]()
+    for name in ("balance", "devices", "replicas", "remat"):
+        value = getattr(options, name)
+        is_array = isinstance(value, np.ndarray) and value.ndim > 0
+        if is_array or isinstance(value, Iterator):
+            lists[name] = [*value]
+    return replace(options, **lists)
 
 
 def _with_plan(options: Options, plan: Plan) -> Options:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from .._arguments import _variables
 from .._arguments._objective import Objective
 from .._arguments._trainable import Trainable
+from .._arguments._wrong_call import explain_call
 from .._check._report import CheckReport
 from .._instructions import _transfer
 from .._instructions._program import Program
@@ -30,7 +31,7 @@ from . import _train_states
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
 from ._pipelined_model import UNKNOWN, PipelinedModel
-from ._step_profile import profile_actions, split_batch
+from ._step_profile import profile_loss, split_batch
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
@@ -49,7 +50,7 @@ class Pipeline(CustomLoop):
         super().__init__(pipelined.devices)
         self._pipelined_model = pipelined
         self._forecast = forecast
-        self._feed = pipelined.feed()
+        self._feed = pipelined.feed("pipe.apply")
         # The loss that was built last, and the one before it that had a mini-batch.
         self._newest_loss: PipelinedLoss | None = None
         self._previous_loss: PipelinedLoss | None = None
@@ -135,6 +136,7 @@ class Pipeline(CustomLoop):
     # ------------------------------------------------------- variables and programs
 
     @outside_of_meshes
+    @explain_call("pipe.init(key, x)")
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
         """Makes the variables of all layers, each on its layer's device.
 
@@ -185,6 +187,7 @@ class Pipeline(CustomLoop):
         return self._pipelined_model.place(tree, x)
 
     @outside_of_meshes
+    @explain_call("pipe.apply(variables, x)")
     def apply(
         self,
         variables: PyTree,
@@ -292,7 +295,7 @@ class Pipeline(CustomLoop):
             self._build_loss(objective, trainable),
             has_aux=has_aux,
             has_state=has_state,
-            feed=self._pipelined_model.feed(),
+            feed=self._pipelined_model.feed("pipe.value_and_grad(loss_fn)"),
         )
 
     def _build_loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
@@ -309,6 +312,7 @@ class Pipeline(CustomLoop):
         return self._newest_loss
 
     @outside_of_meshes
+    @explain_call("pipe.init_train_state(key, x, tx)")
     def init_train_state(
         self,
         key: chex.PRNGKey,
@@ -317,23 +321,26 @@ class Pipeline(CustomLoop):
         *,
         variables: PyTree = None,
         trainable: Any = None,
+        rngs: _rng.Rngs = None,
     ) -> TrainState:
         """Makes everything that training changes, each part where it is used.
 
         Args:
-          key: a JAX random key; the state keeps a key that follows from it.
+          key: a JAX random key; without ``rngs`` the state keeps one that follows.
           x: an input, or its `jax.ShapeDtypeStruct` leaves.
           tx: the optax optimizer.
           variables: variables to start from instead of those of `init`, such as
             pretrained ones, on the host or any devices: one entry per layer, ``None``
             for a layer that is initialized. They are copied.
           trainable: as for `value_and_grad`; ``tx`` sees ``None`` for frozen leaves.
+          rngs: the keys of training, which ``state.rng`` keeps: one, or by stream name,
+            such as ``{"dropout": key}``, as modules lifted with ``split_rngs`` need.
 
         Returns:
           The state at step 0.
 
         Raises:
-          TypeError: if ``tx`` is not an optax transformation.
+          TypeError: if ``tx`` is not an optax transformation, or ``rngs`` no keys.
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
@@ -345,6 +352,7 @@ class Pipeline(CustomLoop):
         return _train_states.initial_train_state(
             self._pipelined_model,
             key,
+            rngs=rngs,
             variables=variables,
             x=x,
             tx=tx,
@@ -388,7 +396,7 @@ class Pipeline(CustomLoop):
             self._build_loss(objective, trainable),
             tx,
             has_aux=has_aux,
-            feed=self._pipelined_model.feed(),
+            feed=self._pipelined_model.feed("pipe.train_step(loss_fn, tx)"),
             donate=donate,
             by_layer=self._pipelined_model.model.is_list,
         )
@@ -403,8 +411,10 @@ class Pipeline(CustomLoop):
         Returns:
           For each layer a bound linen module or a new nnx module, ready to be called;
           a function or a `Layer` as it is. A module that is listed twice is one module
-          here too. They hold the arrays themselves, which a training step overwrites:
-          copy them first if training goes on.
+          here too. One model whose variables are on several devices has copies on the
+          first; where they do not fit, give ``jax.device_get(variables)``. Others hold
+          the arrays themselves, which a training step overwrites: copy them first if
+          training goes on.
 
         Raises:
           ValueError: if the variables are not those of the layers, or a layer was
@@ -585,9 +595,4 @@ class Pipeline(CustomLoop):
             raise ValueError(
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
-        key = _rng.step_key(state.rng, state.step)
-        specialization = pipelined_loss(state.variables, x, targets, key, train=True)
-        leaves = specialization.check_arguments(
-            state.variables, (x, targets, key), "state"
-        )
-        return profile_actions(specialization, leaves)
+        return profile_loss(pipelined_loss, state, x, targets)

@@ -27,7 +27,7 @@ from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._processes._arrays import is_here
-from .._processes._group import agree_on_key
+from .._processes._group import agree_on_keys
 from .._train._pipelined_loss import PipelinedLoss
 from ..planning._describe import PipelineInfo, describe_function
 from ._variable_checks import VariableChecks
@@ -90,13 +90,17 @@ class PipelinedModel:
             raise ValueError(UNKNOWN)
         return self.partition.placement(self.num_stages)
 
-    def feed(self) -> Feed:
-        """Returns the feed of mini-batches in several processes."""
+    def feed(self, function: str) -> Feed:
+        """Returns the feed of mini-batches of a function in several processes.
+
+        Args:
+          function: the function as users call it, for errors.
+        """
 
         def placement() -> StagePlacement | None:
             return self.placement if self.num_stages else None
 
-        return Feed(placement, is_local=self.model.is_list)
+        return Feed(placement, function, is_local=self.model.is_list)
 
     def describe(self, last: Specialization | None) -> PipelineInfo | None:
         """Returns the facts about the pipeline; ``None`` before it is divided.
@@ -249,7 +253,7 @@ class PipelinedModel:
         """
         layout = self.layout(self.model.from_entries(initial.specs), x)
         if not self.placement.is_one_process:
-            agree_on_key(key)
+            agree_on_keys(key)
         devices = [self.placement.devices[stage] for stage in layout.owner_stages]
         is_missing = repeat_for_pieces(is_missing, layout.pieces)
         is_drawn_here = [
@@ -321,5 +325,22 @@ class PipelinedModel:
         check_unchanged(self.model.layers, self.model.label)
         entries = self.model.entries(variables)
         _variables.check_alive(jax.tree.leaves(variables))
-        modules = self.model.parent.modules(gather_tree(tuple(entries)))
+        entries = tuple(map(_on_one_device, gather_tree(tuple(entries))))
+        modules = self.model.parent.modules(entries)
         return modules if self.model.is_list else modules[0]
+
+
+def _on_one_device(entry: PyTree) -> PyTree:
+    """The variables of a module, which JAX runs on the devices of one array.
+
+    Those of a list are there: each layer is on its device. Those of one model are
+    copied to its first device, where they are on several and all of them are here.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(entry) if isinstance(leaf, jax.Array)]
+    device_sets = dict.fromkeys(frozenset(array.devices()) for array in arrays)
+    are_here = all(array.is_fully_addressable for array in arrays)
+    if len(device_sets) < 2 or not are_here:
+        return entry
+    first = min(next(iter(device_sets)), key=lambda device: device.id)
+    leaves, structure = jax.tree.flatten(entry)
+    return structure.unflatten(_transfer.put(leaves, first, may_alias=False))

@@ -23,9 +23,14 @@ from .._instructions._instruction import Instruction
 from .._instructions._memory import live_bytes
 from .._instructions._program import Program
 from .._instructions._stage_bytes import stage_costs
+from .._layers import _rng
 from .._pipelined._specialization import Specialization
+from .._train._pipelined_loss import PipelinedLoss
+from .._train._train_state import TrainState
 from ..schedules import Action, Schedule, Timeline
 from ..schedules._timeline import MemoryEvent
+
+PyTree = Any
 
 
 class Span(NamedTuple):
@@ -46,6 +51,28 @@ class Measurements:
 
     actions: Mapping[Action, Span]
     moves: Sequence[float]
+
+
+def profile_loss(
+    pipelined_loss: PipelinedLoss, state: TrainState, x: PyTree, targets: PyTree
+) -> Timeline:
+    """Runs the gradients of the next step of a state, with each action timed.
+
+    Args:
+      pipelined_loss: the loss of the step.
+      state: the state, in place.
+      x: the input of the mini-batch.
+      targets: its targets.
+
+    Returns:
+      The measured timeline: see `profile_actions`.
+    """
+    rngs = _rng.step_keys(state.rng, state.step)
+    specialization = pipelined_loss(state.variables, x, targets, rngs, train=True)
+    leaves = specialization.check_arguments(
+        state.variables, (x, targets, rngs), "state"
+    )
+    return profile_actions(specialization, leaves)
 
 
 def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Timeline:

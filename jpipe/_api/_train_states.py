@@ -14,7 +14,7 @@ from .._layers import _rng
 from .._messages import warn
 from .._partition._stage_placement import StagePlacement
 from .._processes._arrays import replicated_array
-from .._processes._group import agree_on_key
+from .._processes._group import agree_on_keys
 from .._train._optimizer import Optimizer, place_opt_state
 from .._train._train_state import TrainState
 from ._pipelined_model import PipelinedModel
@@ -29,8 +29,9 @@ def place_train_state(
     layout = pipelined.layout(state.variables, x)
     placement = pipelined.placement
     variables = layout.place(state.variables)
-    step, rng = _put_on_first(placement, [state.step, state.rng])
-    step, rng = _replicate(placement, [step, rng])
+    scalars, structure = jax.tree.flatten((state.step, state.rng))
+    scalars = _replicate(placement, _put_on_first(placement, scalars))
+    step, rng = structure.unflatten(scalars)
     return TrainState(
         step=step,
         params=_variables.params(variables),
@@ -49,6 +50,7 @@ def initial_train_state(
     pipelined: PipelinedModel,
     key: chex.PRNGKey,
     *,
+    rngs: _rng.Rngs,
     variables: PyTree,
     x: PyTree,
     tx: Any,
@@ -59,12 +61,15 @@ def initial_train_state(
     Args:
       pipelined: the model.
       key: a JAX random key.
+      rngs: the keys of training; ``None``: one that follows from ``key``.
       variables: the variables, in place; a step may overwrite them.
       x: an input, or specs of one.
       tx: the optax optimizer.
       trainable: the selection of parameters that are trained.
     """
     _rng.check_key(key)
+    if rngs is not None:
+        _rng.check_rngs(rngs)
     layout = pipelined.layout(variables, x)
     placement = pipelined.placement
     is_trained = repeat_for_pieces(
@@ -79,10 +84,15 @@ def initial_train_state(
             "itself, or jpipe.Layer(init, apply)"
         )
     if not placement.is_one_process:
-        agree_on_key(key)
+        agree_on_keys((key, rngs))
 
     first_key, step = _put_on_first(placement, [key, np.int32(0)])
-    step, rng = _replicate(placement, [step, _rng.training_key(first_key)])
+    rng_leaves = [_rng.training_key(first_key)]
+    rng_structure = jax.tree.structure(key)
+    if rngs is not None:
+        rng_leaves, rng_structure = jax.tree.flatten(rngs)
+        rng_leaves = _put_on_first(placement, rng_leaves)
+    step, *rng_leaves = _replicate(placement, [step, *rng_leaves])
 
     optimizer = Optimizer(
         tx,
@@ -99,7 +109,7 @@ def initial_train_state(
         params=_variables.params(variables),
         opt_state=opt_state,
         model_state=_variables.model_state(variables),
-        rng=rng,
+        rng=rng_structure.unflatten(rng_leaves),
     )
 
 

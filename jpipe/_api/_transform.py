@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .._arguments._batch import Axes
@@ -29,7 +30,7 @@ def pipeline(
     num_stages: int | None = None,
     balance: Sequence[int] | None = None,
     plan: Plan | None = None,
-    devices: Sequence[Device] | Mesh | None = None,
+    devices: Sequence[Device] | np.ndarray | Mesh | None = None,
     mesh: Mesh | None = None,
     sharding: _param_sharding.ShardingRule | None = None,
     gather: str = "step",

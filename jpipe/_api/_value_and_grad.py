@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .._arguments._objective import REDUCTIONS
@@ -26,7 +27,7 @@ def value_and_grad(
     aux_axes: Any = None,
     in_axes: Any = 0,
     reduction: str = "mean",
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
     mesh: Mesh | None = None,
     sharding: ShardingRule | None = None,
     gather: str = "step",

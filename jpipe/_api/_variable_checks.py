@@ -59,20 +59,31 @@ class VariableChecks:
             self._check(variables, args[0])
         self.note(variables, args[0])
 
-    def explain(self, variables: PyTree, args: Sequence[PyTree]) -> None:
-        """Explains the error of a call by an input that does not fit its variables.
+    def explain(
+        self, error: Exception, variables: PyTree, args: Sequence[PyTree]
+    ) -> None:
+        """Explains the error of a call by variables that do not fit its input.
 
         Raises:
-          ValueError: if the variables fit another input, and not this one.
+          ValueError: if the variables fit another input, or no input of this model.
         """
         x = args[0]
-        if self._inputs.get(self._signature(variables)) in (None, shape_text(x)):
+        fitting_input = self._inputs.get(self._signature(variables))
+        if fitting_input == shape_text(x):
+            return
+        is_unknown = fitting_input is None
+        if is_unknown and self._model.is_list:  # `check_call` has compared them
             return
         try:
             initial = self._initial(x)
         except Exception:  # the layers refuse this input with any variables
             return
-        self._compare(initial, variables, x)
+        expected = initial.specs
+        if is_unknown and not _variables.lacks_params(variables):
+            # Other collections may be there for the user alone, such as a cache.
+            expected = [*map(_params_alone, expected)]
+            variables = _params_alone(variables)
+        self._compare(expected, variables, x)
 
     def move_to_owners(self, variables: PyTree, x: PyTree) -> PyTree:
         """Checks variables; returns each in the entry in which `init` returns it.
@@ -113,27 +124,37 @@ class VariableChecks:
         try:
             initial = self._initial(x)
             fixed_entries = [*map(_matching_state, initial.specs, entries)]
-            return self._compare(initial, variables, x)
+            self._compare(initial.specs, variables, x)
         except Exception:
             with suppress(Exception):  # the first error says what is wrong
-                return self._compare(self._initial(x, fixed_entries), variables, x)
+                with_fixed = self._initial(x, fixed_entries)
+                self._compare(with_fixed.specs, variables, x)
+                return with_fixed
             if initial is None and not self._model.is_list:
                 return None
             raise
+        return initial
 
-    def _compare(self, initial: Initial, variables: PyTree, x: PyTree) -> Initial:
-        """Checks that variables are like initial ones."""
+    def _compare(
+        self, expected: Sequence[PyTree], variables: PyTree, x: PyTree
+    ) -> None:
+        """Checks that variables are like initial ones.
+
+        Args:
+          expected: specs of the initial variables of each layer.
+          variables: the variables.
+          x: the input for which they were made.
+        """
         message = self._misfit(variables, x)
         if self._model.is_list:
             parent = self._model.parent
-            _variables.check_layers(parent, initial.specs, variables, message)
+            _variables.check_layers(parent, expected, variables, message)
         else:
-            (expected,) = initial.specs
+            (expected_specs,) = expected
             specs = _microbatch.array_specs(variables, "variables")
             _variables.check_model_variables(
-                {"variables": expected}, {"variables": specs}, message
+                {"variables": expected_specs}, {"variables": specs}, message
             )
-        return initial
 
     def _signature(self, variables: PyTree) -> Any:
         entries = self._model.entries(variables)
@@ -156,6 +177,11 @@ class VariableChecks:
             f"x is {shape_text(x)}, and the variables fit {fitting_input}, with which "
             f"they were made or used before; give such an x, and x before the targets"
         )
+
+
+def _params_alone(entry: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The parameters of an entry, without other collections."""
+    return {name: entry[name] for name in entry if name == "params"}
 
 
 def _matching_state(specs: Mapping[str, PyTree], entry: Any) -> dict[str, PyTree]:

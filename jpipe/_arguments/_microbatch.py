@@ -1,7 +1,7 @@
 """The axes and sizes of mini-batches, and how they are split in micro-batches."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -192,6 +192,7 @@ def count_examples(
             f"the trees have no leaves); num_microbatches=1 splits nothing\n{advice}"
         )
     if len(set(leaf_sizes.values())) > 1:
+        hints = hints or _hint_on_lists(arguments, leaf_sizes.values())
         hints = hints or _hint_on_rows(arguments, min(leaf_sizes.values()))
         advice = "".join([*hints, f"\n{advice}"])
         raise_all("leaves differ in batch size", descriptions.values(), advice=advice)
@@ -221,6 +222,22 @@ def _batched_leaves(
 def is_like_raw_key(leaf: Any) -> bool:
     """True if a leaf may be a key of `jax.random.PRNGKey`."""
     return leaf.shape == (2,) and leaf.dtype == jax.numpy.uint32
+
+
+def _hint_on_lists(
+    arguments: Sequence[BatchArgument], sizes: Collection[int]
+) -> list[str]:
+    """Advice on the first argument that is a list of as many arrays as examples."""
+    for name, specs, _ in arguments:
+        is_list = isinstance(specs, list | tuple) and len(specs) in sizes
+        if not is_list or not all(hasattr(leaf, "shape") for leaf in specs):
+            continue
+        if len({leaf.shape for leaf in specs}) == 1:
+            return [
+                f"\n{name} is a {type(specs).__name__} of {len(specs)} arrays of one "
+                f"shape; are these the examples? np.stack({name}) is one array of them"
+            ]
+    return []
 
 
 def _hint_on_rows(arguments: Sequence[BatchArgument], size: int) -> list[str]:

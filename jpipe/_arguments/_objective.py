@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from .._jaxprs._structural_key import IdentityKey
 from .._layers._text import shape_text
+from .._messages import source_text
+from ._wrong_call import binding_fault, signature_of
 
 PyTree = Any
 
@@ -21,6 +23,8 @@ _RETURNS = {
     (True, False): "(total, weight), two scalars",
     (True, True): "((total, weight), aux)",
 }
+# The names that users give to parameters.
+_PARAMETER_NAMES = ("params", "variables", "state", "model")
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,9 @@ class Objective:
             result = self.loss_fn(outputs, targets)
         except Exception as error:
             error.add_note(
-                f"raised by loss_fn on outputs {shape_text(outputs)} and "
-                f"targets {shape_text(targets)}, those of a micro-batch"
+                f"raised by loss_fn, {source_text(self.loss_fn)}, on outputs "
+                f"{shape_text(outputs)} and targets {shape_text(targets)}, those of a "
+                f"micro-batch{_other_arguments(self.loss_fn)}"
             )
             raise
         loss, aux = self._split_aux(result)
@@ -116,6 +121,23 @@ class Objective:
                     f"{type(leaf).__name__}; needs arrays or numbers"
                 ) from None
         return loss, aux
+
+
+def _other_arguments(loss_fn: Callable[..., Any]) -> str:
+    """The end of an error of a loss whose arguments are others; empty if they are not.
+
+    They are, if it does not take two, or calls the first one as parameters are called.
+    """
+    signature = signature_of(loss_fn)
+    if signature is None:
+        return ""
+    first = next(iter(signature.parameters), "")
+    if first not in _PARAMETER_NAMES and not binding_fault(loss_fn, (0, 0), {}):
+        return ""
+    return (
+        f"; it takes {signature}, and a pipeline calls loss_fn(outputs, targets); a "
+        f"loss of parameters and a batch is for jpipe.value_and_grad"
+    )
 
 
 def as_loss_weight(weight: Any, total: jax.Array) -> jax.Array:

@@ -23,10 +23,6 @@ PyTree = Any
 _OF_NNX = "; of a module of nnx give its values: variables = pipe.init(None, x)"
 
 
-# Advice where parameters are passed in place of variables.
-WRAP_PARAMS_ADVICE = "wrap parameters as {'params': params}, or give state.variables"
-
-
 def check_layers(
     parent: Parent, expected: Sequence[PyTree], variables: Any, message: str
 ) -> None:
@@ -146,7 +142,8 @@ def check_model_variables(
     if not faults:
         faults = _other_containers(expected, variables)
     lacking = [
-        f"{name} has no entry 'params'; {WRAP_PARAMS_ADVICE}"
+        f"{name} has no entry 'params'; wrap parameters as {{'params': params}}, or "
+        f"give state.variables"
         for name, specs in expected.items()
         if "params" in specs and lacks_params(variables[name])
     ]

@@ -449,7 +449,7 @@ class LayerChecker:
         microbatch_outputs = in_microbatches.results
         add(
             "outputs",
-            at_once=outputs.activations,
+            at_once=_with_names(outputs.activations),
             in_microbatches=microbatch_outputs.activations,
             axes=out_axes,
             reductions=reductions,
@@ -468,7 +468,7 @@ class LayerChecker:
             input_leaves = (inputs.x, [*inputs.skips.values()])
             add(
                 "gradients",
-                at_once=at_once.gradient.activations,
+                at_once=_with_names(at_once.gradient.activations),
                 in_microbatches=in_microbatches.gradient.activations,
                 axes=floating_axes(input_leaves, inputs.axes),
                 inputs_name="input",
@@ -498,6 +498,12 @@ class LayerChecker:
         if function.error:
             notes.append(f"without gradients: {function.error}")
         return notes
+
+
+def _with_names(activations: tuple[PyTree, list[PyTree]]) -> PyTree:
+    """Activations, in the same order, as a tree whose paths a user knows."""
+    x, skips = activations
+    return {"passed": x, "stashed": skips} if skips else x
 
 
 def _advice(index: int, *, is_last: bool) -> str:

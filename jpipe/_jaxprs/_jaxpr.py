@@ -20,6 +20,7 @@ a result follows, `_dataflow` tells.
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
+import inspect
 import itertools
 from collections.abc import (
     Callable,
@@ -51,6 +52,7 @@ Groups = Sequence[Sequence[int]]
 _JITS = ("jit", "pjit")
 CHECKPOINTS = ("remat2", "checkpoint")
 RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_ANY_ARGUMENTS = inspect.signature(lambda *args: None)
 
 
 def trace(
@@ -73,6 +75,9 @@ def trace(
         # JAX caches traces by the function, which may read other values now.
         return function(*args)
 
+    # The errors of JAX name the function that is wrapped at last, which is the user's;
+    # its arguments may stand in another order.
+    vars(new_function).update(__wrapped__=function, __signature__=_ANY_ARGUMENTS)
     closed, result = jax.make_jaxpr(new_function, return_shape=True)(*specs)
     return _inline_and_open(closed, _JITS, ending=ending), result
 

@@ -22,7 +22,7 @@ _ONE_PYTREE = (
 )
 # (class of the error, a part of its message) -> the advice
 _ADVICE: dict[tuple[type[Exception], str], str] = {
-    (NameError, "axis name"): "a pipeline maps no axis: drop axis_name, and "
+    (NameError, "axis name"): "a pipeline maps no axis: drop axis_name=, and "
     "collectives over it such as jax.lax.pmean; the loss and the running statistics of "
     "batch norms are those of the whole mini-batch without them",
     (RuntimeError, "non-empty mesh"): "layers are traced outside of any mesh: give "
@@ -34,10 +34,11 @@ _ADVICE: dict[tuple[type[Exception], str], str] = {
     (errors.ScopeCollectionNotFound, ""): _MADE_IN_EVALUATION,
     (errors.ScopeParamNotFoundError, ""): _MADE_IN_EVALUATION,
     (errors.InvalidRngError, ""): "give a key for each stream in the call of the "
-    "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}",
+    "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}, as a "
+    "lifted module with split_rngs={'dropout': True} needs it; of a train step in "
+    "pipe.init_train_state(key, x, tx, rngs=...)",
     (TypeError, "argument: 'rngs'"): "no keys were given: type rngs=key in the call of "
     "the pipeline, or let the layer do without them in evaluation (rngs=None)",
-    (TypeError, "required positional argument"): _ONE_PYTREE,
 }
 
 
@@ -65,10 +66,19 @@ def _called_function(layer: LayerAdapter) -> Any:
     return function
 
 
-def advice(error: Exception, layer: LayerAdapter, x: PyTree) -> str:
-    """The advice on an error that a layer raised on an input; may be empty."""
+def advice(error: Exception) -> str:
+    """The advice on an error that a layer or a model raised; may be empty."""
     for (error_class, message_part), text in _ADVICE.items():
         if isinstance(error, error_class) and message_part in str(error):
             return text
+    return ""
+
+
+def layer_advice(error: Exception, layer: LayerAdapter, x: PyTree) -> str:
+    """The advice on an error that a layer of a list raised on an input."""
+    if text := advice(error):
+        return text
+    if isinstance(error, TypeError) and "required positional argument" in str(error):
+        return _ONE_PYTREE
     is_module = isinstance(layer.source, linen.Module | nnx.Module)
     return _ONE_PYTREE if is_module and isinstance(x, Mapping | tuple | list) else ""

@@ -138,9 +138,14 @@ def linen_streams(rngs: Rngs) -> Mapping[str, chex.PRNGKey] | None:
     return {"params": rngs, "default": rngs}
 
 
-def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
-    """The key of one training step, from which every layer's keys follow."""
-    return jax.random.fold_in(rng, step)
+def step_keys(rngs: Any, step: jax.Array) -> Any:
+    """The keys of one training step, from which every layer's keys follow.
+
+    Args:
+      rngs: the key of a state, or a pytree of keys.
+      step: the number of steps taken before.
+    """
+    return jax.tree.map(lambda key: jax.random.fold_in(key, step), rngs)
 
 
 def is_single_key(leaf: Any) -> bool:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from flax.errors import FlaxError
 
 from .._jaxprs import _jaxpr
 from .._messages import raise_all
-from . import _rng, _skip
+from . import _rng, _skip, _switches
 from ._adapter import LayerAdapter
-from ._advice import advice, missing_inputs
+from ._advice import advice, layer_advice, missing_inputs
 from ._parent import Entries, Parent
 from ._text import shape_text
 
@@ -101,7 +102,7 @@ class Sequential:
 
             return self._call_all(x, call)
 
-        with self._explain_model_errors(x):
+        with self._explain_model_errors(x, train=False):
             (y, routes), linen_entries = self.parent.init(key, fixed_entries, run)
         for i, linen_entry in enumerate(linen_entries):
             if linen_entry:
@@ -134,7 +135,7 @@ class Sequential:
 
             return self._call_all(x, call, after_layer)
 
-        with self._explain_model_errors(x):
+        with self._explain_model_errors(x, train=train):
             (y, routes), changed = self.parent(entries, rngs, run, train=train)
         return SequenceOutputs(y, changed, routes)
 
@@ -207,13 +208,13 @@ class Sequential:
         return jax.tree.map(jnp.asarray, x), skips.routes()
 
     @contextmanager
-    def _explain_model_errors(self, x: PyTree) -> Iterator[None]:
+    def _explain_model_errors(self, x: PyTree, *, train: bool) -> Iterator[None]:
         """Notes in any exception the model that raised it; of a list, layers do."""
         try:
             yield
         except Exception as error:
             if not self.is_list:
-                _note_model(error, self.layers[0], x)
+                _note_model(error, self.layers[0], x, train=train)
             raise
 
     @contextmanager
@@ -227,7 +228,7 @@ class Sequential:
                 f"raised by layer {self._indices[i]} ({layer.name}) of stage "
                 f"{self._stage_of_layer[i]}, whose input was {shape_text(x)}"
             )
-            if text := advice(error, layer, x):
+            if text := layer_advice(error, layer, x):
                 error.add_note(text)
             if (first := self.parent.first(i)) < i:
                 error.add_note(
@@ -240,12 +241,19 @@ class Sequential:
             raise
 
 
-def _note_model(error: Exception, layer: LayerAdapter, x: PyTree) -> None:
+def _note_model(
+    error: Exception, layer: LayerAdapter, x: PyTree, *, train: bool
+) -> None:
     """Notes in an exception the name of the model that raised it, and advice."""
     error.add_note(
         f"raised by the model ({layer.name}), whose input was {shape_text(x)}; x "
         f"comes before the targets"
     )
+    opposed = _switches.opposed_switches(x, train=train)
+    if opposed and isinstance(error, FlaxError):
+        error.add_note(_switches.advice_on(opposed, train=train))
+    elif text := advice(error):
+        error.add_note(text)
     if names := missing_inputs(error, layer):
         inputs = ", ".join(f"{name}={name}" for name in names)
         error.add_note(

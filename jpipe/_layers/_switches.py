@@ -47,6 +47,35 @@ def switches(*, train: bool) -> dict[str, bool]:
     }
 
 
+def opposed_switches(x: PyTree, *, train: bool) -> list[str]:
+    """The switches that a user set in `jpipe.inputs`, otherwise than a call would.
+
+    Args:
+      x: the input.
+      train: True for a call in training.
+
+    Returns:
+      Texts such as ``train=True``.
+    """
+    _, named_inputs = _inputs.call_arguments(x)
+    values = switches(train=train)
+    return [
+        f"{name}={value}"
+        for name, value in named_inputs.items()
+        if isinstance(value, BOOL_TYPES) and values.get(name, value) != value
+    ]
+
+
+def advice_on(opposed: Sequence[str], *, train: bool) -> str:
+    """The advice on switches that a user set: see `opposed_switches`."""
+    phase = "training" if train else "evaluation, and where variables are made"
+    return (
+        f"jpipe.inputs(..., {', '.join(opposed)}) holds in {phase} too: leave it out, "
+        f"and a pipeline passes it on, as training in a step and in value_and_grad, as "
+        f"evaluation elsewhere"
+    )
+
+
 def is_switch(parameter: inspect.Parameter) -> bool:
     """True if a parameter is a switch: by its name, with a default that may be one."""
     default = parameter.default

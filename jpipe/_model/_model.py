@@ -21,7 +21,7 @@ from .._arguments._batch import Axes, Batch, explain_sizes
 from .._arguments._cache import RecentCache
 from .._arguments._trainable import Trainable
 from .._instructions._sharding import Sharding
-from .._layers import _batch_norm, _linen, _rng, _skip
+from .._layers import _batch_norm, _linen, _rng, _skip, _switches
 from .._layers._adapter import LayerAdapter, check_unchanged
 from .._layers._sequence import Sequential
 from .._partition import _param_sharding
@@ -241,12 +241,7 @@ class Model:
             )
         except Exception as error:
             if not self.is_list:
-                _refuse_writes(error, self.layers[0].owner, variables, train=train)
-                if _variables.lacks_params(variables):
-                    error.add_note(
-                        f"variables has no entry 'params'; "
-                        f"{_variables.WRAP_PARAMS_ADVICE}"
-                    )
+                _refuse_writes(error, self.layers[0].owner, variables, x, train=train)
             raise
         self.routes = outputs.routes
         return outputs.y, self.from_entries(outputs.entries)
@@ -301,7 +296,7 @@ def _check_collections(entries: Sequence[PyTree]) -> None:
 
 
 def _refuse_writes(
-    error: Exception, owner: Any, variables: PyTree, *, train: bool
+    error: Exception, owner: Any, variables: PyTree, x: PyTree, *, train: bool
 ) -> None:
     """Explains an error of a linen model that writes in evaluation, as caches do.
 
@@ -309,6 +304,7 @@ def _refuse_writes(
       error: the error that its call raised.
       owner: the model.
       variables: the variables of the call.
+      x: its input.
       train: True in training.
 
     Raises:
@@ -316,7 +312,11 @@ def _refuse_writes(
     """
     if train or not _linen.is_module(owner):
         return
-    if "cache" in variables or isinstance(error, errors.ModifyScopeVariableError):
+    is_write = isinstance(error, errors.ModifyScopeVariableError)
+    opposed = _switches.opposed_switches(x, train=train)
+    if is_write and opposed:
+        raise ValueError(_switches.advice_on(opposed, train=train)) from error
+    if "cache" in variables or is_write:
         raise ValueError(
             "a model of linen writes its variables in evaluation, as attention with a "
             "cache does (decode=True); a pipeline finds in evaluation where they stay, "

@@ -52,13 +52,27 @@ def settings_of_stages(remat: Any, num_stages: int) -> tuple[RematSetting, ...]:
       ValueError: with every setting that is none of these, or if their number is
         not that of the stages.
     """
-    is_per_stage = isinstance(remat, Sequence) and not isinstance(remat, str)
-    arguments = tuple(remat) if is_per_stage else (remat,) * num_stages
-    if len(arguments) != num_stages:
+    settings = find_settings(remat)
+    if not _is_per_stage(remat):
+        return settings * num_stages
+    if len(settings) != num_stages:
         raise ValueError(
-            f"remat has {len(arguments)} entries for {num_stages} stages; give one for "
+            f"remat has {len(settings)} entries for {num_stages} stages; give one for "
             f"all or one per stage"
         )
+    return settings
+
+
+def find_settings(remat: Any) -> tuple[RematSetting, ...]:
+    """Returns the setting for all stages, or those of a sequence.
+
+    Args:
+      remat: see `settings_of_stages`.
+
+    Raises:
+      ValueError: with every setting that there is not.
+    """
+    arguments = tuple(remat) if _is_per_stage(remat) else (remat,)
     settings = list[RematSetting]()
     unknown = list[Any]()
     for argument in arguments:
@@ -75,6 +89,11 @@ def settings_of_stages(remat: Any, num_stages: int) -> tuple[RematSetting, ...]:
             f"{', '.join(map(repr, SETTINGS))} or a policy of jax.checkpoint_policies"
         )
     return tuple(settings)
+
+
+def _is_per_stage(remat: Any) -> bool:
+    """True if a value of ``remat`` is a sequence of values."""
+    return isinstance(remat, Sequence) and not isinstance(remat, str)
 
 
 def _setting_of_policy(policy: Policy) -> RematSetting:

@@ -27,6 +27,7 @@ _MAX_CALLS_BEHIND = 64
 # The number of calls between two reports of how far it is.
 _CALLS_PER_REPORT = 16
 _OF_VALUES = " of "  # between shapes and a digest
+_FUNCTION = "the call"
 
 
 class Feed:
@@ -35,14 +36,20 @@ class Feed:
     Args:
       get_placement: returns the stages and their devices; ``None`` before they are
         decided.
+      function: the function as users call it, such as ``pipe.apply``.
       is_local: True if the first stage alone reads the input and the last the targets;
         else each process passes all of the batch, which is compared.
     """
 
     def __init__(
-        self, get_placement: Callable[[], StagePlacement | None], *, is_local: bool
+        self,
+        get_placement: Callable[[], StagePlacement | None],
+        function: str,
+        *,
+        is_local: bool,
     ) -> None:
         self._get_placement = get_placement
+        self._function = function
         self._is_local = is_local
         # name of an argument -> the stage that reads it, and the process of that stage
         self._reader_stages: dict[str, int] = {}
@@ -100,7 +107,9 @@ class Feed:
         peers = group()
         self._key = f"feed/{peers.next_number()}"
         purpose = "the first call of a step"
-        texts = peers.gather(_texts(args, rngs), purpose)
+        texts = peers.gather({_FUNCTION: self._function, **_texts(args, rngs)}, purpose)
+        calls = find_differences([{_FUNCTION: text[_FUNCTION]} for text in texts])
+        raise_differences(calls, "the order of calls")
 
         faults: list[str] = []
         for name, reader in self._readers.items():

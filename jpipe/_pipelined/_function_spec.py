@@ -52,7 +52,8 @@ class FunctionSpec:
       state_use: the use of the state that the model writes.
       train: True if the model runs as in training.
       check: checks parameters and arguments of a new signature, before it is built.
-      explain: raises a better error than one that was raised on such arguments.
+      explain: ``(error, params, args)``; raises a better error than one that was raised
+        on these parameters and arguments.
     """
 
     function: Callable[..., Any]
@@ -67,7 +68,7 @@ class FunctionSpec:
     state_use: StateUse = StateUse.RETURN
     train: bool = True
     check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
-    explain: Callable[[PyTree, Sequence[PyTree]], None] | None = None
+    explain: Callable[[Exception, PyTree, Sequence[PyTree]], None] | None = None
 
     @property
     def params_name(self) -> str:

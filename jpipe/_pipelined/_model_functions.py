@@ -1,5 +1,6 @@
 """The forward pass and the loss of a model, as functions for a pipeline."""
 
+import functools
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ def loss_spec(
       train: True in training; evaluation writes nothing.
     """
 
+    @functools.wraps(objective.loss_fn)
     def call(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
         y, changed = model.forward(variables, x, rngs, train=train)
         outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y))

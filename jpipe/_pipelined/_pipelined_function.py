@@ -6,7 +6,8 @@ There is one `Specialization` for each signature of the arguments. It is cached 
 that it depends on, so that a second call of the same signature traces nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -152,25 +153,26 @@ class PipelinedFunction:
         spec = self._spec
         _variables.check_concrete(jax.tree.leaves((params, args)))
         spec.check_params(params)
-        try:
+        with self._explain(params, args):
             batch = self._batch(args)
-        except ValueError as error:
-            spec.note_order(error, params, args)
-            raise
-        if spec.check is not None:
-            spec.check(params, args)
-
-        try:
+            if spec.check is not None:
+                spec.check(params, args)
             specialization = self.build(params, batch)
-        except Exception as error:
-            if spec.explain is not None:
-                spec.explain(params, args)
-            spec.note_order(error, params, args)
-            raise
         _captured_params.check_captured_params(
             params, specialization, model=spec.model, warnings=self._partition.warnings
         )
         return specialization
+
+    @contextmanager
+    def _explain(self, params: PyTree, args: Sequence[PyTree]) -> Iterator[None]:
+        """Explains errors by parameters and arguments that do not go together."""
+        try:
+            yield
+        except Exception as error:
+            if self._spec.explain is not None:
+                self._spec.explain(error, params, args)
+            self._spec.note_order(error, params, args)
+            raise
 
     def _batch(self, args: Sequence[PyTree], *, allows_unsplit: bool = False) -> Batch:
         return self._spec.batch(
@@ -182,7 +184,9 @@ class PipelinedFunction:
 
     def divide(self, params: PyTree, args: Sequence[PyTree]) -> Specialization:
         """Builds a specialization that cannot run: there may be too few examples."""
-        return self.build(params, self._batch(args, allows_unsplit=True), runs=False)
+        with self._explain(params, args):
+            batch = self._batch(args, allows_unsplit=True)
+            return self.build(params, batch, runs=False)
 
     def build(
         self, params: PyTree, batch: Batch, *, runs: bool = True

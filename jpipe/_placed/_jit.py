@@ -18,7 +18,7 @@ from .._instructions._sharding import WHOLE, Sharding
 from .._instructions._transfer import Device, devices_of, sharding_of
 from .._jaxprs import _jaxpr
 from .._layers._text import shape_text
-from .._messages import raise_all
+from .._messages import raise_all, source_text
 from .._processes._arrays import is_replicated
 from ._mesh_context import outside_of_meshes
 from ._mirrored_places import ArgumentLeaf
@@ -97,8 +97,12 @@ class Jitted:
         leaves = self._located(arguments)
         structure = jax.tree.structure(arguments)
         specs = jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
-        function = PlacedFunction(self._traced, specs, self.rule(leaves), self.name)
 
+        @functools.wraps(self.function)
+        def traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return self._traced(args, kwargs)
+
+        function = PlacedFunction(traced, specs, self.rule(leaves), self.name)
         graph = Graph(self.devices)
         is_donated = self._donated(leaves, arguments)
         inputs = [
@@ -247,7 +251,7 @@ def jit(
         function,
         devices,
         name=name,
-        blame=f"raised by {name}, which pipe.jit traces as jax.jit does",
+        blame=f"raised by {source_text(function)}, traced by pipe.jit as by jax.jit",
         donate=donate,
     )
 

@@ -219,6 +219,11 @@ def group() -> Group:
     )
 
 
-def agree_on_key(key: jax.Array) -> None:
-    """Checks that all processes have the same key: each makes its own layers."""
-    group().agree({"key": array_digest(key)}, "init")
+def agree_on_keys(keys: Any) -> None:
+    """Checks that all processes have the same keys: each makes its own layers.
+
+    Args:
+      keys: a pytree of keys.
+    """
+    digests = map(array_digest, jax.tree.leaves(keys))
+    group().agree({"key": " ".join(digests)}, "init")

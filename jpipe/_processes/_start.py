@@ -1,8 +1,10 @@
 """Makes a program one of several processes."""
 
 import atexit
+import errno
 import functools
 import os
+import socket
 import sys
 import time
 from typing import Any
@@ -73,7 +75,8 @@ def distributed(
 
     Raises:
       ValueError: if a number or a name does not fit.
-      RuntimeError: if JAX has its devices already, or cannot tell the processes.
+      RuntimeError: if JAX has its devices already, or cannot tell the processes, or
+        the port is in use.
 
     Example:
       >>> import jpipe
@@ -95,6 +98,10 @@ def _initialize(
     """Starts `jax.distributed`, with our timeouts: see `distributed`."""
     if (address, num_processes, process_id) == (None, None, None):
         address, num_processes, process_id = read_job()
+    if process_id == 0 and address is not None:
+        has_bind_address = "coordinator_bind_address" in options
+        if not has_bind_address and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+            _check_port(address)
     # Read when the devices are made.
     os.environ.setdefault("PJRT_NPROC", str(_num_threads()))
     timeout = max(int(group().timeout), 1)
@@ -117,6 +124,36 @@ def _initialize(
             f"--processes 2 script.py, or set {COORDINATOR}, {PROCESSES} and "
             f"{PROCESS}, or leave jpipe.distributed() out where there is one"
         ) from error
+
+
+def _check_port(address: str) -> None:
+    """Refuses a port that is in use, at which JAX ends in a segmentation fault.
+
+    Args:
+      address: host and port of the first process, which is this one.
+
+    Raises:
+      RuntimeError: if another program listens there.
+    """
+    port = address.rpartition(":")[2]
+    if not port.isdecimal():  # which JAX refuses
+        return
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        # As JAX does, at all addresses, and where an earlier run has just ended.
+        with socket.create_server(
+            ("", int(port)), family=family, dualstack_ipv6=is_dual
+        ):
+            pass
+    except (OSError, OverflowError) as error:
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            return
+        raise RuntimeError(
+            f"port {port} of coordinator_address={address!r} is in use on this host, "
+            f"by another job or by a run that has not ended; give another port, the "
+            f"same in all processes"
+        ) from None
 
 
 def check_joined() -> None:

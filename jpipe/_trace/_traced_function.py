@@ -269,6 +269,7 @@ def trace_function(
       is not scaled yet: see `_penalty`.
     """
 
+    @functools.wraps(function)
     def run(params: PyTree, args: Sequence[PyTree], index: jax.Array) -> Any:
         def fold(leaf: Any) -> Any:
             return (

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from .._arguments import _variables
+from .._arguments._wrong_call import explain_call
 from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._messages import warn
@@ -38,6 +39,7 @@ class ValueAndGrad:
     has_warned: bool = False
 
     @outside_of_meshes
+    @explain_call("f(variables, x, targets) of f = pipe.value_and_grad(loss_fn)")
     def __call__(
         self,
         variables: PyTree,

@@ -163,8 +163,8 @@ class Optimizer:
         )
         if jax.tree.structure(state) == jax.tree.structure(expected):
             title = (
-                "state.opt_state does not fit the optimizer of this step; write "
-                "hyperparameters as jnp.asarray(value, dtype)"
+                f"state.opt_state does not fit the optimizer of this step; "
+                f"{self._advice_on_dtypes(state)}"
             )
         else:
             title = (
@@ -175,6 +175,23 @@ class Optimizer:
             if _structure_with_gaps(state) == _structure_with_gaps(expected):
                 title += "; the state was made to train other parameters"
         raise_all(title, faults or ["its leaves are in other containers"])
+
+    def _advice_on_dtypes(self, state: PyTree) -> str:
+        """The advice on a state whose leaves have other dtypes or shapes.
+
+        Args:
+          state: a state of the structure of this optimizer's.
+        """
+        mirrored = MirroredPlaces(self._param_leaves)
+        expected = jax.tree_util.tree_leaves_with_path(self._expected_state)
+        for (path, spec), leaf in zip(expected, jax.tree.leaves(state), strict=True):
+            if mirrored.place(path) >= 0 and leaf.dtype != spec.dtype:
+                return (
+                    "it was made for parameters of another dtype, or by another tx; "
+                    "make a new state, state = pipe.init_train_state(key, x, tx, "
+                    "variables=state.variables), or give the parameters their dtype"
+                )
+        return "write hyperparameters as jnp.asarray(value, dtype)"
 
 
 def opt_state_bytes(

@@ -55,14 +55,15 @@ class TrainState:
       params: the parameters, one entry per layer, ``{}`` where there are none.
       opt_state: the optimizer's state, that of ``tx.init(params)``.
       model_state: the other collections, such as ``batch_stats``, one entry per layer.
-      rng: the key from which each step's keys follow.
+      rng: the key from which each step's keys follow, or keys by stream name: those of
+        step i are ``jax.random.fold_in(key, i)``.
     """
 
     step: jax.Array
     params: Any
     opt_state: PyTree
     model_state: Any
-    rng: jax.Array
+    rng: Any
     origin: ClassVar[StateOrigin | None] = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,6 +142,26 @@ def check_apart(state: TrainState, program: Program) -> None:
     )
 
 
+def _class_text(value: Any) -> str:
+    """The class of a value, with its module where that is not Python's."""
+    cls = type(value)
+    if cls.__module__ == "builtins":
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def _instead(value: Any) -> str:
+    """The advice on a value in place of a state; may be empty."""
+    if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
+        return "; a step returns two: type state, metrics = step(state, x, targets)"
+    if hasattr(value, "params") and hasattr(value, "opt_state"):
+        return (
+            "; of a train state of Flax type pipe.init_train_state(key, x, tx, "
+            "variables={'params': state.params})"
+        )
+    return ""
+
+
 def check_state(state: Any, *, by_layer: bool = True) -> None:
     """Checks that a value is a state that a step can change.
 
@@ -154,8 +175,8 @@ def check_state(state: Any, *, by_layer: bool = True) -> None:
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"state is a {type(state).__name__}; needs the TrainState that "
-            f"Pipeline.init_train_state or an earlier step returned"
+            f"state is a {_class_text(state)}; needs the jpipe.TrainState that "
+            f"pipe.init_train_state or an earlier step returned{_instead(state)}"
         )
     if not by_layer:
         return

@@ -18,6 +18,7 @@ import optax
 
 from .._arguments import _microbatch, _signature, _stacked, _variables
 from .._arguments._cache import RecentCache
+from .._arguments._wrong_call import explain_call
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._interrupts import Interrupts
@@ -42,6 +43,12 @@ from ._train_state import (
 PyTree = Any
 # To a type checker it has no attributes.
 _config: Any = jax.config
+# Arguments that a step does not take -> what to type.
+_ADVICE_ON = {
+    "rngs": "the keys of a step follow from state.rng and state.step: "
+    "pipe.init_train_state(key, x, tx, rngs=...) names them",
+    "train": "a step trains; pipe.apply(variables, x) evaluates",
+}
 
 
 @dataclass(eq=False, repr=False)
@@ -73,6 +80,7 @@ class TrainStep:
         self._signature_indices = RecentCache[Any, int]()
         self._next_signature_index = itertools.count()
 
+    @explain_call("step(state, x, targets)", _ADVICE_ON)
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -262,15 +270,16 @@ class _LoweredStep:
         batch_specs = jax.tree.leaves((x, targets))
         batch = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
 
-        rng_and_step = [inputs[indices.rng], inputs[indices.step]]
+        rng_indices = jax.tree.leaves(indices.rng)
+        rngs_and_step = [*(inputs[i] for i in rng_indices), inputs[indices.step]]
         advance = Computation(
-            "advance", _advance, [graph.specs[value] for value in rng_and_step]
+            "advance", _advance, [graph.specs[value] for value in rngs_and_step]
         )
         first_place = self.specialization.placement.place(0)
-        rngs, next_step = graph.call_in_processes(advance, first_place, rng_and_step)
+        *rngs, next_step = graph.call_in_processes(advance, first_place, rngs_and_step)
 
         loss, aux, grads, changed = self.specialization.into(
-            graph, variables, [*batch, rngs]
+            graph, variables, [*batch, *rngs]
         )
 
         param_indices = jax.tree.leaves(indices.params)
@@ -313,8 +322,10 @@ class _LoweredStep:
             )
         opt_state_indices = jax.tree.leaves(indices.opt_state)
         leaves |= zip(opt_state_indices, self.optimizer.state, strict=True)
-        # The key and the number of the step come from outside, and are not overwritten.
-        scalars = {indices.rng: state.rng, indices.step: state.step}
+        # Keys and the number of the step come from outside, and are not overwritten.
+        rng_indices = jax.tree.leaves(indices.rng)
+        scalars = dict(zip(rng_indices, jax.tree.leaves(state.rng), strict=True))
+        scalars[indices.step] = state.step
         for index, array in scalars.items():
             spec = _jaxpr.spec(jax.typeof(array))
             leaves[index] = ArgumentLeaf("state", (), spec, place=OUTSIDE)
@@ -369,6 +380,7 @@ def _make_optimizer(
     )
 
 
-def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _advance(*rngs_and_step: jax.Array) -> tuple[jax.Array, ...]:
     """The keys of a step, and the number of the next one."""
-    return _rng.step_key(rng, step), step + 1
+    *rngs, step = rngs_and_step
+    return *_rng.step_keys(rngs, step), step + 1

@@ -24,17 +24,31 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
       ValueError: if the name is unknown or the schedule is for other numbers.
       TypeError: if it is none of these.
     """
-    if isinstance(schedule, str):
-        schedule = named(schedule)
+    schedule = find_schedule(schedule)
     if isinstance(schedule, Schedule):
         return _check_fit(schedule, num_stages, num_microbatches).validate()
-    if not callable(schedule):
-        raise TypeError(
-            f"schedule={schedule!r} is a {type(schedule).__name__}; needs a name "
-            f"({', '.join(map(repr, BY_NAME))}), a builder of jpipe.schedules or a "
-            f"Schedule"
-        )
     return _build(schedule, num_stages, num_microbatches).validate()
+
+
+def find_schedule(schedule: Any) -> Any:
+    """Returns a schedule, or a builder of one, whatever it is for.
+
+    Args:
+      schedule: a name, a builder or a `Schedule`.
+
+    Raises:
+      ValueError: if the name is unknown.
+      TypeError: if it is none of these.
+    """
+    if isinstance(schedule, str):
+        return named(schedule)
+    if isinstance(schedule, Schedule) or callable(schedule):
+        return schedule
+    raise TypeError(
+        f"schedule={schedule!r} is a {type(schedule).__name__}; needs a name "
+        f"({', '.join(map(repr, BY_NAME))}), a builder of jpipe.schedules or a "
+        f"Schedule"
+    )
 
 
 def format_argument(argument: Any) -> str:

@@ -1,5 +1,8 @@
 """Errors of what a pipeline is given: batches, axes, keys, losses, variables."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,10 +188,164 @@ def test_targets_of_another_shape_are_described(pipe, variables):
     with pytest.raises(TypeError, match="incompatible shapes") as refusal:
         pipe.value_and_grad(mse)(variables, X, np.ones((4, 7), np.float32))
     (note,) = (text for text in refusal.value.__notes__ if "loss_fn" in text)
+    line = mse.__code__.co_firstlineno
     assert note == (
-        "raised by loss_fn on outputs float32[2,2] and targets float32[2,7], those "
-        "of a micro-batch"
+        f"raised by loss_fn, mse at {mse.__code__.co_filename}:{line}, on outputs "
+        f"float32[2,2] and targets float32[2,7], those of a micro-batch"
     )
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [lambda params, batch: params["w"], lambda y: y.mean()]
+)
+def test_losses_of_other_arguments_are_answered(pipe, variables, loss_fn):
+    with pytest.raises(TypeError) as refusal:
+        pipe.value_and_grad(loss_fn)(variables, X, TARGETS)
+    (note,) = (text for text in refusal.value.__notes__ if "loss_fn" in text)
+    assert re.search(r"; it takes \((params, batch|y)\), and a pipeline calls ", note)
+    assert "calls loss_fn(outputs, targets); a loss of parameters and a batch" in note
+    assert note.endswith("is for jpipe.value_and_grad")
+
+
+INPUTS = "several inputs of one model are one argument, x = jpipe.inputs(x, "
+STEP = "type step(state, x, targets); it was given (a TrainState, "
+
+
+def step(*args, **kwargs):
+    def call(pipe, variables):
+        tx = optax.sgd(0.1)
+        state = pipe.init_train_state(KEY, X, tx)
+        pipe.train_step(mse, tx)(state, *args, **kwargs)
+
+    return call
+
+
+# Calls with more, fewer or other arguments than the function has.
+MISUSES = {
+    TypeError: {
+        f"{STEP}(float32[4,3], float32[4,2])): missing a required argument: 'targ": (
+            step((X, TARGETS))
+        ),
+        f"{STEP}{{'x': float32[4,3]}}): missing": step({"x": X}),
+        f"{STEP}float32[4,3], float32[4,3], float32[4,2]): too many ... {INPUTS}mask": (
+            step(X, X, TARGETS)
+        ),
+        "argument 'rngs'; the keys of a step follow from state.rng": (
+            step(X, TARGETS, rngs=KEY)
+        ),
+        "argument 'train'; a step trains; pipe.apply(": step(X, TARGETS, train=True),
+        f"type pipe.apply(variables, x); it was given (a tuple, ... {INPUTS}mask)": (
+            lambda pipe, variables: pipe.apply(variables, X, X)
+        ),
+        f"float32[4,3], mask=float32[4,3]): got an ... {INPUTS}mask=mask)": (
+            lambda pipe, variables: pipe.apply(variables, X, mask=X)
+        ),
+        f"type pipe.init(key, x); it was given (key<fry>[], ... {INPUTS}mask)": (
+            lambda pipe, variables: pipe.init(KEY, X, X)
+        ),
+        "type pipe.init(key, x); it was given (key<fry>[]): missing ... 'x'": (
+            lambda pipe, variables: pipe.init(KEY)
+        ),
+        "type pipe.init_train_state(key, x, tx) ... missing ... 'tx'": (
+            lambda pipe, variables: pipe.init_train_state(KEY, X)
+        ),
+        "type f(variables, x, targets) of f = pipe.value_and_grad(loss_fn) ... miss": (
+            lambda pipe, variables: pipe.value_and_grad(mse)(variables, X)
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), rows(MISUSES))
+def test_calls_with_other_arguments_are_answered_with_the_call(
+    pipe, variables, call, error, match
+):
+    with pytest.raises(error, match=match):
+        call(pipe, variables)
+
+
+def test_an_error_inside_of_a_call_is_not_one_of_its_arguments(pipe, variables):
+    def loss_fn(y, targets):
+        return mse(y)
+
+    with pytest.raises(TypeError, match=r"^mse\(\) missing 1 required") as refusal:
+        pipe.value_and_grad(loss_fn)(variables, X, TARGETS)
+    assert not any("it takes" in note for note in refusal.value.__notes__)
+
+
+def regress(params, x, targets):
+    return mse(x @ params, targets)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "match"),
+    [
+        (regress, (), "(params, x, targets); it was given (float32[3,2]): missing"),
+        (
+            regress,
+            (X,),
+            "missing a required argument: 'targets'; type grad_fn(params, ",
+        ),
+        (regress, ((X, TARGETS),), "(float32[3,2], (float32[4,3], float32[4,2]))"),
+        (mse, (X, TARGETS), "too many ... (params, *args); a loss of (outputs, targ"),
+    ],
+)
+def test_arguments_that_a_loss_function_does_not_take_are_named(function, args, match):
+    grad_fn = jpipe.value_and_grad(function, 2, num_stages=1)
+    params = jnp.ones((3, 2))
+    source = f"fun, {function.__name__} at {function.__code__.co_filename}:"
+    for call in (grad_fn, grad_fn.place):
+        with pytest.raises(TypeError, match=says(source, match)):
+            call(params, *args)
+
+
+def test_a_function_behind_a_decorator_is_judged_by_what_it_takes_itself():
+    def scaled(scale, params, x, targets):
+        return regress(params * scale, x, targets)
+
+    @functools.wraps(scaled)
+    def wrapped(params, x, targets):
+        return scaled("two", params, x, targets)
+
+    grad_fn = jpipe.value_and_grad(wrapped, 2, num_stages=1)
+    with pytest.raises(TypeError) as refusal:
+        grad_fn(jnp.ones((3, 2)), X, TARGETS)
+    assert "it was given" not in str(refusal.value)
+
+
+def test_examples_in_a_list_are_answered_with_one_array(pipe, variables):
+    match = says("leaves differ", "x is a list of 4 arrays", "np.stack(x) is one array")
+    with pytest.raises(ValueError, match=match) as refusal:
+        pipe.value_and_grad(mse)(variables, list(X), TARGETS)
+    assert "reshape" not in str(refusal.value)
+    pipe.value_and_grad(mse)(variables, np.stack(list(X)), TARGETS)
+
+
+TRACED = jax.errors.TracerBoolConversionError
+
+
+@pytest.mark.parametrize("how", ["loss", "value_and_grad", "jit"])
+def test_an_error_of_a_trace_names_the_function_of_the_user(pipe, variables, how):
+    def branching(a, *rest):
+        return a.mean() if jnp.all(a > 0) else a.sum()
+
+    calls = {
+        "loss": lambda: pipe.value_and_grad(branching)(variables, X, TARGETS),
+        "value_and_grad": lambda: jpipe.value_and_grad(branching, 2)(X, X),
+        "jit": lambda: pipe.jit(branching)(X),
+    }
+    line = branching.__code__.co_firstlineno
+    match = f"while tracing the function branching at {__file__}:{line} for jit"
+    with pytest.raises(TRACED, match=re.escape(match)):
+        calls[how]()
+
+
+def test_a_function_that_returns_text_is_named(pipe):
+    def text(a):
+        return "x"
+
+    with pytest.raises(TypeError, match=says(f"function text at {__file__}:")):
+        pipe.jit(text)(X)
 
 
 WEIGHT = jnp.ones((3, 3))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -50,6 +51,11 @@ OPTIONS = {
             "schedule": gpipe(2, 5)
         },
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
+        f"unknown schedule '1F1B' ... {KNOWN} ... Schedule": {
+            "stages": nn.Dense(2),
+            "schedule": "1F1B",
+        },
+        f"unknown remat True ... {REMATS}": {"stages": nn.Dense(2), "remat": True},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
         "balance=[1] is for a list ... give num_stages=": {
@@ -73,12 +79,20 @@ OPTIONS = {
         },
     },
     TypeError: {
-        "num_microbatches=True is a bool": {"num_microbatches": True},
-        "num_microbatches=2.0 is a float": {"num_microbatches": 2.0},
+        "num_microbatches is True; needs an int": {"num_microbatches": True},
+        "num_microbatches is float32[4,3]; needs an int ... num_microbatches=4": {
+            "num_microbatches": X
+        },
+        "num_microbatches is a dict; needs an int": {
+            "num_microbatches": {"kernel": X, "bias": X, "other": X, "last": X}
+        },
+        "num_microbatches is 2.0; needs an int ... such as num_microbatches=4": {
+            "num_microbatches": 2.0
+        },
         "num_microbatches= is missing ... such as num_microbatches=4, or plan=": {
             "num_microbatches": None
         },
-        "num_stages='2' is a str; needs an int": {
+        "num_stages is '2'; needs an int": {
             "stages": nn.Dense(2),
             "num_stages": "2",
         },
@@ -125,6 +139,25 @@ def test_unusable_arguments_are_refused(options, error, match):
     given = {"stages": two_stages(), "num_microbatches": 2, **options}
     with pytest.raises(error, match=match):
         jpipe.pipeline(**given)
+
+
+def test_arrays_of_numpy_are_options_as_lists_are():
+    devices = jax.make_mesh((2, 2), ("stage", "data")).devices[:, 0]
+    balance = np.array([2, 1])
+    pipe = jpipe.pipeline(two_stages(), 2, balance=balance, devices=devices)
+    assert pipe.devices == tuple(devices)
+    model = jpipe.pipeline(nn.Dense(2), 2, num_stages=1, devices=devices)
+    assert model.devices == (devices[0],)
+    grad_fn = jpipe.value_and_grad(lambda w, x: jnp.mean(x @ w), 2, devices=devices)
+    assert grad_fn.place(jnp.ones((3, 2)), X).devices() <= set(devices)
+
+    profile = jpipe.profile(two_stages(), X, num_microbatches=2, measure=False)
+    options = {"num_devices": 2, "num_microbatches": 2, "data": 1}
+    plan = jpipe.plan(two_stages(), X, optax.sgd(0.1), profile=profile, **options)
+    planned = jpipe.pipeline(two_stages(), plan=plan, devices=devices)
+    assert {*planned.devices} <= {*devices}
+    with pytest.raises(ValueError, match="it decides balance, which was given too"):
+        jpipe.pipeline(two_stages(), plan=plan, balance=balance)
 
 
 def test_profile_refuses_what_is_no_model():

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import traverse_util
+from flax.training import train_state
 
 import jpipe
 
@@ -119,9 +120,26 @@ def moved(state):
     return dataclasses.replace(state, opt_state=elsewhere)
 
 
+def as_state_of_flax(state):
+    params = {"w": jnp.ones(3)}
+    return train_state.TrainState.create(apply_fn=mse, params=params, tx=ADAM)
+
+
+def in_half(state):
+    """Parameters of another dtype than those for which the rest was made."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params)
+    return dataclasses.replace(state, params=params)
+
+
 BAD_CALLS = {
     TypeError: {
         "state is a tuple ... init_train_state": changed(lambda state: state.params),
+        "a step returns two: type state, metrics = step(state, x, targets)": (
+            changed(lambda state: (state, {"loss": 0.0}))
+        ),
+        "is a flax.training.train_state.TrainState; needs the jpipe.TrainState": (
+            changed(as_state_of_flax)
+        ),
         "jnp.asarray ... x is": call("x"),
     },
     ValueError: {
@@ -137,6 +155,9 @@ BAD_CALLS = {
         ),
         # The leaves are as many and of the same shapes: only their meaning differs.
         "not that of the optimizer of this step": of(optax.adabelief(0.1)),
+        "made for parameters of another dtype ... make a new state, state = pipe": (
+            changed(in_half)
+        ),
         "opt_state": other_step(mse, optax.sgd(0.1, momentum=0.9)),
     },
     Unlucky: {"no luck in losses": other_step(unlucky_loss, ADAM)},
@@ -164,6 +185,22 @@ def test_state_of_another_balance_is_refused_until_it_is_placed(
     with pytest.raises(ValueError, match=match):
         pipe.profile_step(state, (X, TARGETS), mse)
     assert_same(step(pipe.place(state), X, TARGETS)[0], second_state)
+
+
+def test_parameters_of_another_dtype_train_in_a_new_state(pipe, first_state):
+    step = pipe.train_step(mse, ADAM)
+    variables = in_half(first_state).variables
+    state = pipe.init_train_state(KEY, X, ADAM, variables=variables)
+    _, metrics = step(state, X, TARGETS)
+    assert jnp.isfinite(metrics["loss"])
+
+
+def test_old_parameters_read_after_a_step_raise_as_the_page_on_errors_says(pipe):
+    state = pipe.init_train_state(KEY, X, ADAM)
+    params = state.params
+    pipe.train_step(mse, ADAM)(state, X, TARGETS)
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        jnp.sum(params[0]["kernel"])
 
 
 def no_biases(params: Any) -> Any:

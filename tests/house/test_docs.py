@@ -111,6 +111,8 @@ def test_errors_that_are_explained_are_errors_of_the_library():
     """Or of JAX, Flax and Python, which are these."""
     others = {
         "Received incompatible devices for jitted computation",
+        "Array has been deleted",
+        "Found an unbound axis name",
         "missing 1 required keyword-only argument: 'value'",
         "pytree structure error: different types at key path",
         'needs PRNG for "dropout"',

@@ -403,10 +403,10 @@ def test_a_mesh_of_the_one_device_of_all_stages_is_no_fault():
 def test_an_object_in_place_of_variables_is_named():
     pipe = jpipe.pipeline(nn.Dense(3), 2, num_stages=1)
     params = pipe.init(KEY, X)["params"]
-    with pytest.raises(errors.FlaxError) as caught:
-        pipe.apply(params, X)
-    says = "variables has no entry 'params'; wrap parameters as {'params': par"
-    assert any(note.startswith(says) for note in caught.value.__notes__)
+    says = r"variables has no entry 'params'; wrap parameters as {'params': params}"
+    for call in (pipe.apply, jpipe.pipeline(nn.Dense(3), 2, num_stages=1).place):
+        with pytest.raises(ValueError, match=says):
+            call(params, X)
     with pytest.raises(ValueError, match="is a tuple; a model takes a mapping such as"):
         pipe.apply((params,), X)
 
@@ -419,3 +419,120 @@ def test_packed_inputs_are_shown_by_their_shapes():
     (note,) = (text for text in caught.value.__notes__ if "by the model" in text)
     assert "whose input was jpipe.inputs(float32[4,2], mask=None); x comes" in note
     assert repr(jpipe.inputs(0, mask=None)) == "jpipe.inputs(0, mask=None)"
+
+
+class Wider(nn.Module):
+    """`Normed`, but for the width of a layer."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(9)(x))
+        return nn.Dense(3)(nn.relu(x))
+
+
+@pytest.mark.parametrize("call", ["step", "value_and_grad", "apply", "place"])
+def test_a_state_of_another_model_is_compared_leaf_by_leaf(call):
+    tx = optax.sgd(0.1)
+    other = jpipe.pipeline(Wider(), 2, num_stages=1).init_train_state(KEY, X, tx)
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=1)
+    calls = {
+        "step": lambda: pipe.train_step(ref.mse, tx)(other, X, TARGETS),
+        "value_and_grad": lambda: pipe.value_and_grad(ref.mse)(
+            other.variables, X, TARGETS
+        ),
+        "apply": lambda: pipe.apply(other.variables, X),
+        "place": lambda: pipe.place(other, X),
+    }
+    with pytest.raises(ValueError, match="not those of this model") as refusal:
+        calls[call]()
+    lines = str(refusal.value).splitlines()[1:]
+    assert len(lines) >= 3
+    kernel = (
+        "variables['params']['Dense_0']['kernel'] has shape (6, 9), the model needs"
+    )
+    assert f"  * {kernel} (6, 8)" in lines
+
+
+def test_an_error_of_a_model_whose_variables_fit_is_left_as_it_is():
+    """Collections that the model does not make may be the user's."""
+
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            if train:
+                raise ArithmeticError("odd")
+            return nn.Dense(3)(x)
+
+    pipe = jpipe.pipeline(Odd(), 2, num_stages=1)
+    variables = {**Odd().init(KEY, X), "notes": {"count": jnp.zeros(3)}}
+    with pytest.raises(ArithmeticError, match="odd"):
+        pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
+
+
+def test_modules_of_one_model_can_be_called_wherever_its_variables_are():
+    model: Any = Normed()
+    devices = jax.devices()[:2]
+    pipe = jpipe.pipeline(model, 2, num_stages=2, devices=devices)
+    variables = pipe.init(KEY, X)
+    spread = {leaf.device for leaf in jax.tree.leaves(variables)}
+    assert spread == set(devices)
+    expected = model.apply(ref.on_host(variables), X)
+    ref.assert_close(pipe.modules(variables)(X), expected, ref.FLOAT32)
+    # They are those of the pipeline, which stay.
+    assert {leaf.device for leaf in jax.tree.leaves(variables)} == spread
+
+
+class Named(nn.Module):
+    """As those of flax's examples, whose steps are under `jax.pmap`."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train, axis_name="batch")(x)
+        return nn.Dense(3)(x)
+
+
+def notes_of(error, call):
+    with pytest.raises(error) as refusal:
+        call()
+    return "\n".join(refusal.value.__notes__)
+
+
+def test_an_axis_that_a_pipeline_does_not_map_is_answered():
+    pipe = jpipe.pipeline(Named(), 2, num_stages=1)
+    step = pipe.train_step(ref.mse, optax.sgd(0.1))
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+    with pytest.raises(NameError, match="Found an unbound axis name") as refusal:
+        step(state, X, TARGETS)
+    assert any("drop axis_name=, and" in note for note in refusal.value.__notes__)
+
+
+class Dropped(nn.Module):
+    """A model with a dropout."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+def test_a_model_whose_dropout_has_no_key_is_answered():
+    pipe = jpipe.pipeline(Dropped(), 2, num_stages=1)
+    variables, find = pipe.init(KEY, X), pipe.value_and_grad(ref.mse)
+    call = lambda **options: find(variables, X, TARGETS, **options)  # noqa: E731
+    notes = notes_of(errors.InvalidRngError, call)
+    line = told(r"pipeline: rngs=(jax\.random\.key\(0\)),", notes)
+    call(rngs=eval(line))
+
+
+def test_training_that_the_input_names_is_answered_with_leaving_it_out():
+    x = jpipe.inputs(X, train=True)
+    says = r"jpipe\.inputs\(\.\.\., train=True\) holds in evaluation, and where"
+    for model in (Normed(), Dropped()):
+        pipe = jpipe.pipeline(model, 2, num_stages=2)
+        with pytest.raises((ValueError, errors.InvalidRngError)) as refusal:
+            pipe.apply(pipe.init(KEY, X), x)
+        texts = [str(refusal.value), *getattr(refusal.value, "__notes__", ())]
+        assert any(re.match(says, text) for text in texts)
+        assert not any("decode=True" in text for text in texts)
+        # What it says to type works.
+        state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+        pipe.train_step(ref.mse, optax.sgd(0.1))(state, X, TARGETS)

@@ -28,6 +28,7 @@ REACHED_BY = {
     "_api/_loss_function_check": "loss_functions/test_reductions.py",
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_trainable": "matrix train",
+    "_arguments/_wrong_call": "errors/test_calls.py",
     "_check": "check/test_loss_check.py check",
     "_check/_layer_checker": "check/test_layer_check.py",
     "_command": "command processes/test_launch.py",
@@ -101,6 +102,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_arguments/_trainable": [
         ("if _is_param_path(path) and is_inexact(leaf)", "if _is_param_path(path)"),
+    ],
+    "_arguments/_wrong_call": [
+        ("traceback.tb_next is None", "traceback.tb_next is not None"),
+        ("follow_wrapped=False", "follow_wrapped=True"),
     ],
     "_check/_layer_checker": [
         ("self._functions.setdefault(function.fingerprint, function)", "function"),
@@ -216,7 +221,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_layers/_rng": [
         ("jax.random.fold_in(key, layer_index) for name", "key for name"),
-        ("fold_in(rng, step)", "fold_in(rng, 0 * step)"),
+        ("fold_in(key, step)", "fold_in(key, 0 * step)"),
         ("fold_in(key, 2**31 - 1)", "fold_in(key, 0)"),
     ],
     "_layers/_sequence": [
@@ -385,7 +390,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "_train/_train_step": [
-        ("_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),
+        ("*_rng.step_keys(rngs, step), step + 1", "*_rng.step_keys(rngs, step), step"),
         ("new_state[self.variable_indices[leaf]] = value", "pass"),
     ],
     "_train/_transformation": [

@@ -34,6 +34,8 @@ def train(how: str) -> None:
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx)
     targets = np.ones((len(x), size), np.float32)
+    if other("call"):
+        pipe.apply(state.variables, x)
     for number in range(12):
         if number == 6 and fails:
             {
@@ -53,7 +55,8 @@ def main(ways: str, _job: str) -> None:
     Args:
       ways: one, or several with commas between them, of which only the last ends the
         process. ``"model"``, ``"shuffle"``: process 1 runs another program, or on
-        other examples; ``"epoch"``: only later; ``"whole"``: on others, of one model.
+        other examples; ``"epoch"``: only later; ``"whole"``: on others, of one model;
+        ``"call"``: it calls another function.
         ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle.
       _job: by which its processes are known.
     """

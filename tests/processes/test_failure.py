@@ -15,8 +15,8 @@ def ended(outcome):
 
 @pytest.fixture(scope="module")
 def refused_then_raised():
-    """Two processes that run different models, then the same, until one raises."""
-    return jobs.run(2, "failing", "model,raise")
+    """Two processes of other models, then other calls, then equal until one raises."""
+    return jobs.run(2, "failing", "model,call,raise")
 
 
 def test_another_model_is_refused_before_anything_is_sent(refused_then_raised):
@@ -27,6 +27,17 @@ def test_another_model_is_refused_before_anything_is_sent(refused_then_raised):
         assert "the processes do not run the same program" in before, text
         assert re.search(fact, before), text
         assert "not run the same program" not in after
+
+
+def test_another_call_is_named_in_both(refused_then_raised):
+    fact = (
+        "  * the call: process 0: pipe.train_step(loss_fn, tx); process 1: pipe.apply\n"
+    )
+    for process in range(2):
+        before, _, _ = refused_then_raised.of(process).partition("\nloss ")
+        assert "the order of calls differs, and nothing was sent" in before
+        assert fact in f"{before}\n"
+        assert "rngs are others" not in before
 
 
 @pytest.mark.slow

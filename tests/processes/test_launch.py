@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -95,6 +96,15 @@ def test_a_program_that_forgets_to_join_is_refused(tmp_path):
 def test_arguments_that_do_not_fit_are_refused_before_anything_starts(options, message):
     with pytest.raises(ValueError, match=message):
         jpipe.distributed(**options)
+
+
+def test_a_port_in_use_is_named_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(
+            RuntimeError, match=r"port \d+ of .* is in use on this host"
+        ):
+            jpipe.distributed(address, 2, 0)
 
 
 @pytest.mark.slow
