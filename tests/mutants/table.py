@@ -126,6 +126,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_instructions/_program": [
         ("slot < self._num_arguments for", "slot < 0 for"),
+        ("origin = moved_from.get(slot, slot)", "origin = slot"),
     ],
     "_instructions/_stage_bytes": [
         ("0) - batch_bytes, 0)", "0), 0)"),
