@@ -277,6 +277,7 @@ def trace_function(
     index_spec = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
+    closed = _boundaries.read_first_marks(closed)
     num_params = len(jax.tree.leaves(params))
     closed = _checkpoints.inline_checkpoints(closed, num_stages)
     if num_stages > 1:

@@ -329,6 +329,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_trace/_boundaries": [
         ("] = stage, tree", "] = stage, 0"),
+        ("value if was_marked else marked", "marked"),
         ("[numbers[0]] = index + 1", "[numbers[0]] = index"),
         (" and not is_mark(eqns[index + 1])", ""),
     ],
@@ -402,6 +403,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("max_missing = least_missing if", "max_missing = 0.0 if"),
         ("if lower_bound >= shortest_step:", "if lower_bound >= 0:"),
         ("bottlenecks + waits + transfer_times", "bottlenecks"),
+    ],
+    "planning/_describe": [
+        ("and (output, place) not in sent", ""),
+        ("place != placement.place(source, 0) and ", ""),
+        ("{id(var): origins[var] for", "{0: origins[var] for"),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
