@@ -137,6 +137,40 @@ def test_a_program_without_modules_names_its_parameters():
     ]
 
 
+def test_names_of_parameters_are_long_enough_to_tell_stages_apart():
+    """They are in two trees, as of a model in two parts; then in two lists."""
+    matrix = jnp.ones((64, 64))
+    layers = {str(i): {"in": {"w": matrix}, "out": {"w": matrix}} for i in range(4)}
+    trees = (
+        {"model": {"layers": layers, "head": matrix}},
+        {"scale": {"all": [jnp.ones(())] * 4}},
+    )
+
+    def loss(params, x):
+        model, scale = params
+        for i in range(4):
+            layer = model["model"]["layers"][str(i)]
+            x = jnp.tanh(x @ layer["in"]["w"]) @ layer["out"]["w"]
+            x = x * scale["scale"]["all"][i]
+        return (x @ model["model"]["head"]).mean()
+
+    grad_fn, _ = placed(loss, trees)
+    first, last = grad_fn.plan.layer_names
+    assert first[:2] == ["0/model/layers/0", "0/model/layers/1"]
+    assert {"0/model/head", "0/model/layers/3"} <= {*last}
+
+    def of_lists(params, x):
+        for weights, bias in zip(*params, strict=True):
+            x = jnp.tanh(x @ weights + bias)
+        return x.mean()
+
+    grad_fn, _ = placed(of_lists, ([matrix] * 4, [jnp.ones(64)] * 4))
+    assert grad_fn.plan.layer_names == [
+        ["0/0", "0/1", "1/0", "1/1"],
+        ["0/2", "0/3", "1/2", "1/3"],
+    ]
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
@@ -200,6 +234,21 @@ def test_there_are_fewer_stages_than_devices_where_a_model_has_fewer_cuts(model)
     more = jpipe.pipeline(model, 2, devices=devices, num_stages=60)
     with pytest.raises(ValueError, match=r"num_stages=60: .* divided in \d+ at most"):
         more.init(KEY, X)
+
+
+class Outer(nn.Module):
+    """A model in a model, all of whose blocks are in its one child."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = [nn.Dense(64, name=name) for name in "abcd"]
+        return nn.Sequential(layers, name="inner")(x)
+
+
+def test_modules_of_a_module_in_all_stages_are_named():
+    pipe = jpipe.pipeline(Outer(), 2, num_stages=2)
+    pipe.init(KEY, X)
+    assert pipe.plan.layer_names == [["inner/a", "inner/b"], ["inner/c", "inner/d"]]
 
 
 def test_modules_in_checkpoints_and_of_nnx_are_named():
