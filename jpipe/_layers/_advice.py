@@ -20,11 +20,14 @@ _ONE_PYTREE = (
     "a layer maps one pytree to one pytree; where a module takes several, list "
     "jpipe.layer(module, lambda module, x: module(x[0], mask=x[1])), or x['name']"
 )
-# (class of the error, a part of its message) -> the advice
-_ADVICE: dict[tuple[type[Exception], str], str] = {
+# (class of the error, a part of its message) -> the advice, for models and layers
+_MODEL_ADVICE: dict[tuple[type[Exception], str], str] = {
     (NameError, "axis name"): "a pipeline maps no axis: drop axis_name, and "
     "collectives over it such as jax.lax.pmean; the loss and the running statistics of "
     "batch norms are those of the whole mini-batch without them",
+}
+# The same, for layers alone.
+_LAYER_ADVICE: dict[tuple[type[Exception], str], str] = {
     (RuntimeError, "non-empty mesh"): "layers are traced outside of any mesh: give "
     "NamedSharding(mesh, spec) in place of a spec, drop constraints on how activations "
     "lie, or type nn.with_logical_constraint",
@@ -67,8 +70,21 @@ def _called_function(layer: LayerAdapter) -> Any:
 
 def advice(error: Exception, layer: LayerAdapter, x: PyTree) -> str:
     """The advice on an error that a layer raised on an input; may be empty."""
-    for (error_class, message_part), text in _ADVICE.items():
-        if isinstance(error, error_class) and message_part in str(error):
-            return text
+    if text := _find_advice(error, {**_MODEL_ADVICE, **_LAYER_ADVICE}):
+        return text
     is_module = isinstance(layer.source, linen.Module | nnx.Module)
     return _ONE_PYTREE if is_module and isinstance(x, Mapping | tuple | list) else ""
+
+
+def model_advice(error: Exception) -> str:
+    """The advice on an error that a model raised; may be empty."""
+    return _find_advice(error, _MODEL_ADVICE)
+
+
+def _find_advice(
+    error: Exception, advice_on: Mapping[tuple[type[Exception], str], str]
+) -> str:
+    for (error_class, message_part), text in advice_on.items():
+        if isinstance(error, error_class) and message_part in str(error):
+            return text
+    return ""

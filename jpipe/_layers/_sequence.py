@@ -20,7 +20,7 @@ from .._jaxprs import _jaxpr
 from .._messages import raise_all
 from . import _rng, _skip
 from ._adapter import LayerAdapter
-from ._advice import advice, missing_inputs
+from ._advice import advice, missing_inputs, model_advice
 from ._parent import Entries, Parent
 from ._text import shape_text
 
@@ -246,6 +246,8 @@ def _note_model(error: Exception, layer: LayerAdapter, x: PyTree) -> None:
         f"raised by the model ({layer.name}), whose input was {shape_text(x)}; x "
         f"comes before the targets"
     )
+    if text := model_advice(error):
+        error.add_note(text)
     if names := missing_inputs(error, layer):
         inputs = ", ".join(f"{name}={name}" for name in names)
         error.add_note(
