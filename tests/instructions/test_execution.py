@@ -4,6 +4,7 @@ import gc
 import re
 import time
 import weakref
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +290,12 @@ def used():
     return {name: weakref.ref(value) for name, value in held.items()}
 
 
+def library_objects():
+    """The number of objects of each class of the library."""
+    classes = map(type, gc.get_objects())
+    return Counter(x for x in classes if str(x.__module__).startswith("jpipe."))
+
+
 # What becomes of the statistics is not its subject.
 @pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 def test_a_pipeline_that_is_dropped_is_gone_at_once():
@@ -297,5 +304,9 @@ def test_a_pipeline_that_is_dropped_is_gone_at_once():
     try:
         found = used()
         assert [name for name, held in found.items() if held() is not None] == []
+        # What JAX keeps, such as traces of jitted functions, holds nothing of it.
+        before = library_objects()
+        used()
+        assert library_objects() == before
     finally:
         gc.enable()
