@@ -191,7 +191,7 @@ class _Gaps:
 
     Attributes:
       num_stages: the number of stages.
-      candidates: the gaps that may be cuts; at least one fewer than stages.
+      candidates: the gaps that may be cuts, at least as many as there are cuts.
       crossing: the bytes that cross each gap of the program.
     """
 

@@ -407,7 +407,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_describe": [
         ("and (output, place) not in sent", ""),
         ("place != placement.place(source, 0) and ", ""),
-        ("{id(var): origins[var] for", "{0: origins[var] for"),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
