@@ -26,6 +26,7 @@ __all__ = [
     "gradient_of",
     "leaves_of",
     "live",
+    "moves",
     "peak_bytes",
 ]
 
@@ -54,6 +55,15 @@ def actions(program):
         if isinstance(instruction.label, Action) and not instruction.is_move:
             rows[instruction.place].append(str(instruction.label))
     return rows
+
+
+def moves(program):
+    """Each move between places: its label, both places, and its bytes."""
+    moves = [move for move in program.instructions if move.is_move and move.source >= 0]
+    return [
+        (str(x.label), x.source, x.place, sum(program.nbytes[i] for i in x.writes))
+        for x in moves
+    ]
 
 
 def counted(program, leaves, ahead=True):

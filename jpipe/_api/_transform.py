@@ -54,8 +54,8 @@ def pipeline(
         balances and few bytes cross, or where it calls `boundary`.
       num_microbatches: the number of micro-batches of a mini-batch, at least 1. Their
         sizes differ by at most one.
-      num_stages: the number of stages of one model; default: one for each device, or as
-        many as marks make.
+      num_stages: the number of stages of one model; default: as many as marks make,
+        or else one for each device, or fewer where the model has fewer cuts.
       balance: the number of layers of each stage, such as ``[3, 2, 4]``; default: each
         layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers finds
         the one with equal times.

@@ -48,8 +48,9 @@ def value_and_grad(
       fun: ``(params, *args, **kwargs) -> loss``, a scalar; or ``(loss, aux)`` with
         ``has_aux``.
       num_microbatches: the number of micro-batches of a mini-batch.
-      num_stages: the number of stages in which the function is divided; default: one
-        for each device, or as many as marks make.
+      num_stages: the number of stages in which the function is divided; default: as
+        many as marks make, or else one for each device, or fewer where the function
+        has fewer cuts.
       argnums: the position of ``params`` among the arguments of ``fun``; or a sequence
         of positions, as in `jax.value_and_grad`, whose gradients are a tuple.
       has_aux: True if ``fun`` returns ``(loss, aux)``.

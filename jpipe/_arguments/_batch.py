@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,13 +28,15 @@ class Batch:
     """A mini-batch as abstract values, for which a program is compiled.
 
     Attributes:
-      args: specs of the arguments of a call but its variables.
+      args: specs of the arguments of a call but its variables, in a tuple.
+      names: the name of each argument, for errors.
       axes: the batch axis of each leaf; ``None``: it is not split.
       sizes: the number of examples of each micro-batch, on one shard.
       num_shards: the number of shards over which each micro-batch is spread.
     """
 
-    args: PyTree
+    args: tuple[PyTree, ...]
+    names: Sequence[str]
     axes: list[int | None]
     sizes: tuple[int, ...]
     num_shards: int = 1
@@ -43,6 +45,15 @@ class Batch:
     def first(self) -> PyTree:
         """Specs of the first micro-batch; no other has more examples."""
         return self.microbatch_specs(self.sizes[0])
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """The name of each leaf, for errors."""
+        leaf_names = list[str]()
+        for name, tree in zip(self.names, self.args, strict=True):
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+                leaf_names.append(f"{name}{jax.tree_util.keystr(path)}")
+        return leaf_names
 
     @property
     def num_microbatch_shards(self) -> int:

@@ -185,7 +185,7 @@ def batch(
     specs = tuple(argument.specs for argument in arguments)
     axes = (argument.axes for argument in arguments)
     flat_axes = list(itertools.chain.from_iterable(axes))
-    unsplit = Batch(specs, [None] * len(flat_axes), (1,))
+    unsplit = Batch(specs, names, axes=[None] * len(flat_axes), sizes=(1,))
     if allows_unsplit and all(axis is None for axis in flat_axes):
         return unsplit
     min_examples = 1 if allows_unsplit else num_microbatches
@@ -196,7 +196,7 @@ def batch(
             return unsplit
         raise
     if allows_unsplit and (size < num_microbatches * num_shards or size % num_shards):
-        return Batch(specs, flat_axes, (size,))
+        return Batch(specs, names, axes=flat_axes, sizes=(size,))
     shard = _microbatch.examples_per_shard(size, num_microbatches, num_shards)
     sizes = _microbatch.microbatch_sizes(shard, num_microbatches)
-    return Batch(specs, flat_axes, sizes, num_shards)
+    return Batch(specs, names, axes=flat_axes, sizes=sizes, num_shards=num_shards)

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
-from .._jaxprs import _jaxpr, _sharding_constraints
+from .._jaxprs import _jaxpr, _nan_location, _sharding_constraints
 from .._jaxprs._computation import Computation
 from .._processes._arrays import is_key
 from ._garbage_collector import pause_collector
@@ -166,8 +166,7 @@ class PlacedExecutable:
 
 def may_compile_ahead() -> bool:
     """True if anything is compiled before it is called, under the settings of JAX."""
-    debug = _config.jax_debug_nans or _config.jax_debug_infs
-    return not (_config.jax_disable_jit or debug)
+    return not (_config.jax_disable_jit or _nan_location.is_checking())
 
 
 def _module_key(traced: Any, lowered: Any, options: Any) -> Any:

@@ -38,7 +38,8 @@ class Graph:
       specs: the shape and dtype of each value; of one shard, if it is stacked.
       places: the place of each value.
       shardings: the sharding of each value there.
-      arguments: the values that a caller passes to a run, in order.
+      arguments: the values that a caller passes to a run, in order, and their names in
+        messages.
       donated: the arguments that a run may overwrite.
       constants: the values that stay from run to run, and their arrays.
       calls: the calls.
@@ -49,7 +50,7 @@ class Graph:
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     shardings: list[Sharding] = field(default_factory=list)
-    arguments: dict[Value, None] = field(default_factory=dict)
+    arguments: dict[Value, str] = field(default_factory=dict)
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     calls: list[Instruction] = field(default_factory=list)
@@ -79,12 +80,21 @@ class Graph:
         spec: Any,
         place: Place,
         *,
+        name: str = "",
         donated: bool = False,
         sharding: Sharding = WHOLE,
     ) -> Value:
-        """Adds an argument: a value that a caller passes to each run."""
+        """Adds an argument: a value that a caller passes to each run.
+
+        Args:
+          spec: its shape and dtype.
+          place: its place.
+          name: its name in messages.
+          donated: True if a run may overwrite it.
+          sharding: its sharding in its place.
+        """
         value = self._add_value(spec, place, sharding)
-        self.arguments[value] = None
+        self.arguments[value] = name
         if donated:
             self.donated.add(value)
         return value

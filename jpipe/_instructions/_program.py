@@ -72,6 +72,7 @@ class Program:
 
         slot_of = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments = len(graph.arguments)
+        self._argument_names = [*graph.arguments.values()]
         self.inputs = range(len(slot_of))
         self.instructions = _over_slots(graph, over_values, last, slot_of)
         self.specs = [graph.specs[v] for v in slot_of]
@@ -216,7 +217,7 @@ class Program:
             group().runs += 1
         slots = self.start(leaves)
         del leaves
-        with _compat.explicit_transfers():
+        with _compat.explicit_transfers(), _nan_location.check_results():
             for instruction in self.local_instructions:
                 try:
                     if overwriting and instruction is self._first_overwriting:
@@ -241,10 +242,11 @@ class Program:
     def _explained(
         self, error: Exception, failed: Instruction, slots: list[Any]
     ) -> Exception:
-        """An error with its instruction; for a NaN, with the operation that made it."""
+        """An error with its instruction; for a NaN, with its origin."""
         if failed.function and isinstance(error, FloatingPointError):
             with suppress(Exception):  # such as one shard of several
-                located = _nan_location.find_invalid_value(
+                located = self._find_invalid_argument(failed, slots)
+                located = located or _nan_location.find_invalid_value(
                     failed.function.run, failed.take(slots)
                 )
                 error = located or error
@@ -252,6 +254,29 @@ class Program:
         device = self.devices[failed.place]
         error.add_note(f"raised in {label_text(failed.label)} on {device}{layers}")
         return error
+
+    def _find_invalid_argument(
+        self, failed: Instruction, slots: list[Any]
+    ) -> FloatingPointError | None:
+        """An error that names the argument from which an instruction has a NaN.
+
+        Results of other instructions were checked: they have none.
+        """
+        # slot of a copy -> the slot from which it was moved
+        moved_from: dict[Slot, Slot] = {}
+        for move in filter(lambda x: x.is_move, self.local_instructions):
+            moved_from |= zip(move.writes, move.reads, strict=True)
+        for slot, operand in zip(failed.reads, failed.take(slots), strict=True):
+            origin = moved_from.get(slot, slot)
+            if origin >= self._num_arguments:
+                continue
+            if invalid := _nan_location.invalid_value(operand):
+                return FloatingPointError(
+                    f"invalid value ({invalid}) encountered in "
+                    f"{self._argument_names[origin]}, an argument of the call: no "
+                    f"operation made it"
+                )
+        return None
 
 
 def _over_slots(

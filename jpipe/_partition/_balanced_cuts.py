@@ -40,7 +40,7 @@ def choose_cuts(
     traced: TracedFunction,
     num_stages: int | None,
     *,
-    default: int,
+    most_stages: int,
     warnings: WarnOnce,
 ) -> list[int]:
     """Chooses the equations with which the stages but the first begin.
@@ -48,7 +48,7 @@ def choose_cuts(
     Args:
       traced: the function that is cut.
       num_stages: the number of stages; ``None``: as many as marks make.
-      default: the number of stages where there are no marks either.
+      most_stages: the largest number of stages where there are no marks either.
       warnings: the warnings of the pipeline.
 
     Returns:
@@ -59,8 +59,13 @@ def choose_cuts(
     """
     marks = _boundaries.boundary_positions(traced.closed)
     if not marks:
-        num_stages = default if num_stages is None else num_stages
-        return _balanced_cuts(traced, num_stages, warnings)
+        limit = most_stages if num_stages is None else num_stages
+        if limit == 1:
+            return []
+        gaps = _Gaps.find(traced, limit)
+        if num_stages not in (None, gaps.num_stages):
+            raise ValueError(_too_many_stages(traced, num_stages, gaps.num_stages))
+        return _balanced_cuts(traced, gaps, warnings)
     if num_stages not in (None, len(marks) + 1):
         advice = ""
         if find_scans(traced, 1 / num_stages):
@@ -110,12 +115,13 @@ def find_sections(traced: TracedFunction, num_stages: int) -> list[int]:
     total_cost = cost_before[-1]
     least_cost = total_cost / num_stages / _PARTS_OF_STAGE
     begins = [0]
-    for index in _candidates(
+    candidates = _find_candidates(
         traced,
         crossing=crossing_bytes(traced),
         cost_before=cost_before,
         num_stages=num_stages,
-    ):
+    )
+    for index in candidates:
         cost_of_section = cost_before[index] - cost_before[begins[-1]]
         cost_after = total_cost - cost_before[index]
         if cost_of_section >= least_cost and cost_after >= least_cost:
@@ -179,29 +185,52 @@ class _StageDivision:
 _IMPOSSIBLE = _StageDivision(largest_cost=np.inf)
 
 
+@dataclass(frozen=True)
+class _Gaps:
+    """The gaps among which the cuts of a program are chosen.
+
+    Attributes:
+      num_stages: the number of stages.
+      candidates: the gaps that may be cuts, at least as many as there are cuts.
+      crossing: the bytes that cross each gap of the program.
+    """
+
+    num_stages: int
+    candidates: Sequence[int]
+    crossing: Sequence[int]
+
+    @classmethod
+    def find(cls, traced: TracedFunction, most_stages: int) -> "_Gaps":
+        """The gaps for a number of stages, or for as many fewer as there have to be.
+
+        Fewer stages are larger, so that gaps are compared with more of their
+        neighbours, and fewer of them are candidates.
+        """
+        crossing = crossing_bytes(traced)
+        cost_before = [0, *accumulate(_stage_costs(traced))]
+        num_stages = most_stages
+        while True:
+            candidates = _find_candidates(
+                traced,
+                crossing=crossing,
+                cost_before=cost_before,
+                num_stages=num_stages,
+            )
+            if len(candidates) + 1 >= num_stages:
+                return cls(num_stages, candidates, crossing)
+            num_stages = len(candidates) + 1
+
+
 def _balanced_cuts(
-    traced: TracedFunction, num_stages: int, warnings: WarnOnce
+    traced: TracedFunction, gaps: _Gaps, warnings: WarnOnce
 ) -> list[int]:
     """The cuts whose largest stage is smallest: see the head of the file."""
-    if num_stages == 1:
-        return []
     costs = _stage_costs(traced)
-    _check_largest_equation(traced, costs, num_stages)
     cost_before = [0, *accumulate(costs)]
-    crossing = crossing_bytes(traced)
-    candidates = _candidates(
-        traced, crossing=crossing, cost_before=cost_before, num_stages=num_stages
-    )
-    if len(candidates) < num_stages - 1:
-        raise ValueError(
-            f"num_stages={num_stages}: the program can be divided in "
-            f"{len(candidates) + 1} at most; type num_stages={len(candidates) + 1}"
-        )
-
-    ends = [*candidates, len(costs)]
+    ends = [*gaps.candidates, len(costs)]
     # best[j]: the best division of the equations before ends[j], at first as one stage
     best = [_StageDivision(largest_cost=cost_before[end]) for end in ends]
-    for _ in range(1, num_stages):
+    for _ in range(1, gaps.num_stages):
         best_with_one_more = list[_StageDivision]()
         for j, end in enumerate(ends):
             divisions = list[_StageDivision]()
@@ -210,7 +239,7 @@ def _balanced_cuts(
                     best[i].with_last_stage(
                         cut=begin,
                         cost=cost_before[end] - cost_before[begin],
-                        num_bytes=crossing[begin],
+                        num_bytes=gaps.crossing[begin],
                     )
                 )
             best_with_one_more.append(
@@ -232,7 +261,7 @@ def _stage_costs(traced: TracedFunction) -> list[float]:
     ]
 
 
-def _candidates(
+def _find_candidates(
     traced: TracedFunction,
     *,
     crossing: Sequence[int],
@@ -302,31 +331,46 @@ def _is_piece(traced: TracedFunction, eqn: core.JaxprEqn) -> bool:
     return not xs <= traced.vars_of_batch
 
 
-def _check_largest_equation(
-    traced: TracedFunction, costs: Sequence[float], num_stages: int
-) -> None:
-    """Raises a ValueError if a loop has more work than a stage and a half.
+def _too_many_stages(traced: TracedFunction, num_stages: int, most_stages: int) -> str:
+    """The error of a program that has too few gaps for so many stages.
 
-    It may be a piece of several layers, where these are few: five in four stages.
+    It names a loop or a call of more than an even share, in which there is no gap.
+
+    Args:
+      traced: the function that is cut.
+      num_stages: the number of stages that was typed.
+      most_stages: the largest number that is possible.
     """
-    if not costs:
-        return
-    largest = max(range(len(costs)), key=costs.__getitem__)
-    eqn = traced.closed.jaxpr.eqns[largest]
-    share = costs[largest] / max(sum(costs), 1)
-    if _is_piece(traced, eqn) and eqn.params["length"] > 1:
-        return
-    if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
-        loop = "write the loop over layers in Python, or " if _has_turns(eqn) else ""
-        raise ValueError(
-            f"num_stages={num_stages}: one operation, {_eqn_source.describe_eqn(eqn)} "
-            f"is {share:.0%} of the work and cannot be divided; {loop}take fewer stages"
+    costs = _stage_costs(traced)
+    costs_of_calls = [
+        (eqn, cost)
+        for eqn, cost in zip(traced.closed.jaxpr.eqns, costs, strict=True)
+        if _jaxpr.inner_jaxprs(eqn) and not _is_piece(traced, eqn)
+    ]
+    total_cost = sum(costs)
+    eqn, cost = max(costs_of_calls, key=lambda pair: pair[1], default=(None, 0))
+    reason = ""
+    loop = ""
+    if eqn is not None and cost * num_stages > total_cost:
+        reason = (
+            f": one operation, {_eqn_source.describe_eqn(eqn)} is "
+            f"{cost / total_cost:.0%} of the work and cannot be divided"
         )
+        loop = _loop_advice(eqn)
+    return (
+        f"num_stages={num_stages}: the program can be divided in {most_stages} at "
+        f"most{reason}; {loop}type num_stages={most_stages}"
+    )
 
 
-def _has_turns(eqn: core.JaxprEqn) -> bool:
-    """True for what a loop in Python could replace; a scan of length 1 is one layer."""
-    return bool(_jaxpr.inner_jaxprs(eqn)) and eqn.params.get("length") != 1
+def _loop_advice(eqn: core.JaxprEqn) -> str:
+    """Advice on an equation that a loop in Python could replace.
+
+    A scan of length 1 is one layer.
+    """
+    name = eqn.primitive.name
+    is_loop = name == "while" or (name == "scan" and eqn.params["length"] > 1)
+    return "write the loop in Python, or " if is_loop else ""
 
 
 def _warn_of_large_equation(
@@ -352,7 +396,7 @@ def _warn_of_large_equation(
     if _is_piece(traced, eqn):
         return  # there is no smaller one
     fewer_stages = max(int(_UNEVEN / share), 1)
-    loop = "write the loop in Python, or " if _has_turns(eqn) else ""
+    loop = _loop_advice(eqn)
     warnings(
         "balance",
         f"stage {fullest} has {share:.0%} of the estimated work, where "

@@ -20,8 +20,8 @@ class PipelineConfig:
     Attributes:
       num_microbatches: the number of micro-batches of a mini-batch.
       ranks: the device of each rank that there could be; a schedule takes the first.
-      num_stages: the number of stages; ``None``: as many as marks make, or as there are
-        ranks.
+      num_stages: the number of stages; ``None``: as many as marks make, or as the
+        ranks and the gaps of the program allow.
       balance: the number of layers in each stage, for a list.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.

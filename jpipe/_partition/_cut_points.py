@@ -255,7 +255,7 @@ class CutPoints:
         ):
             differences = abs(reads_before - np.asarray(read_counts))
             read_differences = differences[:, is_comparable].sum(axis=1)
-            expected = position / self.num_eqns * len(reads_before)
+            expected = position / self.num_eqns * end
             # The cut is behind the one before it, and leaves an equation to each stage
             # after it. Without a loss, as in evaluation, it may be at the end: stages
             # of the loss alone have nothing to compute there.

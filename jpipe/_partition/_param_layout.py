@@ -33,10 +33,12 @@ class ParamLayout:
       is_leaf_trained: one bool per leaf; True if it is trained.
       has_collections: True if the tree, or each entry of a list, has the collection
         ``"params"`` and others.
+      name: the name of the tree, for errors.
       advice: the call to type if a leaf is not in place.
 
     Attributes:
       paths: the path of each leaf.
+      names: the name of each leaf, for errors.
       specs: the spec of each leaf.
       places: the place of the owner stage of each leaf.
       pieces: as in the arguments; so are `owner_stages`, `shardings` and
@@ -55,6 +57,7 @@ class ParamLayout:
         shardings: Sequence[Sharding],
         is_leaf_trained: Sequence[bool],
         has_collections: bool,
+        name: str,
         advice: str,
     ) -> None:
         self.pieces = pieces
@@ -63,6 +66,7 @@ class ParamLayout:
         for path, spec in jax.tree_util.tree_leaves_with_path(specs):
             self.paths.append(path)
             self.specs.append(spec)
+        self.names = [f"{name}{jax.tree_util.keystr(path)}" for path in self.paths]
         self.places = [placement.place(stage) for stage in owner_stages]
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]

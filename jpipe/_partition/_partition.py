@@ -99,7 +99,8 @@ class Partition:
     def num_traced_stages(self) -> int:
         """The number of stages for which calls of `jax.checkpoint` are inlined.
 
-        In a layer they stay as they are: 1.
+        It is the number of ranks, if the user gave none, and there may be fewer stages.
+        In a layer calls stay as they are: 1.
         """
         if self._groups is not None:
             return 1
@@ -148,7 +149,7 @@ class Partition:
             first_positions = _balanced_cuts.choose_cuts(
                 first,
                 self.config.num_stages,
-                default=num_traced_stages,
+                most_stages=num_traced_stages,
                 warnings=self.warnings,
             )
             cuts = CutPoints.from_trace(

@@ -28,25 +28,25 @@ _EQUAL_PIECES_COST = 1.1
 
 
 def choose_division(
-    traced: TracedFunction, num_stages: int, divide: Divide
+    traced: TracedFunction, most_stages: int, divide: Divide
 ) -> ScanDivision:
     """Chooses the pieces of scans over layers, and of parameters that they go along.
 
     Args:
       traced: the function, traced on whole parameters.
-      num_stages: the number of stages.
+      most_stages: the number of stages; there are fewer if the program has fewer gaps.
       divide: ``division -> the function with its scans in pieces``.
     """
-    layer_scans = _find_divided_scans(traced, num_stages)
+    layer_scans = _find_divided_scans(traced, most_stages)
     if not layer_scans:
         return WHOLE
-    trial = _Trial(traced, layer_scans, num_stages, divide)
+    trial = _Trial(traced, layer_scans, most_stages, divide)
     best_sizes = trial.sizes_of_stages()
     largest_allowed = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
     # The best equal pieces: as many as stages, or fewer if a stage has other work.
     equal_sizes = best_sizes
     equal_cost = math.inf
-    for num_pieces in range(num_stages, 1, -1):
+    for num_pieces in range(trial.num_stages, 1, -1):
         sizes = [_equalize(sizes, num_pieces) for sizes in best_sizes]
         cost = trial.largest_cost(sizes)
         if sizes != best_sizes and cost < equal_cost:
@@ -91,22 +91,31 @@ class _Trial:
     Args:
       traced: the function of whole parameters.
       layer_scans: the scans that are divided.
-      num_stages: the number of stages.
+      most_stages: the number of stages; there are fewer if the program has fewer gaps.
       divide: ``division -> the function with its scans in pieces``.
+
+    Attributes:
+      num_stages: the number of stages, if it is cut between any iterations.
     """
 
     def __init__(
         self,
         traced: TracedFunction,
         layer_scans: Sequence[LayerScan],
-        num_stages: int,
+        most_stages: int,
         divide: Divide,
     ) -> None:
+        self.num_stages = most_stages
         self._traced = traced
         self._layer_scans = layer_scans
-        self._num_stages = num_stages
         self._divide = divide
         self._num_params = traced.num_params - len(traced.captured_arrays)
+        self._finest_division = self.division(
+            [(1,) * scan.length for scan in layer_scans]
+        )
+        self._finest_cut = self._cut(self._finest_division)
+        _, cuts = self._finest_cut
+        self.num_stages = len(cuts) + 1
 
     def division(self, sizes_of_scans: Sequence[Sequence[int]]) -> ScanDivision:
         """The pieces of parameters and scans, for scans in pieces of such sizes."""
@@ -121,8 +130,8 @@ class _Trial:
 
     def sizes_of_stages(self) -> list[tuple[int, ...]]:
         """For each scan the numbers of iterations that stages run, if cut anywhere."""
-        division = self.division([(1,) * scan.length for scan in self._layer_scans])
-        traced, cuts = self._cut(division)
+        division = self._finest_division
+        traced, cuts = self._finest_cut
         first_units = first_inner_indices(self._num_params, division.params)
         num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
         reads_before = count_reads_before(traced, self._num_params + num_pieces)
@@ -145,9 +154,8 @@ class _Trial:
 
     def largest_cost(self, sizes_of_scans: Sequence[Sequence[int]]) -> float:
         """The operations of the largest stage, for scans in pieces of such sizes."""
-        try:
-            traced, cuts = self._cut(self.division(sizes_of_scans))
-        except ValueError:  # a piece is too large to be a stage
+        traced, cuts = self._cut(self.division(sizes_of_scans))
+        if len(cuts) + 1 < self.num_stages:  # the pieces are too few
             return math.inf
         return _balanced_cuts.largest_stage_cost(traced, cuts)
 
@@ -156,8 +164,8 @@ class _Trial:
         (traced,) = _eqn_order.sink_equations({0: self._divide(division)}).values()
         cuts = _balanced_cuts.choose_cuts(
             traced,
-            self._num_stages,
-            default=self._num_stages,
+            None,
+            most_stages=self.num_stages,
             warnings=WarnOnce(is_muted=True),
         )
         return traced, cuts

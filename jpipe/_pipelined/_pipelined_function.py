@@ -134,6 +134,7 @@ class PipelinedFunction:
             shardings=self._spec.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
             has_collections=self._spec.model is not None,
+            name=self._spec.params_name,
             advice=self._spec.advice,
         )
 
@@ -235,12 +236,8 @@ class PipelinedFunction:
                 owner_stages=owner_stages,
                 is_trained=is_trained,
             )
-            leaf_names = [
-                f"{spec.params_name}{jax.tree_util.keystr(path)}"
-                for path in layout.paths
-            ]
             _stacked_params.check_stacked_params(
-                stages, leaf_names, self._partition.warnings
+                stages, layout.names, self._partition.warnings
             )
 
         if spec.has_loss:

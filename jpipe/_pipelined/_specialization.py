@@ -104,6 +104,20 @@ class Specialization:
             return lowering.run()
         return lowering.run_forwards()
 
+    def batch_arguments(self, graph: Graph, args: Sequence[PyTree]) -> list[Value]:
+        """Adds the leaves of the first arguments of the batch to those of a graph.
+
+        Args:
+          graph: the graph.
+          args: specs of these arguments.
+        """
+        leaf_specs = jax.tree.leaves(args)
+        names = self.batch.leaf_names[: len(leaf_specs)]
+        return [
+            graph.argument(spec, OUTSIDE, name=name)
+            for name, spec in zip(names, leaf_specs, strict=True)
+        ]
+
     def check_arguments(
         self, params: PyTree, args: PyTree, tree_name: str = "variables"
     ) -> list[Any]:
@@ -165,12 +179,15 @@ class Specialization:
         """
         graph = self.placement.graph()
         params = list[Value]()
-        for spec, place, sharding in zip(
-            self.layout.specs, self.layout.places, self.layout.shardings, strict=True
+        for name, spec, place, sharding in zip(
+            self.layout.names,
+            self.layout.specs,
+            self.layout.places,
+            self.layout.shardings,
+            strict=True,
         ):
-            params.append(graph.argument(spec, place, sharding=sharding))
-        batch_specs = jax.tree.leaves(self.batch.args)
-        batch_leaves = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
+            params.append(graph.argument(spec, place, name=name, sharding=sharding))
+        batch_leaves = self.batch_arguments(graph, self.batch.args)
 
         step = self.into(graph, params, batch_leaves)
         metrics = [*step.loss, *step.aux]

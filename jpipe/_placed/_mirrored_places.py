@@ -40,7 +40,11 @@ class ArgumentLeaf(NamedTuple):
     def add_to(self, graph: Graph, *, donated: bool = False) -> Value:
         """Adds the leaf, whose value is its spec, to the arguments of a graph."""
         return graph.argument(
-            self.value, self.place, donated=donated, sharding=self.sharding
+            self.value,
+            self.place,
+            name=self.name,
+            donated=donated,
+            sharding=self.sharding,
         )
 
 

@@ -1,7 +1,9 @@
 """Names of stages, by the modules that they call or the parameters that they own."""
 
+import itertools
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -15,7 +17,7 @@ def name_stages(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str
 
     Of a module whose layers are scanned in several stages, each has its layers in its
     name. Where no stage calls a named module, stages are named by the parameters that
-    they own.
+    they own. Names are as short as they can be for stages to have different ones.
 
     Args:
       stages: the stages.
@@ -25,25 +27,48 @@ def name_stages(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str
         stages.slice_of(stage).closed.jaxpr.eqns for stage in range(stages.num_stages)
     ]
     scan_names = _name_layer_scans(eqns_of_stages)
-    names = list[list[str]]()
-    for eqns in eqns_of_stages:
-        # module -> its name in this stage
-        stage_names: dict[str, str] = {}
-        for eqn in eqns:
-            for module in _called_modules(eqn):
-                stage_names.setdefault(module, module)
-                if id(eqn) in scan_names:
-                    stage_names[module] = scan_names[id(eqn)]
-        names.append(list(stage_names.values()))
-    if any(names):
+
+    def name_modules(depth: int) -> list[list[str]]:
+        names = list[list[str]]()
+        for eqns in eqns_of_stages:
+            # module -> its name in this stage
+            stage_names: dict[str, str] = {}
+            for eqn in eqns:
+                for module in _called_modules(eqn, depth):
+                    stage_names.setdefault(module, module)
+                    if id(eqn) in scan_names:
+                        stage_names[module] = scan_names[id(eqn)]
+            names.append(list(stage_names.values()))
         return names
 
-    owned_params: list[list[str]] = [[] for _ in names]
-    for path, owner in zip(paths, stages.owner_stages, strict=False):
-        owned_params[owner].append(_first_keys(path))
-    return [
-        sorted(dict.fromkeys(params), key=_natural_order) for params in owned_params
-    ]
+    def name_params(depth: int) -> list[list[str]]:
+        owned_params: list[list[str]] = [[] for _ in eqns_of_stages]
+        for path, owner in zip(paths, stages.owner_stages, strict=False):
+            owned_params[owner].append(_first_keys(path, depth))
+        return [
+            sorted(dict.fromkeys(params), key=_natural_order) for params in owned_params
+        ]
+
+    return _tell_apart(name_modules if any(name_modules(1)) else name_params)
+
+
+def _tell_apart(name: Callable[[int], list[list[str]]]) -> list[list[str]]:
+    """The shortest names of which no two stages have the same ones.
+
+    Args:
+      name: ``number of keys -> names of each stage``, of paths of so many keys.
+
+    Returns:
+      These names; those of one key if no longer ones tell the stages apart.
+    """
+    whole_paths = itertools.chain.from_iterable(name(sys.maxsize))
+    max_depth = max((path.count("/") + 1 for path in whole_paths), default=1)
+    for depth in range(1, max_depth + 1):
+        names = name(depth)
+        named_stages = [tuple(stage_names) for stage_names in names if stage_names]
+        if len(set(named_stages)) == len(named_stages):
+            return names
+    return name(1)
 
 
 def _name_layer_scans(
@@ -61,7 +86,7 @@ def _name_layer_scans(
     scans_of_module: dict[str, list[tuple[int, core.JaxprEqn]]] = {}
     for stage, eqns in enumerate(eqns_of_stages):
         for eqn in eqns:
-            modules = _called_modules(eqn)
+            modules = _called_modules(eqn, depth=1)
             if eqn.primitive.name == "scan" and len(modules) == 1:
                 scans_of_module.setdefault(modules[0], []).append((stage, eqn))
 
@@ -97,20 +122,25 @@ def label_parts(names: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[*map(label, stage_names)] for stage_names in unique_names]
 
 
-def _called_modules(eqn: core.JaxprEqn) -> list[str]:
-    """The children of the outermost module that an equation belongs to."""
+def _called_modules(eqn: core.JaxprEqn, depth: int) -> list[str]:
+    """The modules in the outermost module that an equation belongs to.
+
+    Args:
+      eqn: the equation.
+      depth: the number of modules in a path: 1 for children, 2 for theirs.
+    """
     names = dict[str, None]()
     for path in _eqn_source.module_paths(eqn):
         _, *children = path.split("/")
         if children:
-            names[children[0]] = None
+            names["/".join(children[:depth])] = None
     return list(names)
 
 
-def _first_keys(path: Sequence[str]) -> str:
-    """The first key of a path, and the number that may be behind it."""
-    has_number = len(path) > 1 and path[1].isdigit()
-    return "/".join(path[: 2 if has_number else 1])
+def _first_keys(path: Sequence[str], depth: int) -> str:
+    """The first keys of a path, and the number that may be behind them."""
+    has_number = len(path) > depth and path[depth].isdigit()
+    return "/".join(path[: depth + 1 if has_number else depth])
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:

@@ -6,6 +6,9 @@
 A user's mark, `boundary`, ends a stage where it stands. The marks of a list of layers
 have the number of the stage that they end, and the number of the tree that leaves it: 0
 is its output, all others are stashed by skip connections.
+
+What a stage of a list hands on unchanged has a mark at each end that it passes. Whoever
+reads it reads the first of these, and is sent it straight from the stage that made it.
 """
 
 from typing import Any
@@ -68,6 +71,32 @@ def mark_stage_end(stage: int, trees: dict[int, PyTree]) -> dict[int, PyTree]:
 def is_mark(eqn: core.JaxprEqn) -> bool:
     """True if an equation marks a value."""
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
+
+
+def read_first_marks(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The jaxpr of a list whose equations read outputs at the first of their marks.
+
+    The other marks stay where they are, and nobody reads them. What a skip connection
+    takes from a stage leaves this one, even if it came from another.
+    """
+    # marked value -> the value of its first mark
+    first_marks: dict[core.Var, core.Var] = {}
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else first_marks.get(atom, atom)
+
+    eqns = list[core.JaxprEqn]()
+    for eqn in closed.jaxpr.eqns:
+        eqn = eqn.replace(invars=[*map(read, eqn.invars)])
+        eqns.append(eqn)
+        if _mark_numbers(eqn)[1:] == [0]:
+            (marked,) = eqn.outvars
+            (value,) = eqn.invars
+            was_marked = not isinstance(value, core.Literal) and value in first_marks
+            first_marks[marked] = value if was_marked else marked
+    outvars = [*map(read, closed.jaxpr.outvars)]
+    jaxpr = closed.jaxpr.replace(eqns=eqns, outvars=outvars)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def boundary_positions(closed: core.ClosedJaxpr) -> list[int]:

@@ -297,6 +297,7 @@ def trace_function(
     index_spec = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
+    closed = _boundaries.read_first_marks(closed)
     num_params = len(jax.tree.leaves(params))
     # First, as refs hide what follows from what, and what nobody reads would hold
     # parameters in its stage, or a stack of them together.

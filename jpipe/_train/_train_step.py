@@ -23,7 +23,7 @@ from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
-from .._jaxprs import _jaxpr
+from .._jaxprs import _jaxpr, _nan_location
 from .._jaxprs._computation import Computation
 from .._layers import _rng
 from .._pipelined._specialization import Specialization
@@ -41,8 +41,6 @@ from ._train_state import (
 )
 
 PyTree = Any
-# To a type checker it has no attributes.
-_config: Any = jax.config
 # Arguments that a step does not take -> what to type.
 _ADVICE_ON = {
     "rngs": "the keys of a step follow from state.rng and state.step: "
@@ -173,7 +171,7 @@ class TrainStep:
 
         A state that was overwritten when the program failed could not be restored.
         """
-        return self.donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
+        return self.donate and not _nan_location.is_checking()
 
     def _lower(
         self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
@@ -267,8 +265,7 @@ class _LoweredStep:
         inputs = self._add_state(graph, state, indices, donate=donate)
         variables = [inputs[i] for i in self.variable_indices]
         x, targets, _ = self.specialization.batch.args
-        batch_specs = jax.tree.leaves((x, targets))
-        batch = [graph.argument(spec, OUTSIDE) for spec in batch_specs]
+        batch = self.specialization.batch_arguments(graph, (x, targets))
 
         rng_indices = jax.tree.leaves(indices.rng)
         rngs_and_step = [*(inputs[i] for i in rng_indices), inputs[indices.step]]
@@ -331,9 +328,16 @@ class _LoweredStep:
             leaves[index] = ArgumentLeaf("state", (), spec, place=OUTSIDE)
 
         arguments: list[Value] = []
-        for index in sorted(leaves):
-            is_donated = donate and index not in scalars
-            arguments.append(leaves[index].add_to(graph, donated=is_donated))
+        for path, index in jax.tree_util.tree_leaves_with_path(indices):
+            leaf = leaves[index]
+            argument = graph.argument(
+                leaf.value,
+                leaf.place,
+                name=f"state{jax.tree_util.keystr(path)}",
+                donated=donate and index not in scalars,
+                sharding=leaf.sharding,
+            )
+            arguments.append(argument)
         return arguments
 
     def result(

@@ -89,14 +89,20 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         residual_bytes = peak_residual_bytes(step.program, len(placement.stages))
         devices = map(placement.device_text, step.program.devices)
         peaks = tuple(zip(devices, _memory.peak_bytes(step.program), strict=True))
+    sent_bytes: Sequence[int | None] = [None] * len(placement.stages)
     work: Sequence[float | None] = [None] * len(placement.stages)
     if specialization is not None:
+        sent_bytes = _sent_bytes(placement, specialization.stages)
         work = _work_shares(specialization.stages)
 
     stages = []
     for index in range(len(placement.stages)):
         stage = _describe_stage(
-            info, index, residual_bytes=residual_bytes[index], work=work[index]
+            info,
+            index,
+            residual_bytes=residual_bytes[index],
+            sent_bytes=sent_bytes[index],
+            work=work[index],
         )
         stages.append(stage)
     return Plan(
@@ -126,6 +132,7 @@ def _describe_stage(
     index: int,
     *,
     residual_bytes: int | None,
+    sent_bytes: int | None,
     work: float | None,
 ) -> StagePlan:
     """The description of one stage.
@@ -134,19 +141,16 @@ def _describe_stage(
       info: the pipeline.
       index: the index of the stage.
       residual_bytes: the most that it stores between forward and backward in a step.
+      sent_bytes: the bytes of a micro-batch that it sends.
       work: its share in the work of a forward.
     """
     placement = info.placement
-    specialization = info.specialization
     params = _StageParams()
     if info.layout is not None:
         params = _count_params(info, info.layout, index)
     residuals = None
     if info.training_step is not None:
         residuals = info.training_step.residuals(index)
-    sent_bytes = None
-    if specialization is not None:
-        sent_bytes = _sent_bytes(specialization.stages, index)
     replicas = dict.fromkeys(placement.replicas(index))
     return StagePlan(
         index=index,
@@ -211,23 +215,28 @@ def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _Stage
     )
 
 
-def _sent_bytes(stages: Stages, stage: int) -> int:
-    """The bytes of the first micro-batch that other stages read of one.
+def _sent_bytes(placement: StagePlacement, stages: Stages) -> list[int]:
+    """The bytes of the first micro-batch that are sent from each stage to others.
 
-    A value counts once, and in the stage that computes it: the stages that pass it on
-    return an argument unchanged, and no array of theirs is moved.
+    A value is sent once to each device that reads it, from the stage that computes it:
+    stages that pass it on return an argument unchanged, and no array of theirs is
+    moved.
     """
-    read_elsewhere = set()
-    for other_stage in range(stages.num_stages):
-        if other_stage != stage:
-            read_elsewhere.update(stages.slice_of(other_stage).input_activations)
+    sent_bytes = [0] * stages.num_stages
+    # output of a stage -> the stage that computes the value, and its first output there
+    origins: dict[Any, tuple[int, Any]] = {}
+    sent = set[tuple[Any, int]]()  # output, and the place of a reader
+    for stage in range(stages.num_stages):
+        part = stages.slice_of(stage)
+        place = placement.place(stage, 0)
+        for var in part.input_activations:
+            source, output = origins[var]
+            if place != placement.place(source, 0) and (output, place) not in sent:
+                sent.add((output, place))
+                sent_bytes[source] += sum(map(nbytes, specs([output])))
 
-    part = stages.slice_of(stage)
-    passed_on = set(map(id, [*part.weights, *part.input_activations]))
-    # id of a value in the jaxpr -> an output that is this value
-    sent: dict[int, Any] = {}
-    outputs = part.outputs
-    for output, value in zip(outputs, part.closed.jaxpr.outvars, strict=True):
-        if output in read_elsewhere and id(value) not in passed_on:
-            sent[id(value)] = output
-    return sum(map(nbytes, specs(sent.values())))
+        # id of a value in the jaxpr -> its origin
+        origin_of_value = {id(var): origins[var] for var in part.input_activations}
+        for output, value in zip(part.outputs, part.closed.jaxpr.outvars, strict=True):
+            origins[output] = origin_of_value.setdefault(id(value), (stage, output))
+    return sent_bytes

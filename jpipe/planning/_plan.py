@@ -51,8 +51,8 @@ class StagePlan:
         what was not stored; ``None`` if unknown.
       sharded_params: axis of the stage's mesh -> number of parameters that are sharded
         along it.
-      sent_bytes: the bytes of one micro-batch that other stages read of it, without
-        those that it only passes on; ``None`` if unknown.
+      sent_bytes: the bytes of one micro-batch that its forward sends, to each device
+        that reads them, without what it only passes on; ``None`` if unknown.
       modules: the modules that it calls, if ``layers`` are sections of a model.
       work: its estimated share in the work of a forward: operations, and bytes that
         they write; ``None`` if unknown.

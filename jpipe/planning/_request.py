@@ -98,6 +98,7 @@ class Request:
         sample, targets = arguments
         return Batch(
             (sample.specs, targets.specs),
+            names,
             axes=[*sample.axes, *targets.axes],
             sizes=_microbatch.microbatch_sizes(num_examples, self.num_microbatches),
         )

@@ -175,6 +175,12 @@ def test_layers_that_cannot_be_trained_are_answered(layers, error, match):
     assert re.search(match, "\n".join([str(raised.value), *notes]))
 
 
+def test_a_model_that_reduces_along_a_mapped_axis_is_told_to_drop_it():
+    with pytest.raises(NameError) as raised:
+        train(jpipe.pipeline(NORM, 2, num_stages=1))
+    assert any(NO_AXIS in note for note in raised.value.__notes__)
+
+
 @pytest.mark.parametrize(
     ("layer", "says"),
     [

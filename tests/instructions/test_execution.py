@@ -4,9 +4,11 @@ import gc
 import re
 import time
 import weakref
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -194,6 +196,78 @@ def test_an_operation_that_makes_a_nan_is_named_as_by_jit(name):
     pipe.apply(state.variables, x)  # nothing of it was overwritten
 
 
+@pytest.fixture
+def debug_nans_everywhere():
+    """The setting as JAX documents it, for all threads, not in a `with`."""
+    jax.config.update("jax_debug_nans", True)
+    yield
+    jax.config.update("jax_debug_nans", False)
+
+
+def sqrt(x):
+    return jnp.sqrt(x + 1)
+
+
+def nan_like(tree):
+    return jax.tree.map(
+        lambda x: jax.device_put(np.full_like(x, np.nan), x.sharding), tree
+    )
+
+
+# What is set to a bad value in the fourth step -> what the error says of it.
+ORIGINS = {
+    "x": r"\(nan\) encountered in x\['image'\], an argument of the call: no operation",
+    "targets": r"\(nan\) encountered in targets, an argument",
+    "state": r"\(nan\) encountered in state.params\[2\]\['kernel'\], an argument",
+    "layer": r"\(nan\) encountered in sqrt, at .*test_execution\.py:\d+:\d+ \(sqrt\)",
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_debug_nans_says_after_good_steps_where_a_nan_comes_from(
+    origin, debug_nans_everywhere
+):
+    layers = [lambda inputs: inputs["image"], sqrt, nn.Dense(3)]
+    x, targets = ref.regression(4)
+    x, targets = {"image": abs(x)}, targets[:, :3]
+    pipe = jpipe.pipeline(layers, 2, balance=[2, 1])
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    for _ in range(3):
+        state, metrics = step(state, x, targets)
+    assert metrics["loss"] > 0
+
+    batch = {"x": x, "targets": targets}
+    if origin in batch:
+        batch[origin] = nan_like(batch[origin])
+    elif origin == "layer":
+        batch["x"] = {"image": -3 - x["image"]}
+    else:
+        *layers_before, last = state.params
+        last = {**last, "kernel": nan_like(last["kernel"])}
+        state = state.replace(params=(*layers_before, last))
+    with pytest.raises(FloatingPointError, match=ORIGINS[origin]) as caught:
+        step(state, **batch)
+    assert caught.value.__notes__[-1].startswith("raised in ")
+
+
+def test_debug_nans_names_the_argument_of_a_loss_function(debug_nans_everywhere):
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch["image"] @ params["first"]) @ params["last"])
+
+    params = {"first": jnp.ones((4, 4)), "last": jnp.ones((4, 2))}
+    batch = {"image": jnp.ones((4, 4))}
+    grad_fn = jpipe.value_and_grad(loss, 1, num_stages=2)
+    params = grad_fn.place(params, batch)
+    grad_fn(params, batch)
+    with pytest.raises(FloatingPointError, match=r"in argument 1\['image'\], an "):
+        grad_fn(params, nan_like(batch))
+    params["last"] = nan_like(params["last"])
+    with pytest.raises(FloatingPointError, match=r"in params\['last'\], an argument"):
+        grad_fn(params, batch)
+
+
 def of_each_kind():
     norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     return [nn.Dense(4), nn.LayerNorm(), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), norm]
@@ -216,6 +290,12 @@ def used():
     return {name: weakref.ref(value) for name, value in held.items()}
 
 
+def library_objects():
+    """The number of objects of each class of the library."""
+    classes = map(type, gc.get_objects())
+    return Counter(x for x in classes if str(x.__module__).startswith("jpipe."))
+
+
 # What becomes of the statistics is not its subject.
 @pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 def test_a_pipeline_that_is_dropped_is_gone_at_once():
@@ -224,5 +304,9 @@ def test_a_pipeline_that_is_dropped_is_gone_at_once():
     try:
         found = used()
         assert [name for name, held in found.items() if held() is not None] == []
+        # What JAX keeps, such as traces of jitted functions, holds nothing of it.
+        before = library_objects()
+        used()
+        assert library_objects() == before
     finally:
         gc.enable()

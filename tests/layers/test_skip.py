@@ -1,15 +1,18 @@
 """Long skip connections: transparent, straight, freed; every fault is named."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import jpipe
 
 from .. import reference as ref
 from ..errors.model import rows
-from ..listing import gradient_of
+from ..listing import gradient_of, moves, peak_bytes
 
 
 def keep(x):
@@ -46,6 +49,93 @@ def test_a_cheap_layer_runs_in_its_stage_and_sends_what_it_returns():
     gradient_of(pipe, x, x)
     tanh_and_x = 2 * x[:2].nbytes
     assert [stage.sent_bytes for stage in pipe.plan.stages] == [tanh_and_x, 0]
+
+
+WIDTHS = [6, 4, 2, 2, 3, 6]
+NAMES = ["a", "b", "c", "c", "b", "a"]
+
+
+def go_down(f, h):
+    return jnp.tanh(f(h))
+
+
+def go_up(f, h, skip):
+    return f(jnp.repeat(h, 2, axis=1) * skip)
+
+
+def unet_of_stashes():
+    """Three layers down, three up, each of which reads what is as wide as it."""
+
+    def down(f, h, name):
+        y = go_down(f, h)
+        jpipe.stash(name, y)
+        return y[:, ::2]
+
+    def up(f, h, name):
+        return go_up(f, h, jpipe.pop(name))
+
+    calls = [down] * 3 + [up] * 3
+    return [
+        jpipe.layer(nn.Dense(width), functools.partial(call, name=name))
+        for width, name, call in zip(WIDTHS, NAMES, calls, strict=True)
+    ]
+
+
+def unet_of_dictionaries(hand_on):
+    """Each layer hands on a dictionary of what later layers read."""
+
+    def down(f, d, name):
+        y = go_down(f, d["h"])
+        return {**hand_on(d), name: y, "h": y[:, ::2]}
+
+    def up(f, d, name):
+        d = dict(hand_on(d))
+        return {**d, "h": go_up(f, d["h"], d.pop(name))}
+
+    calls = [down] * 3 + [up] * 3
+    layers = [
+        jpipe.layer(nn.Dense(width), functools.partial(call, name=name))
+        for width, name, call in zip(WIDTHS, NAMES, calls, strict=True)
+    ]
+    return [lambda x: {"h": x}, *layers, lambda d: d["h"]]
+
+
+def unet_by_hand(variables, x, targets):
+    layers = [
+        nn.Dense(width).bind(v) for width, v in zip(WIDTHS, variables, strict=True)
+    ]
+    skips = []
+    for f in layers[:3]:
+        skips.append(go_down(f, x))
+        x = skips[-1][:, ::2]
+    for f in layers[3:]:
+        x = go_up(f, x, skips.pop())
+    return ref.mse(x, targets)
+
+
+# In `jax.jit` a trace has new variables for what is handed on.
+@pytest.mark.parametrize("hand_on", [dict, jax.jit(dict)], ids=["plain", "jit"])
+def test_what_a_dictionary_hands_on_goes_straight_to_where_it_is_read(hand_on):
+    stashes = jpipe.pipeline(unet_of_stashes(), 2)
+    dictionaries = jpipe.pipeline(
+        unet_of_dictionaries(hand_on), 2, balance=[2, 1, 1, 1, 1, 2]
+    )
+    x, targets = np.random.default_rng(0).normal(size=(2, 4, 6)).astype(np.float32)
+    variables = stashes.init(jax.random.key(0), x)
+    programs = [gradient_of(pipe, x, targets)[0] for pipe in (stashes, dictionaries)]
+    assert sorted(moves(programs[0])) == sorted(moves(programs[1]))
+    assert peak_bytes(programs[0]) == peak_bytes(programs[1])
+    assert [stage.sent_bytes for stage in stashes.plan.stages] == [
+        stage.sent_bytes for stage in dictionaries.plan.stages
+    ]
+
+    loss, grads = stashes.value_and_grad(ref.mse)(variables, x, targets)
+    placed = dictionaries.place(({}, *variables, {}))
+    results = dictionaries.value_and_grad(ref.mse)(placed, x, targets)
+    ref.assert_equal(results, (loss, ({}, *grads, {})))
+    expected = jax.value_and_grad(unet_by_hand)(jax.device_get(variables), x, targets)
+    grads = tuple([{"params": grad} for grad in grads])
+    ref.assert_close((loss, grads), expected, 1e-5)
 
 
 def init(*layers):

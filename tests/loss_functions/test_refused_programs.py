@@ -90,11 +90,12 @@ REFUSED = {
         (X, TARGETS),
         {"num_stages": 3},
     ),
-    "one operation, fori_loop, at .*, is .* cannot be divided": lambda: (
+    r"in \d+ at most: one operation, fori_loop, at .*, is .* cannot be divided; "
+    r"write the loop in Python, or type num_stages=\d+$": lambda: (
         turned,
         matrices(6, 6),
         (X, TARGETS),
-        {"num_stages": 3},
+        {"num_stages": 40},
     ),
     "boundary is called inside scan.* leave jpipe.boundary out, and type": lambda: (
         lambda p, x, t: squares(

@@ -244,13 +244,8 @@ def test_floats_that_are_written_are_averaged_and_integers_are_the_last(double):
 def test_a_loop_that_is_most_of_a_model_is_not_divided():
     x = jpipe.inputs(TOKENS, TOKENS)
     pipe = jpipe.pipeline(models.Seq2Seq(), 3, num_stages=8)
-    with (
-        jax.enable_x64(True),
-        pytest.raises(
-            ValueError,
-            match=r"num_stages=8: one operation, scan of Seq2Seq/RNN_0, at .* few",
-        ),
-    ):
+    says = r"num_stages=8: .* in 5 at most: one operation, scan of Seq2Seq/RNN_0, at "
+    with jax.enable_x64(True), pytest.raises(ValueError, match=says):
         pipe.init(KEY, x)
 
 

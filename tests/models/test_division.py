@@ -12,6 +12,8 @@ from flax import nnx
 
 import jpipe
 
+from .. import reference as ref
+
 KEY, X = jax.random.key(0), jnp.ones((4, 64))
 
 
@@ -57,21 +59,74 @@ def test_blocks_are_divided_alike_in_a_checkpoint(wrap):
     assert again == grad_fn.plan
 
 
+def multiply(params, x):
+    for weights in params:
+        x = x @ weights
+    return x.mean()
+
+
 def test_a_gap_is_compared_with_those_up_to_a_quarter_of_a_stage_away():
     """Gaps half a stage away, which fewer bytes cross, are no better."""
     widths = [64, 64, 62, 60, 58]
     params = [jnp.ones(shape) for shape in itertools.pairwise(widths)]
 
-    def loss(params, x):
-        for weights in params:
-            x = x @ weights
-        return x.mean()
-
-    grad_fn, said = placed(loss, params)
+    grad_fn, said = placed(multiply, params)
     assert not said
     sizes = [leaf.size for leaf in params]
     num_params = [stage.num_params for stage in grad_fn.plan.stages]
     assert num_params == [sum(sizes[:2]), sum(sizes[2:])]
+
+
+def test_the_number_of_stages_in_an_error_can_be_typed():
+    """With fewer stages there are fewer candidates, and so there may be even fewer."""
+    widths = [64, 64, *range(24, 6, -2)]
+    params = [jnp.ones(shape) for shape in itertools.pairwise(widths)]
+    devices = [jax.devices()[0]] * 32
+
+    def place(num_stages):
+        grad_fn = jpipe.value_and_grad(
+            multiply, 2, num_stages=num_stages, devices=devices
+        )
+        grad_fn.place(params, X)
+        return len(grad_fn.plan.stages)
+
+    with pytest.raises(ValueError, match=r"num_stages=32: .* in 10 at most; type"):
+        place(32)
+    assert place(10) == 10
+    assert place(None) == 10
+
+
+def test_an_operation_of_more_than_a_stage_is_one_of_as_many_stages_as_typed():
+    """It is a head that is half of the model, as fused losses are."""
+
+    def plain_head(weights, x):
+        return jax.nn.logsumexp(x @ weights, axis=-1).mean()
+
+    head = jax.custom_vjp(plain_head)
+    head.defvjp(
+        lambda weights, x: jax.vjp(plain_head, weights, x),
+        lambda pullback, cotangent: pullback(cotangent),
+    )
+
+    def loss(params, x):
+        for weights in params["blocks"]:
+            x = jnp.tanh(x @ weights)
+        return head(params["head"], x)
+
+    params = {
+        "blocks": [jax.random.normal(KEY, (64, 64)) / 8] * 5,
+        "head": jax.random.normal(KEY, (64, 300)),
+    }
+    grad_fn, said = placed(loss, params, num_stages=4)
+    (warning,) = said
+    assert re.search(r"custom_vjp.* is 53% and cannot be divided; take fewer", warning)
+    num_params = [stage.num_params for stage in grad_fn.plan.stages]
+    assert len(num_params) == 4
+    assert 64 * 300 in num_params
+    placed_params = grad_fn.place(params, X)
+    ref.assert_close(
+        grad_fn(placed_params, X), jax.value_and_grad(loss)(params, X), 1e-5
+    )
 
 
 def test_a_program_without_modules_names_its_parameters():
@@ -79,6 +134,40 @@ def test_a_program_without_modules_names_its_parameters():
     assert grad_fn.plan.layer_names == [
         ["blocks/0", "blocks/1"],
         ["blocks/2", "blocks/3", "head"],
+    ]
+
+
+def test_names_of_parameters_are_long_enough_to_tell_stages_apart():
+    """They are in two trees, as of a model in two parts; then in two lists."""
+    matrix = jnp.ones((64, 64))
+    layers = {str(i): {"in": {"w": matrix}, "out": {"w": matrix}} for i in range(4)}
+    trees = (
+        {"model": {"layers": layers, "head": matrix}},
+        {"scale": {"all": [jnp.ones(())] * 4}},
+    )
+
+    def loss(params, x):
+        model, scale = params
+        for i in range(4):
+            layer = model["model"]["layers"][str(i)]
+            x = jnp.tanh(x @ layer["in"]["w"]) @ layer["out"]["w"]
+            x = x * scale["scale"]["all"][i]
+        return (x @ model["model"]["head"]).mean()
+
+    grad_fn, _ = placed(loss, trees)
+    first, last = grad_fn.plan.layer_names
+    assert first[:2] == ["0/model/layers/0", "0/model/layers/1"]
+    assert {"0/model/head", "0/model/layers/3"} <= {*last}
+
+    def of_lists(params, x):
+        for weights, bias in zip(*params, strict=True):
+            x = jnp.tanh(x @ weights + bias)
+        return x.mean()
+
+    grad_fn, _ = placed(of_lists, ([matrix] * 4, [jnp.ones(64)] * 4))
+    assert grad_fn.plan.layer_names == [
+        ["0/0", "0/1", "1/0", "1/1"],
+        ["0/2", "0/3", "1/2", "1/3"],
     ]
 
 
@@ -116,6 +205,52 @@ class Perceptron(nnx.Module):
         return self.head(x)
 
 
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(
+            Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        return layers()(x, None)[0].mean(1)
+
+
+PERCEPTRON = nn.Sequential([nn.Sequential([nn.relu, nn.Dense(6)]) for _ in range(8)])
+
+
+@pytest.mark.parametrize("model", [PERCEPTRON, Scanned()], ids=["python", "scan"])
+@pytest.mark.filterwarnings("ignore:stage .* of the estimated work:UserWarning")
+def test_there_are_fewer_stages_than_devices_where_a_model_has_fewer_cuts(model):
+    devices = jax.devices() * 8
+    pipe = jpipe.pipeline(model, 2, devices=devices)
+    variables = pipe.init(KEY, X)
+    assert len(pipe.devices) == pipe.num_stages < 32
+    exact = jpipe.pipeline(model, 2, devices=devices, num_stages=pipe.num_stages)
+    exact.init(KEY, X)
+    assert exact.plan.stages == pipe.plan.stages
+
+    y = jax.jit(model.apply)(jax.device_get(variables), X)
+    ref.assert_close(pipe.apply(variables, X), y, 1e-6)
+
+    more = jpipe.pipeline(model, 2, devices=devices, num_stages=60)
+    with pytest.raises(ValueError, match=r"num_stages=60: .* divided in \d+ at most"):
+        more.init(KEY, X)
+
+
+class Outer(nn.Module):
+    """A model in a model, all of whose blocks are in its one child."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = [nn.Dense(64, name=name) for name in "abcd"]
+        return nn.Sequential(layers, name="inner")(x)
+
+
+def test_modules_of_a_module_in_all_stages_are_named():
+    pipe = jpipe.pipeline(Outer(), 2, num_stages=2)
+    pipe.init(KEY, X)
+    assert pipe.plan.layer_names == [["inner/a", "inner/b"], ["inner/c", "inner/d"]]
+
+
 def test_modules_in_checkpoints_and_of_nnx_are_named():
     pipe = jpipe.pipeline(Layers(False), 2, num_stages=2)
     pipe.init(KEY, X)
@@ -149,9 +284,9 @@ def test_a_scan_of_one_layer_is_no_loop_to_write_in_python():
 
     params = {"in": jnp.ones((64, 128)), "scanned": jnp.ones((1, 128, 128))}
     with pytest.raises(
-        ValueError, match=r"num_stages=3: .* cannot be divided; take fewer stages$"
+        ValueError, match=r"num_stages=9: .* cannot be divided; type num_stages=\d+$"
     ):
-        placed(loss, params, num_stages=3)
+        placed(loss, params, num_stages=9)
     _, said = placed(loss, params)
     (warning,) = said
     assert warning.endswith("cannot be divided; take fewer stages: num_stages=1")

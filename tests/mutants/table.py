@@ -134,6 +134,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_instructions/_program": [
         ("slot < self._num_arguments for", "slot < 0 for"),
+        ("origin = moved_from.get(slot, slot)", "origin = slot"),
     ],
     "_instructions/_stage_bytes": [
         ("0) - batch_bytes, 0)", "0), 0)"),
@@ -338,6 +339,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_trace/_boundaries": [
         ("] = stage, tree", "] = stage, 0"),
+        ("value if was_marked else marked", "marked"),
         ("[numbers[0]] = index + 1", "[numbers[0]] = index"),
         (" and not is_mark(eqns[index + 1])", ""),
     ],
@@ -421,6 +423,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("max_missing = least_missing if", "max_missing = 0.0 if"),
         ("if lower_bound >= shortest_step:", "if lower_bound >= 0:"),
         ("bottlenecks + waits + transfer_times", "bottlenecks"),
+    ],
+    "planning/_describe": [
+        ("and (output, place) not in sent", ""),
+        ("place != placement.place(source, 0) and ", ""),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),

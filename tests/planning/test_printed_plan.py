@@ -11,7 +11,7 @@ import jpipe
 from jpipe import schedules
 
 from .. import reference as ref
-from ..listing import actions, gradient_of
+from ..listing import actions, gradient_of, moves
 from .chains import LayerProfile
 
 
@@ -74,6 +74,34 @@ def test_a_column_of_which_nothing_is_known_is_left_out():
     assert header.split() == ["layer", "forward", "backward", "parameters", "output"]
 
 
+def carry(d):
+    """A layer that reads what all layers read."""
+    return {**d, "h": jnp.tanh(d["h"]) * d["mask"]}
+
+
+def start(x):
+    return {"h": x, "mask": jnp.tanh(x) + 1}
+
+
+@pytest.mark.parametrize("devices", [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 0, 0]])
+def test_sent_bytes_are_those_of_the_moves_of_a_forward(devices):
+    layers = [ref.dense(4), start, carry, carry, carry, lambda d: d["h"]]
+    pipe = jpipe.pipeline(
+        layers,
+        2,
+        balance=[2, 1, 1, 2],
+        devices=[jax.devices()[i] for i in devices],
+        schedule="gpipe",
+    )
+    x, targets = ref.regression(4)
+    program, _ = gradient_of(pipe, x, targets)
+    moved_bytes = [0] * 4
+    for label, _, _, num_bytes in moves(program):
+        if label in ("0F0", "1F0", "2F0", "3F0"):
+            moved_bytes[int(label[0])] += num_bytes
+    assert [stage.sent_bytes for stage in pipe.plan.stages] == moved_bytes
+
+
 def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
     def duplicate(x):
         return {"x": x, "y": x}
@@ -86,12 +114,8 @@ def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
     sent_bytes = [stage.sent_bytes for stage in pipe.plan.stages]
     assert sent_bytes == [activation_bytes, 0, 0]
     # The forward of stage 0 sends one array to stage 2, past stage 1.
-    moves = [
-        (str(instruction.label), instruction.place, len(instruction.reads))
-        for instruction in program.instructions
-        if instruction.is_move and str(instruction.label) in ("0F0", "1F0")
-    ]
-    assert moves == [("0F0", 2, 1)]
+    sent = [move for move in moves(program) if move[0] in ("0F0", "1F0")]
+    assert sent == [("0F0", 0, 2, activation_bytes)]
 
 
 @pytest.mark.parametrize(
