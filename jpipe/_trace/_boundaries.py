@@ -90,8 +90,8 @@ def read_first_marks(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         eqn = eqn.replace(invars=[*map(read, eqn.invars)])
         eqns.append(eqn)
         if _mark_numbers(eqn)[1:] == [0]:
-            (marked,) = eqn.outvars
-            (value,) = eqn.invars
+            marked: Any = eqn.outvars[0]
+            value: Any = eqn.invars[0]
             was_marked = not isinstance(value, core.Literal) and value in first_marks
             first_marks[marked] = value if was_marked else marked
     outvars = [*map(read, closed.jaxpr.outvars)]

@@ -12,6 +12,7 @@ micro-batch alone, belongs to no stage. All other equations are divided among st
 """
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
