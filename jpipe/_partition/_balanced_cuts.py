@@ -23,6 +23,7 @@ from jax.extend import core
 from .._jaxprs import _eqn_source, _jaxpr, _min_cut, _work
 from .._messages import WarnOnce
 from .._trace import _boundaries
+from .._trace._layer_scans import find_mixed_layers
 from .._trace._traced_function import EqnKind, TracedFunction
 
 # A section is at least one of so many parts of a stage.
@@ -317,11 +318,28 @@ def _check_largest_equation(
     if _is_piece(traced, eqn) and eqn.params["length"] > 1:
         return
     if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
-        loop = "write the loop over layers in Python, or " if _has_turns(eqn) else ""
         raise ValueError(
             f"num_stages={num_stages}: one operation, {_eqn_source.describe_eqn(eqn)} "
-            f"is {share:.0%} of the work and cannot be divided; {loop}take fewer stages"
+            f"is {share:.0%} of the work and {_explain_indivisible(traced, eqn)}"
+            f"take fewer stages"
         )
+
+
+def _explain_indivisible(traced: TracedFunction, eqn: core.JaxprEqn) -> str:
+    """Says why an equation is in one stage, and what to type for another one."""
+    loop = "write the loop in Python, or " if _has_turns(eqn) else ""
+    mixing_eqn = None
+    if eqn.primitive.name == "scan":
+        mixing_eqn = find_mixed_layers(traced, eqn)
+    if mixing_eqn is None:
+        return f"cannot be divided; {loop}"
+    advice = "scan along the parameter itself"
+    if mixing_eqn.primitive.name == "rev":
+        advice += ", with reverse=True"
+    return (
+        f"cannot be divided, since {_eqn_source.describe_eqn(mixing_eqn)} moves or "
+        f"mixes the layers before; {advice}, {loop}"
+    )
 
 
 def _has_turns(eqn: core.JaxprEqn) -> bool:
@@ -352,12 +370,12 @@ def _warn_of_large_equation(
     if _is_piece(traced, eqn):
         return  # there is no smaller one
     fewer_stages = max(int(_UNEVEN / share), 1)
-    loop = "write the loop in Python, or " if _has_turns(eqn) else ""
     warnings(
         "balance",
         f"stage {fullest} has {share:.0%} of the estimated work, where "
         f"an even share of {len(stages)} stages is {1 / len(stages):.0%}: one "
         f"operation, {_eqn_source.describe_eqn(eqn)} is "
-        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and cannot be divided; "
-        f"{loop}take fewer stages: num_stages={fewer_stages}",
+        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and "
+        f"{_explain_indivisible(traced, eqn)}take fewer stages: "
+        f"num_stages={fewer_stages}",
     )
