@@ -247,20 +247,35 @@ def test_a_custom_rule_is_kept_for_each_piece(name: str) -> None:
     np.testing.assert_allclose(np.concatenate(grads), expected, rtol=1e-5)
 
 
-def test_a_custom_rule_with_a_gradient_for_what_is_whole_stays_one() -> None:
-    """It would be a sum over all pieces."""
+@jax.custom_vjp
+def scaled(w: jax.Array, scale: jax.Array) -> jax.Array:
+    return w * scale
 
-    @jax.custom_vjp
-    def scaled(w: jax.Array, scale: jax.Array) -> jax.Array:
-        return w * scale
 
-    scaled.defvjp(
-        lambda w, scale: (w * scale, (w, scale)),
-        lambda residuals, g: (residuals[1] * g, (residuals[0] * g).sum()),
-    )
+scaled.defvjp(
+    lambda w, scale: (w * scale, (w, scale)),
+    lambda residuals, g: (residuals[1] * g, (residuals[0] * g).sum()),
+)
+
+
+@jax.custom_vjp
+def centred(w: jax.Array) -> jax.Array:
+    return w * 2
+
+
+centred.defvjp(lambda w: (w * 2, None), lambda _, g: (g - g.mean(0),))
+
+
+@pytest.mark.parametrize("name", ["of_what_is_whole", "of_other_layers"])
+def test_a_custom_rule_whose_gradient_mixes_layers_stays_one(name: str) -> None:
+    """The gradient of a scale is a sum over all of them."""
     args = [stack(4), np.float32(2)]
-    piecewise = assert_equal_results(scaled, args, {0: PIECES}, {})
-    assert [read.input_indices for read in piecewise.whole_reads] == [{0}]
+    apply = scaled if name == "of_what_is_whole" else lambda w, _: centred(w)
+    piecewise = assert_equal_results(apply, args, {0: PIECES}, {})
+    (read, *_) = piecewise.whole_reads
+    assert read.input_indices == {0}
+    assert read.eqn is not None
+    assert read.eqn.primitive.name == "custom_vjp_call"
 
 
 def test_a_result_that_is_whole_is_reported() -> None:
