@@ -114,7 +114,7 @@ def _map_same_shape(eqn: core.JaxprEqn) -> list[AxisMap]:
             len(shape) == len(result_shape) and shape[axis] == length
             for shape in shapes
         ]
-        operands = tuple(axis if has_it else None for has_it in has_axis)
+        operands = tuple(axis if is_kept else None for is_kept in has_axis)
         if any(has_axis):
             maps.append(AxisMap(operands, (axis,)))
     return maps
@@ -366,7 +366,7 @@ def _gather(eqn: core.JaxprEqn) -> list[AxisMap]:
         for a, b in zip(windows, numbers.offset_dims, strict=True)
         if a not in numbers.start_index_map and slice_sizes[a] == shape[a]
     ]
-    batches = _others(eqn.outvars[0], numbers.offset_dims)
+    batches = _remaining_axes(eqn.outvars[0], numbers.offset_dims)
     batched = dict(
         zip(
             map(int, numbers.start_indices_batching_dims),
@@ -389,7 +389,7 @@ def _scatter(eqn: core.JaxprEqn) -> list[AxisMap]:
         for a, b in zip(windows, numbers.update_window_dims, strict=True)
         if a not in numbers.scatter_dims_to_operand_dims and update_shape[b] == shape[a]
     ]
-    batches = _others(eqn.invars[2], numbers.update_window_dims)
+    batches = _remaining_axes(eqn.invars[2], numbers.update_window_dims)
     pairs = zip(
         map(int, numbers.operand_batching_dims),
         map(int, numbers.scatter_indices_batching_dims),
@@ -402,7 +402,7 @@ def _dimension_numbers(eqn: core.JaxprEqn) -> Any:
     return eqn.params["dimension_numbers"]
 
 
-def _others(atom: Any, axes: Collection[int]) -> list[int]:
+def _remaining_axes(atom: Any, axes: Collection[int]) -> list[int]:
     """The other axes of an array, in order."""
     return [a for a in range(len(shape_of(atom))) if a not in axes]
 

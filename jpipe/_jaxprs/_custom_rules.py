@@ -13,7 +13,7 @@ CUSTOM_RULES = frozenset([*_jaxpr.RULES, _LINEAR_SOLVE])
 
 
 def trace_values(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
-    """What such an equation computes, without any rules: ``(*operands) -> results``."""
+    """The values of such an equation, without its rule: ``(*operands) -> results``."""
     specs = _jaxpr.specs(eqn.invars)
     closed = jax.make_jaxpr(lambda *operands: _evaluate(eqn, operands))(*specs)
     return _inline_rules(closed)
@@ -24,7 +24,7 @@ def trace_pullback(
     bind: Callable[[Sequence[Any]], Sequence[Any]],
     differentiated: Sequence[int],
 ) -> core.ClosedJaxpr:
-    """What the rule of such an equation computes, in a backward.
+    """The pullback of such an equation, by its rule.
 
     Args:
       eqn: the equation.

@@ -100,8 +100,9 @@ def _find_input_pieces(
     """
     axes: dict[core.Var, AlignedAxis] = {}
     for i, pieces in result_pieces.items():
-        if not isinstance(jaxpr.outvars[i], core.Literal):
-            axes[jaxpr.outvars[i]] = AlignedAxis(pieces.axis)
+        result = jaxpr.outvars[i]
+        if not isinstance(result, core.Literal):
+            axes[result] = AlignedAxis(pieces.axis)
     axes = trace_axes_back(jaxpr, axes)
     for i, pieces in operand_pieces.items():
         axes.setdefault(jaxpr.invars[i], AlignedAxis(pieces.axis))
@@ -126,9 +127,9 @@ class _PieceRule(NamedTuple):
     input_parts: Sequence[int | None]
     output_parts: Sequence[int | None]
 
-    def of_piece(self, array_list: Sequence[Any], index: int) -> list[Any]:
-        """Those of some inputs that are a piece, or whole."""
-        pairs = zip(array_list, self.input_parts, strict=True)
+    def of_piece(self, inputs: Sequence[Any], index: int) -> list[Any]:
+        """The inputs that are a piece, or whole."""
+        pairs = zip(inputs, self.input_parts, strict=True)
         return [array for array, part in pairs if part in (None, index)]
 
     def select(self, index: int) -> core.ClosedJaxpr | None:

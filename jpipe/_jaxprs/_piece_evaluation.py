@@ -150,7 +150,7 @@ class PieceEvaluation:
         if len(pieces.sizes) == 1:
             return [jnp.asarray(value)]
 
-        if self._slices.is_fixed(atom):
+        if self._slices.is_fixed(atom) and _jaxpr.is_inexact(atom.aval):
             self._note_accumulations(atom, pieces.axis)
         return self._slices.cut(value, pieces, atom=atom, eqn=eqn)
 
@@ -309,7 +309,7 @@ class PieceEvaluation:
 
     def _take_rows(self, eqn: core.JaxprEqn) -> list[_Value] | None:
         """A read of some rows along the axis of the pieces: see `_row_slices`."""
-        operand, *others = map(self.read, eqn.invars)
+        operand, *start_indices = map(self.read, eqn.invars)
         if not isinstance(operand, Concatenation):
             return None
         rows = find_rows(eqn, operand.pieces, self._read_constant)
@@ -318,7 +318,7 @@ class PieceEvaluation:
         part = operand.slice(*rows)
         results = list[jax.Array]()
         for array in part.arrays:
-            operands, params = read_all_rows(eqn, [array, *others], operand.axis)
+            operands, params = read_all_rows(eqn, [array, *start_indices], operand.axis)
             results += self._bind(eqn, operands, params)
         is_gather = eqn.primitive.name == "gather"  # of one row
         return results if is_gather else [part._replace(arrays=results)]

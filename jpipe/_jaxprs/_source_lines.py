@@ -22,7 +22,7 @@ def source_line(eqn: core.JaxprEqn) -> str:
 
 
 def with_lines_of(call: core.JaxprEqn, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """What a call computes, with the line of the call where it has none of a user.
+    """The jaxpr of a call, with the line of the call where it has none of a user.
 
     JAX traces a function of its own, such as `jax.numpy.sort`, once for all callers.
     """

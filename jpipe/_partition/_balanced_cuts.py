@@ -320,24 +320,24 @@ def _check_largest_equation(
     if _jaxpr.inner_jaxprs(eqn) and share > 1.5 / num_stages:
         raise ValueError(
             f"num_stages={num_stages}: one operation, {_eqn_source.describe_eqn(eqn)} "
-            f"is {share:.0%} of the work and {_explain_indivisible(traced, eqn)}"
-            f"take fewer stages"
+            f"is {share:.0%} of the work and cannot be divided"
+            f"{_explain_indivisible(traced, eqn)}take fewer stages"
         )
 
 
 def _explain_indivisible(traced: TracedFunction, eqn: core.JaxprEqn) -> str:
-    """Says why an equation is in one stage, and what to type for another one."""
+    """The reason why an equation is in one stage, and what to type instead."""
     loop = "write the loop in Python, or " if _has_turns(eqn) else ""
     mixing_eqn = None
     if eqn.primitive.name == "scan":
         mixing_eqn = find_mixed_layers(traced, eqn)
     if mixing_eqn is None:
-        return f"cannot be divided; {loop}"
+        return f"; {loop}"
     advice = "scan along the parameter itself"
     if mixing_eqn.primitive.name == "rev":
         advice += ", with reverse=True"
     return (
-        f"cannot be divided, since {_eqn_source.describe_eqn(mixing_eqn)} moves or "
+        f", since {_eqn_source.describe_eqn(mixing_eqn)} moves or "
         f"mixes the layers before; {advice}, {loop}"
     )
 
@@ -375,7 +375,7 @@ def _warn_of_large_equation(
         f"stage {fullest} has {share:.0%} of the estimated work, where "
         f"an even share of {len(stages)} stages is {1 / len(stages):.0%}: one "
         f"operation, {_eqn_source.describe_eqn(eqn)} is "
-        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and "
+        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and cannot be divided"
         f"{_explain_indivisible(traced, eqn)}take fewer stages: "
         f"num_stages={fewer_stages}",
     )

@@ -203,7 +203,8 @@ def _join_scans(layer_scans: Sequence[LayerScan]) -> list[LayerScan]:
             length = math.gcd(scan.length, other.length)
             is_aligned = all(scan.axes[i] == other.axes[i] for i in common)
             has_same_stacks = scan.layer_params == other.layer_params != []
-            if common and not (is_aligned and (length > 1 or scan.length == 1)):
+            has_blocks = length > 1 or scan.length == other.length
+            if common and not (is_aligned and has_blocks):
                 axes = {i: a for i, a in scan.axes.items() if i not in common}
                 scan = scan._replace(axes=axes)
             elif common or has_same_stacks:

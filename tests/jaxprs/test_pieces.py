@@ -458,7 +458,7 @@ def test_constants_are_cut_at_inputs_beside_the_batch_alone() -> None:
 def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
     """Through casts, transposes, broadcasts and reshapes, as models have them."""
 
-    def apply(params: dict[str, jax.Array]) -> jax.Array:
+    def apply(params: dict[str, jax.Array]) -> Any:
         w = jnp.moveaxis(params["kernel"], 1, 0).astype(jnp.bfloat16)
         b = jnp.broadcast_to(params["bias"], (6, 4))
         nested = params["nested"].reshape(6, 2, 4)
