@@ -133,7 +133,6 @@ KEPT = {
         jnp.linalg.cholesky(matrices(w) @ matrices(w).mT),
         jnp.linalg.svd(matrices(w), compute_uv=False),
         jnp.linalg.eigh(matrices(w) + matrices(w).mT)[0],
-        jnp.linalg.det(matrices(w)),
     ],
     "halves_joined": lambda w: layer_scan(
         jnp.ones(4), jnp.concatenate([2 * w[:2], jnp.sin(w[2:])])
