@@ -1,6 +1,6 @@
 """An array as its pieces: a concatenation along an axis, not done yet."""
 
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import jax
 
@@ -25,7 +25,7 @@ class Concatenation(NamedTuple):
         """The sizes of the pieces."""
         return Pieces(self.axis, tuple(x.shape[self.axis] for x in self.arrays))
 
-    def slice(self, begin: int, end: int) -> Union[jax.Array, "Concatenation"]:
+    def slice(self, begin: int, end: int) -> "Concatenation":
         """A slice along the axis, in as many pieces as it spans."""
         arrays = list[jax.Array]()
         pieces = self.pieces
@@ -42,14 +42,17 @@ class Concatenation(NamedTuple):
                         array, start - first, stop - first, axis=self.axis
                     )
                 )
-        return arrays[0] if len(arrays) == 1 else self._replace(arrays=arrays)
+        return self._replace(arrays=arrays)
 
     def slice_whole(self, begin: int, end: int) -> jax.Array:
         """A slice along the axis as one array."""
-        part = self.slice(begin, end)
-        if isinstance(part, Concatenation):
-            return jax.lax.concatenate(part.arrays, part.axis)
-        return part
+        return self.slice(begin, end).whole()
+
+    def whole(self) -> jax.Array:
+        """The array."""
+        if len(self.arrays) == 1:
+            return self.arrays[0]
+        return jax.lax.concatenate(self.arrays, self.axis)
 
     def regroup(self, pieces: Pieces) -> "Concatenation":
         """The same array in other pieces along the axis."""

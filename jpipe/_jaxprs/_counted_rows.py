@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from . import _jaxpr
+from . import _jaxpr, _scans
 
 
 class _RowRead(NamedTuple):
@@ -163,7 +163,6 @@ def _run_constant_part(
     Returns:
       The values of each variable, by the index of the slice that the scan is at.
     """
-    params: Any = eqn.params
     carry = _jaxpr.carry_slice(eqn)
     carried = [i for i in constant if carry.start <= i < carry.stop]
     results = [body.jaxpr.outvars[i - carry.start] for i in carried]
@@ -188,19 +187,15 @@ def _run_constant_part(
     # Also within a trace, such as that of a caller.
     with jax.ensure_compile_time_eval():
         operands = run_outside()
-
-        def step(state: Sequence[Any], xs: Sequence[Any]) -> Any:
-            values = run_body(*operands[:num_consts], *state, *xs)
-            return values[: len(carried)], values[len(carried) :]
-
-        _, ys = jax.lax.scan(
-            step,
-            operands[num_consts:first_xs],
-            operands[first_xs:],
-            length=params["length"],
-            reverse=params["reverse"],
+        indices = range(len(operands))
+        results = _scans.run_scan(
+            run_body,
+            operands,
+            carried=indices[num_consts:first_xs],
+            along=indices[first_xs:],
+            like=eqn,
         )
-    return [np.asarray(y) for y in ys]
+    return [np.asarray(y) for y in results[len(carried) :]]
 
 
 def _scan_along(
@@ -215,27 +210,25 @@ def _scan_along(
     """
     params: Any = eqn.params
     carry = _jaxpr.carry_slice(eqn)
-    num_carry = carry.stop - carry.start
-    run_body = core.jaxpr_as_fun(_of_one_row(params["jaxpr"], axes))
+    run_rows = core.jaxpr_as_fun(_of_one_row(params["jaxpr"], axes))
+    scanned = list(operands)
+    for i, axis in axes.items():
+        scanned[i] = jnp.moveaxis(operands[i], axis, 0)
 
-    def step(state: Sequence[Any], all_xs: Any) -> Any:
-        rows, xs = all_xs
-        consts = list(operands[: carry.start])
-        for (i, axis), row in zip(axes.items(), rows, strict=True):
-            consts[i] = jnp.expand_dims(row, axis)
-        results = run_body(*consts, *state, *xs)
-        return results[:num_carry], results[num_carry:]
+    def body(*args: Any) -> list[Any]:
+        rows = list(args)
+        for i, axis in axes.items():
+            rows[i] = jnp.expand_dims(args[i], axis)
+        return run_rows(*rows)
 
-    rows = [jnp.moveaxis(operands[i], axis, 0) for i, axis in axes.items()]
-    state, ys = jax.lax.scan(
-        step,
-        list(operands[carry]),
-        (rows, list(operands[carry.stop :])),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    indices = range(len(operands))
+    return _scans.run_scan(
+        body,
+        scanned,
+        carried=indices[carry],
+        along=[*axes, *indices[carry.stop :]],
+        like=eqn,
     )
-    return [*state, *ys]
 
 
 def _of_one_row(closed: core.ClosedJaxpr, axes: Mapping[int, int]) -> core.ClosedJaxpr:

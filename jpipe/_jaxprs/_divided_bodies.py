@@ -23,11 +23,11 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from . import _jaxpr
+from . import _jaxpr, _scans
 from ._pieces import DIVIDED_BODIES, Pieces, first_stacked, inlined_bodies
 
 # index of an input or result -> its pieces, of those that are in pieces
-_PiecesOf = Mapping[int, Pieces]
+PiecesOf = Mapping[int, Pieces]
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class DividedBodies:
       bind: ``operands -> results``. Each in pieces is as many as it has pieces.
     """
 
-    operand_pieces: _PiecesOf
-    result_pieces: _PiecesOf
+    operand_pieces: PiecesOf
+    result_pieces: PiecesOf
     bind: Callable[[Sequence[Any]], list[Any]]
 
 
 def divide_bodies(
-    eqn: core.JaxprEqn, operand_pieces: _PiecesOf, run_in_pieces: Callable[..., Any]
+    eqn: core.JaxprEqn, operand_pieces: PiecesOf, run_in_pieces: Callable[..., Any]
 ) -> DividedBodies | None:
     """Divides a loop or a branch into one for each piece.
 
     Args:
       eqn: the equation.
       operand_pieces: index of an operand -> its pieces.
-      run_in_pieces: rewrites a body: see `_piecewise`.
+      run_in_pieces: rewrites a body: see `_piecewise`, which imports this file.
 
     Returns:
       The equations; ``None`` if it is another equation, or cannot be divided.
     """
-    if eqn.primitive.name not in DIVIDED_BODIES or eqn.effects:
+    if eqn.primitive.name not in DIVIDED_BODIES:
         return None
     bodies = inlined_bodies(eqn)
     num_leading = len(eqn.invars) - len(bodies[0].in_avals)
@@ -77,10 +77,10 @@ def divide_bodies(
     flat = _FlatBodies(
         eqn=eqn,
         bodies=new_bodies,
-        input_parts=_parts(len(bodies[0].in_avals), input_pieces),
-        output_parts=_parts(len(eqn.outvars), output_pieces),
-        first_carry=len(_parts(carry.start or 0, input_pieces)),
-        num_carry=len(_parts(num_carry, output_pieces)),
+        input_parts=flat_parts(len(bodies[0].in_avals), input_pieces),
+        output_parts=flat_parts(len(eqn.outvars), output_pieces),
+        first_carry=len(flat_parts(carry.start or 0, input_pieces)),
+        num_carry=len(flat_parts(num_carry, output_pieces)),
     )
     groups = flat.group_by_piece()
     if groups is None:
@@ -112,7 +112,7 @@ def _shift_axis(pieces: Pieces, change: int) -> Pieces:
     return pieces._replace(axis=pieces.axis + change)
 
 
-def _parts(count: int, pieces_of: _PiecesOf) -> list[int | None]:
+def flat_parts(count: int, pieces_of: PiecesOf) -> list[int | None]:
     """The index of the piece of each flat array; ``None`` for one that is whole."""
     parts = list[int | None]()
     for i in range(count):
@@ -122,10 +122,10 @@ def _parts(count: int, pieces_of: _PiecesOf) -> list[int | None]:
 
 def _rewrite(
     bodies: Sequence[core.ClosedJaxpr],
-    input_pieces: _PiecesOf,
+    input_pieces: PiecesOf,
     carry: slice,
     run_in_pieces: Callable[..., Any],
-) -> tuple[list[core.ClosedJaxpr], _PiecesOf, _PiecesOf] | None:
+) -> tuple[list[core.ClosedJaxpr], PiecesOf, PiecesOf] | None:
     """Rewrites bodies for pieces; all give the same ones, and a loop those it is given.
 
     Args:
@@ -284,19 +284,7 @@ def _bind(
         prevent_cse = params["prevent_cse"]
         return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*operands)
 
-    consts = operands[: carry.start]
-    num_carry = carry.stop - carry.start
-
-    def step(state: Sequence[Any], xs: Sequence[Any]) -> Any:
-        results = body(*consts, *state, *xs)
-        return results[:num_carry], results[num_carry:]
-
-    state, ys = jax.lax.scan(
-        step,
-        operands[carry],
-        operands[carry.stop :],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    indices = range(len(operands))
+    return _scans.run_scan(
+        body, operands, carried=indices[carry], along=indices[carry.stop :], like=eqn
     )
-    return [*state, *ys]

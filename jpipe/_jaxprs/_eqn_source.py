@@ -1,16 +1,13 @@
-"""The lines of a user's program that equations come from, for messages."""
+"""The functions, modules and lines that equations come from, for messages."""
 
-import os
 import posixpath
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from . import _jaxpr
+from ._source_lines import source_line
 
 # primitive -> the function that users type
 _USER_FUNCTIONS = {
@@ -19,12 +16,6 @@ _USER_FUNCTIONS = {
     "custom_vjp_call": "custom_vjp",
     "custom_jvp_call": "custom_jvp",
 }
-_LIBRARIES = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    # Not always among the folders of `sysconfig`: JAX may be another environment's.
-    f"{Path(jax.__file__).parents[1]}{os.sep}",
-    *(f"{sysconfig.get_path(key)}{os.sep}" for key in ("purelib", "platlib", "stdlib")),
-)
 
 
 def user_function(eqn: core.JaxprEqn) -> str:
@@ -66,20 +57,11 @@ def module_paths(eqn: core.JaxprEqn, outside: str = "") -> Iterator[str]:
         yield from module_paths(inner_eqn, path)
 
 
-def source_line(eqn: core.JaxprEqn) -> str:
-    """The file, line and function of an equation, outside of libraries if possible."""
-    traceback: Any = eqn.source_info.traceback
-    for frame in getattr(traceback, "frames", ()):
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(eqn.source_info)
-
-
 def describe_eqn(eqn: core.JaxprEqn) -> str:
     """The function, module and line of an equation, for errors and warnings."""
     paths = [path for path in module_paths(eqn) if path]
     path = posixpath.commonpath(paths) if paths else ""
     of_module = f" of {path}" if path else ""
-    line = source_line(eqn)  # empty for what a jitted function of JAX calls
+    line = source_line(eqn)
     at_line = f", at {line}," if line else ""
     return f"{user_function(eqn)}{of_module}{at_line}"

@@ -39,6 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from . import _source_lines
+
 PyTree = Any
 # ``(flat arguments, flat results) -> new flat results``.
 Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -145,6 +147,7 @@ def _inline_and_open(
     def rule(eqn: core.JaxprEqn) -> Rule | None:
         if is_call(eqn):
             (inner,) = inner_jaxprs(eqn)
+            inner = _source_lines.with_lines_of(eqn, inner)
             return lambda operands: evaluate(inner, operands, rule)
         if id(eqn) in groups_of:
             return lambda operands: _evaluate_cond(eqn, operands, groups_of[id(eqn)])

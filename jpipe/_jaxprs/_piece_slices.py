@@ -63,12 +63,22 @@ class PieceSlices:
             )
         return slices
 
+    def is_fixed(self, atom: Any) -> bool:
+        """True for what follows from parameters."""
+        return not isinstance(atom, core.Literal) and atom in self.fixed_vars
+
+    def follows_from_inputs(self, atom: Any) -> bool:
+        """True unless an atom is a constant."""
+        if isinstance(atom, core.Literal):
+            return False
+        return atom in self.fixed_vars or atom in self.batch_vars
+
     def _is_cut_at_inputs(self, atom: Any, eqn: core.JaxprEqn | None) -> bool:
         """True for what follows from the batch, and for constants read beside that."""
         if isinstance(atom, core.Literal):
             return False
         if atom in self.batch_vars:
             return True
-        is_constant = atom not in self.fixed_vars
+        is_constant = not self.follows_from_inputs(atom)
         operands = set[core.Var]() if eqn is None else _jaxpr.variables(eqn.invars)
         return is_constant and not operands.isdisjoint(self.batch_vars)

@@ -23,6 +23,7 @@ from jax.extend import core
 from .._jaxprs import _eqn_source, _jaxpr, _min_cut, _work
 from .._messages import WarnOnce
 from .._trace import _boundaries
+from .._trace._layer_scans import find_mixed_layers
 from .._trace._traced_function import EqnKind, TracedFunction
 
 # A section is at least one of so many parts of a stage.
@@ -349,28 +350,35 @@ def _too_many_stages(traced: TracedFunction, num_stages: int, most_stages: int) 
     ]
     total_cost = sum(costs)
     eqn, cost = max(costs_of_calls, key=lambda pair: pair[1], default=(None, 0))
-    reason = ""
-    loop = ""
+    reason = "; "
     if eqn is not None and cost * num_stages > total_cost:
         reason = (
             f": one operation, {_eqn_source.describe_eqn(eqn)} is "
             f"{cost / total_cost:.0%} of the work and cannot be divided"
+            f"{_explain_indivisible(traced, eqn)}"
         )
-        loop = _loop_advice(eqn)
     return (
         f"num_stages={num_stages}: the program can be divided in {most_stages} at "
-        f"most{reason}; {loop}type num_stages={most_stages}"
+        f"most{reason}type num_stages={most_stages}"
     )
 
 
-def _loop_advice(eqn: core.JaxprEqn) -> str:
-    """Advice on an equation that a loop in Python could replace.
-
-    A scan of length 1 is one layer.
-    """
+def _explain_indivisible(traced: TracedFunction, eqn: core.JaxprEqn) -> str:
+    """The reason why an equation is in one stage, and what to type instead."""
+    # A scan of length 1 is one layer.
     name = eqn.primitive.name
     is_loop = name == "while" or (name == "scan" and eqn.params["length"] > 1)
-    return "write the loop in Python, or " if is_loop else ""
+    loop = "write the loop in Python, or " if is_loop else ""
+    mixing_eqn = find_mixed_layers(traced, eqn) if name == "scan" else None
+    if mixing_eqn is None:
+        return f"; {loop}"
+    advice = "scan along the parameter itself"
+    if mixing_eqn.primitive.name == "rev":
+        advice += ", with reverse=True"
+    return (
+        f", since {_eqn_source.describe_eqn(mixing_eqn)} moves or "
+        f"mixes the layers before; {advice}, {loop}"
+    )
 
 
 def _warn_of_large_equation(
@@ -396,12 +404,12 @@ def _warn_of_large_equation(
     if _is_piece(traced, eqn):
         return  # there is no smaller one
     fewer_stages = max(int(_UNEVEN / share), 1)
-    loop = _loop_advice(eqn)
     warnings(
         "balance",
         f"stage {fullest} has {share:.0%} of the estimated work, where "
         f"an even share of {len(stages)} stages is {1 / len(stages):.0%}: one "
         f"operation, {_eqn_source.describe_eqn(eqn)} is "
-        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and cannot be divided; "
-        f"{loop}take fewer stages: num_stages={fewer_stages}",
+        f"{costs[largest] / max(sum(stage_costs), 1):.0%} and cannot be divided"
+        f"{_explain_indivisible(traced, eqn)}take fewer stages: "
+        f"num_stages={fewer_stages}",
     )

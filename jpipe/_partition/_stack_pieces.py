@@ -125,14 +125,14 @@ class _Trial:
             if len(sizes) > 1:
                 params |= scan.pieces(self._traced, sizes)
                 if scan.layer_params:
-                    scans |= dict.fromkeys(scan.scan_indices, sizes)
+                    scans |= scan.iterations(sizes)
         return ScanDivision(params, scans)
 
     def sizes_of_stages(self) -> list[tuple[int, ...]]:
         """For each scan the numbers of iterations that stages run, if cut anywhere."""
         division = self._finest_division
         traced, cuts = self._finest_cut
-        first_units = first_inner_indices(self._num_params, division.params)
+        first_pieces = first_inner_indices(self._num_params, division.params)
         num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
         reads_before = count_reads_before(traced, self._num_params + num_pieces)
         # For each parameter inside, the equation that reads it first: row i + 1 is the
@@ -142,10 +142,10 @@ class _Trial:
         sizes_of_scans = list[tuple[int, ...]]()
         for scan in self._layer_scans:
             stages = list[int]()
-            for unit in range(scan.length):
-                params = [first_units[i] + unit for i in scan.axes]
+            for iteration in range(scan.length):
+                params = [first_pieces[i] + iteration for i in scan.axes]
                 if scan.layer_params:
-                    params += [first_units[i] for i in scan.layer_params[unit]]
+                    params += [first_pieces[i] for i in scan.layer_params[iteration]]
                 # The scan reads all of them, and some may be read before it.
                 reader = max(first_readers[params])
                 stages.append(sum(cut <= reader for cut in cuts))

@@ -80,7 +80,7 @@ def read_first_marks(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     takes from a stage leaves this one, even if it came from another.
     """
     # marked value -> the value of its first mark
-    first_marks: dict[core.Var, core.Var] = {}
+    first_marks: dict[core.Var, Any] = {}
 
     def read(atom: Any) -> Any:
         return atom if isinstance(atom, core.Literal) else first_marks.get(atom, atom)

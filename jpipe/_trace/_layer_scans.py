@@ -12,6 +12,7 @@ user's function is traced on whole arrays, and its jaxpr is rewritten: see
 stack of its own: ``stack([a, b])``, ``stack([c, d, e])``.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _axis_maps, _eqn_source, _jaxpr
-from .._jaxprs._pieces import Pieces, trace_axes_back
-from .._jaxprs._piecewise import WholeRead, run_in_pieces
+from .._jaxprs._piece_evaluation import WholeRead
+from .._jaxprs._pieces import AlignedAxis, Pieces, operand_axes, trace_axes_back
+from .._jaxprs._piecewise import run_in_pieces
 from .._messages import raise_all
 from ..schedules._formats import format_bytes
 from ._traced_function import TracedFunction
@@ -34,18 +36,36 @@ class LayerScan(NamedTuple):
     """A scan over layers, or several over the same ones.
 
     Attributes:
-      scan_indices: the indices of the equations, among those that are scans.
-      length: the number of iterations.
+      lengths: index of an equation, among those that are scans -> its iterations.
+      length: the number of iterations, of which a stage runs some. If one scan goes
+        along layers and another along blocks of them, that of the scan along blocks.
       axes: index of a parameter that stacks those of all layers -> the axis along which
         the scan goes.
       layer_params: for each iteration the parameters that the function stacks itself;
         empty if it stacks none.
     """
 
-    scan_indices: list[int]
+    lengths: dict[int, int]
     length: int
     axes: dict[int, int]
     layer_params: list[set[int]]
+
+    def in_blocks(self, length: int) -> "LayerScan":
+        """The same in a smaller number of iterations."""
+        layer_params = list[set[int]]()
+        for i, params in enumerate(self.layer_params):
+            block = i * length // self.length
+            if block == len(layer_params):
+                layer_params.append(set())
+            layer_params[block] |= params
+        return self._replace(length=length, layer_params=layer_params)
+
+    def iterations(self, sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """The iterations of each scan in pieces of such sizes."""
+        return {
+            index: tuple(size * length // self.length for size in sizes)
+            for index, length in self.lengths.items()
+        }
 
     def pieces(self, traced: TracedFunction, sizes: Sequence[int]) -> dict[int, Pieces]:
         """The pieces of its parameters, for pieces of so many iterations."""
@@ -88,17 +108,23 @@ def find_layer_scans(
     layer_scans = list[LayerScan]()
     for eqn_index in eqn_indices:
         eqn = jaxpr.eqns[eqn_index]
-        axes_of_vars = trace_axes_back(jaxpr, dict.fromkeys(_xs(eqn), 0))
+        axes_of_vars = trace_axes_back(
+            jaxpr, dict.fromkeys(_xs(eqn), AlignedAxis(axis=0))
+        )
         length: Any = eqn.params["length"]
         axes: dict[int, int] = {}
         for i, var in enumerate(traced.params[:num_params]):
-            axis = axes_of_vars.get(var)
-            if axis is not None and _axis_maps.shape_of(var)[axis] % length == 0:
-                axes[i] = axis
+            aligned = axes_of_vars.get(var)
+            if aligned is None or not aligned.is_whole:
+                continue
+            if _axis_maps.shape_of(var)[aligned.axis] % length == 0:
+                axes[i] = aligned.axis
         layer_params = _find_layer_params(traced, axes_of_vars, length)
         if axes or layer_params:
             scan_index = scan_indices.index(eqn_index)
-            layer_scans.append(LayerScan([scan_index], length, axes, layer_params))
+            layer_scans.append(
+                LayerScan({scan_index: length}, length, axes, layer_params)
+            )
     return _join_scans(layer_scans)
 
 
@@ -112,7 +138,7 @@ def _xs(eqn: core.JaxprEqn) -> set[core.Var]:
 
 
 def _find_layer_params(
-    traced: TracedFunction, axes_of_vars: Mapping[core.Var, int], length: int
+    traced: TracedFunction, axes_of_vars: Mapping[core.Var, AlignedAxis], length: int
 ) -> list[set[int]]:
     """Finds the parameters that the function stacks itself, for each iteration.
 
@@ -137,47 +163,70 @@ def _find_layer_params(
         params_of.update(dict.fromkeys(eqn.outvars, params))
         if len(params) < 2 or not _is_stacked_along(eqn, axes_of_vars):
             continue
+        aligned = axes_of_vars[eqn.outvars[0]]
         rows = list[set[int]]()
         for atom in eqn.invars:
             num_rows = 1
             if eqn.primitive.name == "concatenate":
-                num_rows = _axis_maps.shape_of(atom)[axes_of_vars[eqn.outvars[0]]]
+                num_rows = _axis_maps.shape_of(atom)[aligned.axis]
             rows += [params_of.get(atom, set())] * num_rows
         if not layer_params:
             layer_params = [set() for _ in range(length)]
         # An iteration may go along several rows, of which a reshape makes one.
         for i, row in enumerate(rows):
-            layer_params[i * length // len(rows)] |= row
+            start = aligned.part(len(rows), i, i + 1).start
+            if 0 <= start < 1:
+                layer_params[int(start * length)] |= row
     return layer_params
 
 
-def _is_stacked_along(eqn: core.JaxprEqn, axes: Mapping[core.Var, int]) -> bool:
+def _is_stacked_along(eqn: core.JaxprEqn, axes: Mapping[core.Var, AlignedAxis]) -> bool:
     """True if an equation puts arrays together along the axis of its result."""
     params: Any = eqn.params
     names = {"concatenate": "dimension", "stack": "axis"}
-    if eqn.primitive.name not in names:
+    if eqn.primitive.name not in names or eqn.outvars[0] not in axes:
         return False
-    return axes.get(eqn.outvars[0]) == params[names[eqn.primitive.name]]
+    return axes[eqn.outvars[0]].axis == params[names[eqn.primitive.name]]
 
 
 def _join_scans(layer_scans: Sequence[LayerScan]) -> list[LayerScan]:
-    """Joins scans that go along a common parameter, if their lengths are equal."""
+    """Joins scans that go along a common parameter, or make the same stacks.
+
+    One may go along layers, and another along blocks of them: both are divided between
+    blocks. If they have no number of blocks in common, or go along different axes, the
+    second one reads the parameter as a whole.
+    """
     joined = list[LayerScan]()
     for scan in layer_scans:
-        scan_indices = scan.scan_indices
-        axes = dict(scan.axes)
-        layer_params = scan.layer_params
         for other in list(joined):
-            is_common = not axes.keys().isdisjoint(other.axes)
-            if is_common and other.length != scan.length:
-                axes = {i: a for i, a in axes.items() if i not in other.axes}
-            elif is_common or (layer_params and layer_params == other.layer_params):
+            common = scan.axes.keys() & other.axes.keys()
+            length = math.gcd(scan.length, other.length)
+            is_aligned = all(scan.axes[i] == other.axes[i] for i in common)
+            has_same_stacks = scan.layer_params == other.layer_params != []
+            has_blocks = length > 1 or scan.length == other.length
+            if common and not (is_aligned and has_blocks):
+                axes = {i: a for i, a in scan.axes.items() if i not in common}
+                scan = scan._replace(axes=axes)
+            elif common or has_same_stacks:
                 joined.remove(other)
-                scan_indices = other.scan_indices + scan_indices
-                axes = other.axes | axes
-                layer_params = other.layer_params or layer_params
-        joined.append(LayerScan(scan_indices, scan.length, axes, layer_params))
+                scan = _join_two(other.in_blocks(length), scan.in_blocks(length))
+        if scan.axes or scan.layer_params:
+            joined.append(scan)
     return joined
+
+
+def _join_two(first: LayerScan, second: LayerScan) -> LayerScan:
+    """Two scans of the same number of iterations as one."""
+    layer_params = first.layer_params or second.layer_params
+    if first.layer_params and second.layer_params:
+        pairs = zip(first.layer_params, second.layer_params, strict=True)
+        layer_params = [x | y for x, y in pairs]
+    return LayerScan(
+        lengths=first.lengths | second.lengths,
+        length=first.length,
+        axes=first.axes | second.axes,
+        layer_params=layer_params,
+    )
 
 
 def divide_scans(
@@ -222,7 +271,7 @@ def divide_scans(
         [
             _describe_read(read, names)
             for read in piecewise.whole_reads
-            if _jaxpr.nbytes(read.spec) > _FEW_BYTES
+            if read.is_accumulation or _jaxpr.nbytes(read.spec) > _FEW_BYTES
         ],
     )
     num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
@@ -253,7 +302,36 @@ def _find_targets(
 
 def _describe_read(read: WholeRead, names: Sequence[str]) -> str:
     """The parameters that are read as a whole, by what, and the bytes that takes."""
-    params = ", ".join(names[i] for i in sorted(read.input_indices))
+    params = ", ".join(names[i] for i in sorted(read.input_indices) if i < len(names))
     reader = "a result" if read.eqn is None else _eqn_source.describe_eqn(read.eqn)
+    if read.is_accumulation:
+        return f"{params}: {reader} accumulates along the layers"
     num_bytes = format_bytes(_jaxpr.nbytes(read.spec))
     return f"{params}: {reader} reads all of it, {num_bytes}"
+
+
+def find_mixed_layers(
+    traced: TracedFunction, scan: core.JaxprEqn
+) -> core.JaxprEqn | None:
+    """The last equation before a scan that moves or mixes the layers of parameters.
+
+    Args:
+      traced: the function.
+      scan: a scan that goes along no parameter slice by slice.
+
+    Returns:
+      The equation; ``None`` if the scan follows from no parameter alone.
+    """
+    jaxpr = traced.closed.jaxpr
+    params = {*traced.params}
+    axes = trace_axes_back(jaxpr, dict.fromkeys(_xs(scan), AlignedAxis(axis=0)))
+    of_params = _jaxpr.descendants(jaxpr, params) - traced.vars_of_batch
+    for eqn in reversed(jaxpr.eqns):
+        if axes.keys().isdisjoint(eqn.outvars) or of_params.isdisjoint(eqn.outvars):
+            continue
+        operands = dict(operand_axes(eqn, axes))
+        is_lost = of_params.isdisjoint(operands)
+        is_moved = any(not operands[var].is_whole for var in params & operands.keys())
+        if is_lost or is_moved:
+            return eqn
+    return None

@@ -94,6 +94,28 @@ def assert_equal_results(
     return piecewise
 
 
+def assert_equal_grads(
+    function: Callable[..., Any],
+    args: list[Any],
+    input_pieces: dict[int, Pieces],
+) -> None:
+    """Compares the gradients of the last result."""
+    piecewise = rewritten(function, args, input_pieces, {})
+    run = core.jaxpr_as_fun(piecewise.closed)
+    flat = list[Any]()
+    for i, arg in enumerate(args):
+        flat += map(jnp.asarray, cut(arg, input_pieces[i]))
+    begins = [*map(np.int32, piecewise.begins)]
+    grads = iter(jax.jit(jax.grad(lambda x: run(*x, *begins)[-1]))(flat))
+    expected = jax.jit(jax.grad(lambda x: jax.tree.leaves(function(*x))[-1]))(args)
+    for i, grad in enumerate(expected):
+        parts = [np.asarray(next(grads)) for _ in input_pieces[i].sizes]
+        tolerance = TOLERANCES[str(grad.dtype)] * max(float(abs(grad).max()), 1)
+        np.testing.assert_allclose(
+            np.concatenate(parts, input_pieces[i].axis), grad, rtol=0, atol=tolerance
+        )
+
+
 def scans_of(closed: core.ClosedJaxpr) -> list[core.JaxprEqn]:
     return [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan"]
 

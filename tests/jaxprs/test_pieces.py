@@ -12,12 +12,13 @@ from hypothesis import given, strategies
 from jax.extend import core
 
 from jpipe._jaxprs import _jaxpr, _pieces, _piecewise
-from jpipe._jaxprs._pieces import Pieces
+from jpipe._jaxprs._pieces import AlignedAxis, Pieces
 
 from .in_pieces import (
     LENGTH,
     PIECES,
     assert_equal_results,
+    cut,
     partitions,
     scans_of,
     specs,
@@ -40,6 +41,13 @@ def newton_schulz(w: jax.Array) -> jax.Array:
         return 1.5 * x - (0.5 + 0.01 * i) * x @ x.mT @ x
 
     return fori(5, step, w.reshape(LENGTH, 2, 2) / 4)
+
+
+def matrices(w: jax.Array) -> jax.Array:
+    return w.reshape(LENGTH, 2, 2) + 2 * jnp.eye(2)
+
+
+ORDER = jnp.array([2, 0, 1])
 
 
 # Each reads the stack without ever putting it together.
@@ -97,6 +105,43 @@ KEPT = {
         w[0, 0] > 0, newton_schulz, lambda w: w.reshape(LENGTH, 2, 2), w
     ),
     "checkpoint": lambda w: jax.checkpoint(lambda w: jnp.sin(w) * 2)(w).sum(),
+    "split_elsewhere": lambda w: jnp.split(w, [1, 2], -1),
+    "unstacked_elsewhere": lambda w: jnp.unstack(w, axis=1),
+    "barrier": lambda w: jax.lax.optimization_barrier((jnp.ones(3), w, w * 2)),
+    "turned_around": lambda w: w[:, ::-1],
+    "padded": lambda w: jnp.pad(w, ((0, 0), (2, 1))),
+    "tiled": lambda w: jax.lax.tile(w, (1, 2)),
+    "columns_by_indices": lambda w: w[:, ORDER],
+    "columns_by_indices_that_differ": lambda w: jnp.take_along_axis(
+        w, jnp.argsort(w, 1)[:, :2], 1
+    ),
+    "columns_that_are_set": lambda w: w.at[:, 0].set(0.5).at[:, ORDER].add(w[:, :3]),
+    "a_column_that_is_set": lambda w: jax.lax.dynamic_update_slice(
+        w, w[:, :1] * 2, (0, jnp.argmax(w[1]) % 4)
+    ),
+    "indices_of_layers": lambda w: jnp.cos(jnp.arange(9.0))[jnp.argmax(w, 1)],
+    "diagonals": lambda w: jnp.diagonal(matrices(w), axis1=1, axis2=2),
+    "sorted_with_indices": lambda w: jax.lax.sort((w, -w), num_keys=1),
+    "largest_two": lambda w: jax.lax.top_k(w, 2),
+    "windows": lambda w: jax.lax.reduce_window(
+        w, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "VALID"
+    ),
+    "fourier": lambda w: jnp.fft.rfft(w, axis=-1).real,
+    "inverses": lambda w: jnp.linalg.inv(matrices(w)),
+    "decompositions": lambda w: [
+        *jnp.linalg.qr(matrices(w)),
+        jnp.linalg.cholesky(matrices(w) @ matrices(w).mT),
+        jnp.linalg.svd(matrices(w), compute_uv=False),
+        jnp.linalg.eigh(matrices(w) + matrices(w).mT)[0],
+    ],
+    "halves_joined": lambda w: layer_scan(
+        jnp.ones(4), jnp.concatenate([2 * w[:2], jnp.sin(w[2:])])
+    ),
+    "a_layer_joined": lambda w: jnp.concatenate([w[3:4], jnp.sin(w[:3]), w[4:]]),
+    "softplus_and_relu": lambda w: jax.nn.softplus(w) + jax.nn.relu(w),
+    "custom_rule_of_two": lambda w: jnp.logaddexp(w, 2 * w),
+    "a_layer_taken": lambda w: jnp.take(w, 3, axis=0),
+    "a_layer_taken_along_another_axis": lambda w: jnp.take(w.T, jnp.array(4), axis=1),
 }
 
 
@@ -106,9 +151,20 @@ def test_what_a_stack_may_be_read_by(name: str) -> None:
     assert piecewise.whole_reads == []
 
 
+@jax.custom_vjp
+def sum_of_layers(w: jax.Array) -> jax.Array:
+    return jnp.cumsum(w, 0)
+
+
+sum_of_layers.defvjp(lambda w: (sum_of_layers(w), None), lambda _, g: (g,))
+
 JOINED = {
     "sort": lambda w: jnp.sort(w, 0).sum(),
     "cumsum": lambda w: jnp.cumsum(w, 0).sum(),
+    "gather": lambda w: w[ORDER],
+    "rev": lambda w: w[::-1],
+    "scatter": lambda w: w.at[0].set(1.0),
+    "custom_vjp_call": lambda w: sum_of_layers(w),
     "argmax": lambda w: jnp.argmax(w, 0).sum(),
     "dynamic_slice": lambda w: jax.lax.dynamic_index_in_dim(w, jnp.argmax(w[0]), 0),
     "scan": lambda w: fori(2, lambda _, c: c * w - c.mean(), w).sum(),
@@ -148,6 +204,77 @@ def test_a_slice_begins_at_a_constant_of_any_integers() -> None:
         args = [stack(4), np.int32(1)]
         piecewise = assert_equal_results(rows, args, {0: PIECES})
     assert not piecewise.whole_reads
+
+
+def test_a_layer_taken_beyond_the_last_one_is_as_jax_has_it() -> None:
+    def take(w: jax.Array) -> jax.Array:
+        return jnp.nan_to_num(jnp.take(w, LENGTH, axis=0))
+
+    assert_equal_results(take, [stack(4)], {0: PIECES}, {})
+
+
+@pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp"])
+def test_a_custom_rule_is_kept_for_each_piece(name: str) -> None:
+    """The gradient that the rule gives is three times that of the operation."""
+
+    def function(w: jax.Array, scale: Any) -> jax.Array:
+        return jnp.sin(w) * scale
+
+    if name == "custom_jvp":
+        custom = jax.custom_jvp(function)
+        custom.defjvp(
+            lambda primals, tangents: (
+                function(*primals),
+                3 * jnp.cos(primals[0]) * tangents[0] * primals[1],
+            )
+        )
+    else:
+        custom = jax.custom_vjp(function)
+        custom.defvjp(
+            lambda w, scale: (function(w, scale), (jnp.cos(w), scale)),
+            lambda residuals, g: (3 * residuals[0] * residuals[1] * g, None),
+        )
+    piecewise = assert_equal_results(
+        lambda w: custom(w, jnp.float32(2.0)), [stack(4)], {0: PIECES}
+    )
+    assert not piecewise.whole_reads
+    run = core.jaxpr_as_fun(piecewise.closed)
+    pieces = list(map(jnp.asarray, cut(stack(4), PIECES)))
+    begins = [*map(np.int32, piecewise.begins)]
+    grads = jax.grad(lambda x: sum(map(jnp.sum, run(*x, *begins))))(pieces)
+    expected = 6 * np.cos(stack(4))
+    np.testing.assert_allclose(np.concatenate(grads), expected, rtol=1e-5)
+
+
+@jax.custom_vjp
+def scaled(w: jax.Array, scale: jax.Array) -> jax.Array:
+    return w * scale
+
+
+scaled.defvjp(
+    lambda w, scale: (w * scale, (w, scale)),
+    lambda residuals, g: (residuals[1] * g, (residuals[0] * g).sum()),
+)
+
+
+@jax.custom_vjp
+def centred(w: jax.Array) -> jax.Array:
+    return w * 2
+
+
+centred.defvjp(lambda w: (w * 2, None), lambda _, g: (g - g.mean(0),))
+
+
+@pytest.mark.parametrize("name", ["of_what_is_whole", "of_other_layers"])
+def test_a_custom_rule_whose_gradient_mixes_layers_stays_one(name: str) -> None:
+    """The gradient of a scale is a sum over all of them."""
+    args = [stack(4), np.float32(2)]
+    apply = scaled if name == "of_what_is_whole" else lambda w, _: centred(w)
+    piecewise = assert_equal_results(apply, args, {0: PIECES}, {})
+    (read, *_) = piecewise.whole_reads
+    assert read.input_indices == {0}
+    assert read.eqn is not None
+    assert read.eqn.primitive.name == "custom_vjp_call"
 
 
 def test_a_result_that_is_whole_is_reported() -> None:
@@ -330,7 +457,7 @@ def test_constants_are_cut_at_inputs_beside_the_batch_alone() -> None:
 def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
     """Through casts, transposes, broadcasts and reshapes, as models have them."""
 
-    def apply(params: dict[str, jax.Array]) -> jax.Array:
+    def apply(params: dict[str, jax.Array]) -> Any:
         w = jnp.moveaxis(params["kernel"], 1, 0).astype(jnp.bfloat16)
         b = jnp.broadcast_to(params["bias"], (6, 4))
         nested = params["nested"].reshape(6, 2, 4)
@@ -347,13 +474,14 @@ def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
     }
     closed, _ = _jaxpr.trace(apply, params)
     xs = {
-        eqn.invars[i]: 0
+        eqn.invars[i]: AlignedAxis(axis=0)
         for eqn in closed.jaxpr.eqns
         if eqn.primitive.name == "scan"
         for i in range(_jaxpr.carry_slice(eqn).stop, len(eqn.invars))
     }
     axes = _pieces.trace_axes_back(closed.jaxpr, xs)
-    assert [axes.get(var) for var in closed.jaxpr.invars] == [None, 1, 0, 0]
+    found = [axes.get(var) for var in closed.jaxpr.invars]
+    assert found == [None, AlignedAxis(1), AlignedAxis(0), AlignedAxis(0)]
 
 
 def test_the_axis_of_layers_is_traced_back_through_bodies() -> None:
@@ -379,6 +507,7 @@ def test_the_axis_of_layers_is_traced_back_through_bodies() -> None:
     }
     closed, _ = _jaxpr.trace(apply, params)
     (*_, scan) = scans_of(closed)
-    axes = _pieces.trace_axes_back(closed.jaxpr, {scan.invars[-1]: 0})  # pyright: ignore[reportArgumentType]
+    (*_, xs) = _jaxpr.variables(scan.invars[-1:])
+    axes = _pieces.trace_axes_back(closed.jaxpr, {xs: AlignedAxis(axis=0)})
     found = [axes.get(var) for var in closed.jaxpr.invars]
-    assert found == [1, 0, 0, 1, None]
+    assert found == [*map(AlignedAxis, (1, 0, 0, 1)), None]

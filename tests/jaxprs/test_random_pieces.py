@@ -6,6 +6,7 @@ plain evaluation: only sums over layers are added in another order.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, strategies
 
-from .in_pieces import assert_equal_results, partitions
+from jpipe._jaxprs._pieces import Pieces
+
+from .in_pieces import assert_equal_grads, assert_equal_results, partitions
 
 
 def scan(draw: Any, x: jax.Array) -> jax.Array:
@@ -183,60 +186,187 @@ def checkpoint(draw: Any, x: jax.Array) -> jax.Array:
     return jax.checkpoint(lambda x: jnp.sin(x) - x.max(axis, keepdims=True))(x)
 
 
+def reorder(draw: Any, x: jax.Array) -> jax.Array:
+    """Axes are turned around, shifted, padded, or sorted beside another array."""
+    axis = draw(strategies.integers(0, x.ndim - 1))
+    choice = draw(strategies.integers(0, 4))
+    if choice == 0:
+        return jnp.flip(x, axis)
+    if choice == 1:
+        return jnp.roll(x, 1, axis)
+    if choice == 2:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (1, 0)
+        return jax.lax.slice_in_dim(jnp.pad(x, padding), 0, x.shape[axis], axis=axis)
+    if choice == 3:
+        keys, values = jax.lax.sort((x, jnp.cos(x)), dimension=axis, num_keys=1)
+        return keys - values
+    return jax.lax.optimization_barrier((x, 0.5, jnp.sin(x)))[2]
+
+
+def index(draw: Any, x: jax.Array) -> jax.Array:
+    """Rows along an axis, by indices: read, set, or other ones for each element."""
+    axis = draw(strategies.integers(0, x.ndim - 1))
+    length = x.shape[axis]
+    rows = draw(strategies.lists(strategies.integers(0, length - 1), min_size=1))
+    indices = jnp.array(rows)
+    choice = draw(strategies.integers(0, 3))
+    if choice == 0:
+        return x * jnp.take(x, rows[0], axis=axis, mode="clip").mean()
+    if choice == 1:
+        return x + jnp.take(x, indices, axis=axis).sum(axis, keepdims=True)
+    if choice == 2:
+        moved = jnp.moveaxis(x, axis, 0)
+        return jnp.moveaxis(moved.at[indices].add(moved[indices] * 2), 0, axis)
+    return jnp.take_along_axis(x, jnp.argsort(x, axis), axis)
+
+
+def join_parts(draw: Any, x: jax.Array) -> jax.Array:
+    """Parts along an axis, computed apart, in their order or in another one."""
+    axis = draw(strategies.integers(0, x.ndim - 1))
+    end = draw(strategies.integers(0, x.shape[axis]))
+    first, second = jnp.split(x, [end], axis)
+    parts = [2 * first, jnp.sin(second)]
+    order = draw(strategies.permutations([0, 1]))
+    return jnp.concatenate([parts[i] for i in order], axis)
+
+
+def compute_on_matrices(draw: Any, x: jax.Array) -> jax.Array:
+    """Of the last two axes, which may be those of the layers."""
+    if x.ndim < 2:
+        return x
+    square = x @ x.mT + jnp.eye(x.shape[-2])
+    choice = draw(strategies.integers(0, 2))
+    if choice == 0:
+        return jnp.linalg.inv(square) @ x
+    if choice == 1:
+        return jnp.linalg.cholesky(square) @ x
+    return jnp.linalg.qr(square)[0] @ x
+
+
+@jax.custom_vjp
+def other_gradient(x: jax.Array, scale: float) -> jax.Array:
+    return jnp.sin(x) * scale
+
+
+other_gradient.defvjp(
+    lambda x, scale: (other_gradient(x, scale), jnp.cos(x)),
+    lambda cos, g: (3 * cos * g, None),
+)
+
+
+@jax.custom_jvp
+def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mean = x.mean(-1, keepdims=True)
+    return x - mean, mean
+
+
+@centred.defjvp
+def _centred_jvp(primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    (dx,) = tangents
+    return centred(x), (2 * dx, dx.sum(-1, keepdims=True))
+
+
+def custom_rule(draw: Any, x: jax.Array) -> jax.Array:
+    """Rules that are no derivatives, of each element, or of each row."""
+    choice = draw(strategies.integers(0, 4))
+    if choice == 0:
+        return jax.nn.softplus(x) - jax.nn.relu(x)
+    if choice == 1:
+        return jnp.logaddexp(x, jnp.cos(x))
+    if choice == 2:
+        return other_gradient(x, 0.5)
+    if choice == 3:
+        axis = draw(strategies.integers(0, x.ndim - 1))
+        differences, means = centred(jnp.moveaxis(x, axis, -1))
+        return jnp.moveaxis(differences + jnp.sin(means), -1, axis)
+    return jnp.logaddexp(x, jnp.sum(x) / x.size)
+
+
 OPERATIONS = [
     accumulate,
     arg_extreme,
     branch,
     broadcast,
     checkpoint,
+    compute_on_matrices,
+    custom_rule,
     divide,
     elementwise,
+    index,
     index_by_data,
     join_arrays,
+    join_parts,
     join_or_divide_axes,
     loop,
     multiply_matrices,
     reduce,
+    reorder,
     scan,
     take,
     transpose,
 ]
 
 
-@given(data=strategies.data())
-def test_random_programs_in_pieces(data: Any) -> None:
-    draw = data.draw
+def draw_function(
+    draw: Any, operations: list[Any]
+) -> Callable[[jax.Array, jax.Array], Any]:
+    """Draws a program ``(x, y) -> results``, the same in each trace of it."""
+    choices = list[Any]()
+
+    def function(x: jax.Array, y: jax.Array) -> Any:
+        remaining = iter(list(choices))
+
+        def choose(strategy: Any) -> Any:
+            if (choice := next(remaining, None)) is None:
+                choice = draw(strategy)
+                choices.append(choice)
+            return choice
+
+        z = x + y * 0.5
+        results = [z]
+        for operation in operations:
+            z = operation(choose, z)
+            results.append(z)
+        return results, z.sum()
+
+    return function
+
+
+def draw_pieces(draw: Any) -> tuple[list[np.ndarray], dict[int, Pieces]]:
+    """Draws two stacks whose layers are along any axis, and pieces of each."""
     length = draw(strategies.integers(2, 6), label="layers")
     axis = draw(strategies.integers(0, 2), label="axis")
     shape = (2, 3)
     shape = (*shape[:axis], length, *shape[axis:])
-    input_pieces = {
+    pieces = {
         0: draw(partitions(length, axis), label="pieces of the first"),
         1: draw(partitions(length, axis), label="pieces of the second"),
     }
-    operations = draw(
-        strategies.lists(strategies.sampled_from(OPERATIONS), min_size=1, max_size=5)
-    )
-    # What is drawn inside of a function must be the same in each trace of it.
-    choices = list[Any]()
+    return [*np.random.default_rng(0).normal(size=(2, *shape))], pieces
 
+
+def draw_operations(draw: Any, among: list[Any]) -> list[Any]:
+    lists = strategies.lists(strategies.sampled_from(among), min_size=1, max_size=5)
+    return draw(lists)
+
+
+@given(data=strategies.data())
+def test_random_programs_in_pieces(data: Any) -> None:
+    args, input_pieces = draw_pieces(data.draw)
+    operations = draw_operations(data.draw, OPERATIONS)
     with jax.enable_x64(True):
-        values = np.random.default_rng(0).normal(size=(2, *shape))
+        function = draw_function(data.draw, operations)
+        assert_equal_results(function, [*args], input_pieces)
 
-        def function(x: jax.Array, y: jax.Array) -> Any:
-            remaining = iter(list(choices))
 
-            def choose(strategy: Any) -> Any:
-                if (choice := next(remaining, None)) is None:
-                    choice = draw(strategy)
-                    choices.append(choice)
-                return choice
-
-            z = x + y * 0.5
-            results = [z]
-            for operation in operations:
-                z = operation(choose, z)
-                results.append(z)
-            return results, z.sum()
-
-        assert_equal_results(function, [*values], input_pieces)
+@given(data=strategies.data())
+def test_gradients_of_random_programs_in_pieces(data: Any) -> None:
+    """Those of plain JAX: also where rules that are no derivatives give them."""
+    args, input_pieces = draw_pieces(data.draw)
+    others = [compute_on_matrices, elementwise, index, join_parts, scan, transpose]
+    operations = [custom_rule, *draw_operations(data.draw, [custom_rule, *others])]
+    with jax.enable_x64(True):
+        function = draw_function(data.draw, operations)
+        assert_equal_grads(function, [*args], input_pieces)

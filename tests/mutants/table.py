@@ -41,7 +41,8 @@ REACHED_BY = {
     "_jaxprs/_concatenation": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_counted_rows": "jaxprs/test_counted_rows.py",
     "_jaxprs/_dataflow": "jaxprs/test_dataflow.py loss_functions/test_penalties.py",
-    "_jaxprs/_divided_bodies": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
+    "_jaxprs/_divided": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
+    "_jaxprs/_row_slices": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_piece": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_scans": "stage/test_split_scans.py matrix",
     "_jaxprs/_structural_key": "layers/test_equal_layers.py layers/test_unequal_layers.py",
@@ -140,9 +141,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("0) - batch_bytes, 0)", "0), 0)"),
     ],
     "_jaxprs/_axis_maps": [
-        ("        first_free += len(free)\n", ""),
         ("a + (a >= new_axis)", "a"),
-        ("if slice_sizes[a] == shape[a]", "if True"),
+        ("if axis not in mixed and", "if"),
+        ("and slice_sizes[a] == shape[a]", ""),
+        ("if a not in numbers.scatter_dims_to_operand_dims and", "if"),
     ],
     "_jaxprs/_concatenation": [
         ("start - first, stop - first", "start, stop"),
@@ -150,10 +152,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_jaxprs/_counted_rows": [
         ("np.array_equal(value, np.arange(length))", "value[0] == 0"),
         ("and shape[axis] == length", "and shape[axis] >= length"),
-        (
-            '            reverse=params["reverse"],\n        )\n    return [np',
-            "        )\n    return [np",
-        ),
+        ("along=indices[first_xs:]", "along=indices[:0]"),
         ("        if all(is_counter[", "        if any(is_counter["),
         (
             "            and not _jaxpr.variables([body",
@@ -181,15 +180,28 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("and not operands.isdisjoint(self.batch_vars)", ""),
     ],
     "_jaxprs/_pieces": [
-        ("operand_axes = _body_operand_axes(eqn, axes)", "pass"),
+        ("pairs = _body_operand_axes(eqn, axes)", "pass"),
+        ("self.start + first * row", "self.start"),
     ],
-    "_jaxprs/_piecewise": [
+    "_jaxprs/_divided_rules": [
+        ("        if not {*used} <= {*invars}:\n            return None\n", ""),
+    ],
+    "_jaxprs/_row_slices": [
+        ("or not 0 <= index.item() < pieces.length", ""),
+    ],
+    "_jaxprs/_piece_evaluation": [
         ("functools.reduce(jax.lax.add, products)", "products[0]"),
-        ("return joined.regroup(target) if target and is_target else", "return"),
+        (
+            "[joined.regroup(target) if target and is_target else",
+            "[joined if True else",
+        ),
         ("            order.reverse()\n", "            pass\n"),
         ("            carry = results[:num_carry]\n", ""),
         ("total = combine(total,", "total = jax.lax.add(total,"),
-        ("ends.update(target.ends)\n        if", "pass\n        if"),
+        (
+            "ends.update(target.ends)\n        return sizes",
+            "pass\n        return sizes",
+        ),
     ],
     "_jaxprs/_scans": [
         ('params["reverse"],', "False,"),
@@ -197,13 +209,14 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_partition/_stack_pieces": [
         ("if len(sizes) > 1:", "if False:"),
         (
-            "                    scans |= dict.fromkeys(scan.scan_indices, sizes)",
+            "                    scans |= scan.iterations(sizes)",
             "                    pass",
         ),
-        ("params += [first_units[i] for i in", "_ = [first_units[i] for i in"),
+        ("params += [first_pieces[i] for i in", "_ = [first_pieces[i] for i in"),
     ],
     "_trace/_layer_scans": [
-        ("layer_params[i * length // len(rows)] |= row", "layer_params[0] |= row"),
+        ("layer_params[int(start * length)] |= row", "layer_params[0] |= row"),
+        ("size * length // self.length", "size"),
         ("targets.setdefault(var, Pieces(0, tuple(sizes)))", "pass"),
     ],
     "_jaxprs/_structural_key": [
