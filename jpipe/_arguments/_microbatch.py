@@ -59,7 +59,10 @@ def array_specs(tree: PyTree, name: str) -> PyTree:
                 )
                 weak = leaf.weak_type
                 return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
-            return _jaxpr.spec(jax.typeof(leaf))
+            # Wherever the user has it, a stage reads it from the memory of its device.
+            aval = jax.typeof(leaf)
+            weak = aval.weak_type
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
         except TypeError:
             faults.append(f"{leaf_name(name, path)} is {_describe(leaf)}")
             not_arrays.append(leaf)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._jaxprs._host_memory import is_on_host
 
 # Reads the settings of JAX that `jax.jit` distinguishes besides arguments; a program
 # that was traced once must distinguish them too.
@@ -39,6 +40,11 @@ def _aval_key(leaf: Any) -> tuple[Any, Any, bool]:
         shape = getattr(leaf, "shape", None)
         dtype = getattr(leaf, "dtype", type(leaf))
         return shape, dtype, getattr(leaf, "weak_type", False)
+
+
+def memory_key(leaves: Iterable[Any]) -> tuple[int, ...]:
+    """The indices of the leaves that are in the memory of the host."""
+    return tuple([i for i, leaf in enumerate(leaves) if is_on_host(leaf)])
 
 
 def shape_keys(leaves: Iterable[Any]) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _compat
 from .._jaxprs import _jaxpr, _sharding_constraints
 from .._jaxprs._computation import Computation
+from .._jaxprs._host_memory import is_on_host
 from .._processes._arrays import is_key
 from ._garbage_collector import pause_collector
 from ._progress import Progress
@@ -87,19 +88,12 @@ class PlacedExecutable:
 
     def _out_shardings(self) -> Any:
         """The shardings of the live results as JAX calls them; ``None``: XLA's."""
-        if isinstance(self.device, StageMesh):
-            out_shardings: list[Any] = []
-            for i in self.live_results:
-                is_on_host = on_host(self.function.results[i])
-                sharding = self.result_shardings[i]
-                out_shardings.append(
-                    jax_sharding(self.device, sharding, on_host=is_on_host)
-                )
-            return tuple(out_shardings)
-        if all(place < 0 for place in self.argument_places):
-            # Without arguments in a place it would run on the default device.
-            return jax_sharding(self.device)
-        return None
+        # Without arguments in a place it would run on the default device.
+        is_nowhere = all(place < 0 for place in self.argument_places)
+        if not (isinstance(self.device, StageMesh) or is_nowhere):
+            return None
+        shardings = self.result_shardings or [WHOLE] * len(self.function.results)
+        return tuple(jax_sharding(self.device, shardings[i]) for i in self.live_results)
 
     def _constrained(self) -> Callable[..., Sequence[Any]]:
         """The function, with the constraints of a user's program as they hold here."""
@@ -125,7 +119,7 @@ class PlacedExecutable:
         """
         specs = [*self.arguments, *self.function.results]
         is_placed = all(place >= 0 for place in self.argument_places)
-        is_plain = not any(on_host(spec) or is_below_byte(spec) for spec in specs)
+        is_plain = not any(is_on_host(spec) or is_below_byte(spec) for spec in specs)
         return is_placed and is_plain and may_compile_ahead()
 
     @property
@@ -394,11 +388,6 @@ def _keep_in_cache(entries: Mapping[Any, Any]) -> None:
         _cache.move_to_end(module_key)
     while sum(map(len, _cache.values())) > _MAX_CACHED:
         _cache.popitem(last=False)
-
-
-def on_host(spec: Any) -> bool:
-    """True if an array is in the memory of the host, as a remat policy may keep it."""
-    return getattr(spec, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_below_byte(spec: Any) -> bool:

@@ -35,6 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ._host_memory import in_memory_of
+
 PyTree = Any
 # ``(flat arguments, flat results) -> new flat results``.
 Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -71,6 +73,8 @@ def trace(
         return function(*args)
 
     closed, result = jax.make_jaxpr(new_function, return_shape=True)(*specs)
+    # The shapes that JAX returns do not tell in which memory the results are.
+    result = jax.tree.unflatten(jax.tree.structure(result), map(spec, closed.out_avals))
     return _inline_and_open(closed, _JITS, ending=ending), result
 
 
@@ -551,10 +555,11 @@ def is_inexact(x: Any) -> bool:
 
 
 def spec(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a value, and if it is weakly typed: NumPy's are not."""
-    return jax.ShapeDtypeStruct(
+    """The shape, dtype, weak type and memory of a value: NumPy's has no weak type."""
+    weak_spec = jax.ShapeDtypeStruct(
         value.shape, value.dtype, weak_type=_is_weakly_typed(value)
     )
+    return in_memory_of(weak_spec, value)
 
 
 def _is_weakly_typed(value: Any) -> bool:

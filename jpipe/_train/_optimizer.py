@@ -12,6 +12,7 @@ from .._instructions._agreement import layer_facts
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
+from .._jaxprs._host_memory import in_memory_of
 from .._jaxprs._jaxpr import nbytes
 from .._layers._text import shape_text
 from .._messages import raise_all
@@ -53,6 +54,11 @@ class Optimizer:
       trained: one bool per leaf of these; True if it is trained.
       placement: the devices of the stages.
       locations: the stage of each leaf, and its sharding there.
+      opt_state: a state that is to be updated; its leaves may be in another memory than
+        those of ``tx.init``.
+
+    Raises:
+      ValueError: with the differences, if that is the state of another optimizer.
 
     Attributes:
       state: specs of the leaves of the state, with their places; a leaf in pieces is
@@ -68,6 +74,7 @@ class Optimizer:
         trained: Sequence[bool],
         placement: StagePlacement,
         locations: Locations,
+        opt_state: PyTree = None,
     ) -> None:
         self._transformation = Transformation(tx, _ADVICE)
 
@@ -100,7 +107,9 @@ class Optimizer:
         state = self._init.result
         self._state_structure = jax.tree.structure(state)
         self._state_pieces = _stacked.pieces_of_leaves(state)
-        self._expected_state = _stacked.close_specs(state)
+        if opt_state is not None:
+            _check_state(opt_state, _stacked.close_specs(state))
+            state = jax.tree.map(in_memory_of, state, self.open_state(opt_state))
         self.state = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
         self.update = PlacedFunction(
@@ -147,34 +156,38 @@ class Optimizer:
                     "state.opt_state is not in place; type state = pipe.place(state)"
                 )
 
-    def check(self, state: PyTree) -> None:
-        """Checks that a state is one of this optimizer.
 
-        Raises:
-          ValueError: with the differences, if it is that of another one.
-        """
-        expected = self._expected_state
-        if _signature_of(state) == _signature_of(expected):
-            return
-        faults = _variables.differences(
-            _descriptions(expected),
-            _descriptions(state),
-            "{path}: given {actual}, needs {expected}",
+def _check_state(state: PyTree, expected: PyTree) -> None:
+    """Checks that a state is one of this optimizer.
+
+    Args:
+      state: the state.
+      expected: specs of the state that the optimizer makes.
+
+    Raises:
+      ValueError: with the differences, if it is that of another one.
+    """
+    if _signature_of(state) == _signature_of(expected):
+        return
+    faults = _variables.differences(
+        _descriptions(expected),
+        _descriptions(state),
+        "{path}: given {actual}, needs {expected}",
+    )
+    if jax.tree.structure(state) == jax.tree.structure(expected):
+        title = (
+            "state.opt_state does not fit the optimizer of this step; write "
+            "hyperparameters as jnp.asarray(value, dtype)"
         )
-        if jax.tree.structure(state) == jax.tree.structure(expected):
-            title = (
-                "state.opt_state does not fit the optimizer of this step; write "
-                "hyperparameters as jnp.asarray(value, dtype)"
-            )
-        else:
-            title = (
-                "state.opt_state is not that of the optimizer of this step; give the "
-                "same tx and the same trainable= to Pipeline.init_train_state and "
-                "Pipeline.train_step"
-            )
-            if _structure_with_gaps(state) == _structure_with_gaps(expected):
-                title += "; the state was made to train other parameters"
-        raise_all(title, faults or ["its leaves are in other containers"])
+    else:
+        title = (
+            "state.opt_state is not that of the optimizer of this step; give the "
+            "same tx and the same trainable= to Pipeline.init_train_state and "
+            "Pipeline.train_step"
+        )
+        if _structure_with_gaps(state) == _structure_with_gaps(expected):
+            title += "; the state was made to train other parameters"
+    raise_all(title, faults or ["its leaves are in other containers"])
 
 
 def opt_state_bytes(
