@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
+from .._arguments._stacked import gather_tree
 from .._jaxprs._host_memory import is_on_host
 from .._processes._arrays import (
     is_here,
@@ -255,11 +256,12 @@ def _local_copies(leaves: Leaves) -> list[Any]:
 
 
 def _copy_numpy(tree: Any) -> Any:
-    """Copies the arrays of NumPy in a tree.
+    """Copies the arrays of NumPy in a tree, and gathers those in pieces.
 
     JAX may go on reading their memory, which the user may fill anew.
     """
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+    tree = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+    return gather_tree(tree)
 
 
 def make_sender(

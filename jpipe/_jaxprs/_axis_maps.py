@@ -28,6 +28,7 @@ _SAME_SHAPE = ELEMENTWISE | frozenset(
         "convert_element_type",
         "copy",
         "copy_p",
+        "device_put",
         "name",
         "reduce_precision",
         "stop_gradient",

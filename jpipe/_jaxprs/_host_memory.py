@@ -4,9 +4,11 @@ JAX has the memory in the type of an array, and in no shape: a `jax.ShapeDtypeSt
 of the memory of the host by its sharding alone.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 KIND = "pinned_host"
@@ -29,3 +31,20 @@ def in_memory_of(spec: Any, value: Any) -> jax.ShapeDtypeStruct:
         weak_type=spec.weak_type,
         sharding=SHARDING if is_on_host(value) else None,
     )
+
+
+def puts_several(eqn: core.JaxprEqn) -> bool:
+    """True if an equation is a `jax.device_put` of several arrays.
+
+    They may be on several devices, where one equation would gather them.
+    """
+    return eqn.primitive.name == "device_put" and len(eqn.invars) > 1
+
+
+def put_one_by_one(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a `jax.device_put` of several arrays, with an equation for each."""
+    results = list[Any]()
+    for i, operand in enumerate(operands):
+        params = {name: values[i : i + 1] for name, values in eqn.params.items()}
+        results += eqn.primitive.bind(operand, **params)
+    return results

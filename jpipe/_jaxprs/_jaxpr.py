@@ -17,6 +17,7 @@ evaluate it under a new trace, in which rules replace some of its equations.
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
+import functools
 import itertools
 from collections.abc import (
     Callable,
@@ -35,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ._host_memory import in_memory_of
+from ._host_memory import in_memory_of, put_one_by_one, puts_several
 
 PyTree = Any
 # ``(flat arguments, flat results) -> new flat results``.
@@ -135,7 +136,9 @@ def _inline_and_open(
     def is_call(eqn: core.JaxprEqn) -> bool:
         return eqn.primitive.name in names or id(eqn) in eqn_ids
 
-    if not (groups_of or ending or any(map(is_call, closed.jaxpr.eqns))):
+    eqns = closed.jaxpr.eqns
+    is_changed = any(is_call(eqn) or puts_several(eqn) for eqn in eqns)
+    if not (groups_of or ending or is_changed):
         return closed
 
     def rule(eqn: core.JaxprEqn) -> Rule | None:
@@ -144,7 +147,7 @@ def _inline_and_open(
             return lambda operands: evaluate(inner, operands, rule)
         if id(eqn) in groups_of:
             return lambda operands: _evaluate_cond(eqn, operands, groups_of[id(eqn)])
-        return None
+        return functools.partial(put_one_by_one, eqn) if puts_several(eqn) else None
 
     def run(*args: Any) -> Sequence[Any]:
         results = evaluate(closed, args, rule)
