@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._jaxprs import _jaxpr
 from .._layers._inputs import Inputs, leaf_name
 from .._messages import raise_all
 from ._stacked import Stacked

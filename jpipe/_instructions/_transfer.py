@@ -191,7 +191,8 @@ def in_default_layout(leaf: Any) -> Any:
     """
     if np.ndim(leaf) < 2 or not isinstance(leaf, jax.Array) or is_key(leaf):
         return leaf
-    layout: Any = leaf.format.layout
+    array: Any = leaf  # to a type checker it has no layout
+    layout = array.format.layout
     if layout is None or layout.major_to_minor == tuple(range(leaf.ndim)):
         return leaf
     return jax.device_put(leaf, Format(None, leaf.sharding))

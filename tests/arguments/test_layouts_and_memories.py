@@ -12,7 +12,6 @@ import optax
 import pytest
 from jax.experimental.layout import Format, Layout
 
-
 import jpipe
 
 from .. import reference as ref
