@@ -52,14 +52,8 @@ def array_specs(tree: PyTree, name: str) -> PyTree:
         try:
             if not hasattr(leaf, "shape"):
                 raise TypeError
-            if isinstance(leaf, jax.ShapeDtypeStruct | Stacked):
-                dtype = jax.dtypes.canonicalize_dtype(
-                    leaf.dtype, allow_extended_dtype=True
-                )
-                weak = leaf.weak_type
-                return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
             # Wherever the user has it, a stage reads it from the memory of its device.
-            aval = jax.typeof(leaf)
+            aval = leaf if isinstance(leaf, Stacked) else jax.typeof(leaf)
             weak = aval.weak_type
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
         except TypeError:

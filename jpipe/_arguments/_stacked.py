@@ -160,7 +160,7 @@ class Stacked:
 
     @property
     def __jax_array__(self) -> Any:
-        """What JAX asks an object of another class for, before it refuses it."""
+        """The array of one device, which JAX asks an object of another class for."""
         # `jax.jit` would replace a `TypeError` by one of its own.
         raise ValueError(self._advice())
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _compat
 from .._jaxprs import _jaxpr, _sharding_constraints
 from .._jaxprs._computation import Computation
+from .._jaxprs._explicit_dtypes import are_narrowed, in_32_bits, keep_dtypes, make_jaxpr
 from .._jaxprs._host_memory import is_on_host
 from .._processes._arrays import is_key
 from ._garbage_collector import pause_collector
@@ -76,6 +77,8 @@ class PlacedExecutable:
 
         if isinstance(self.device, StageMesh) and self.mapped:
             run = self.device.mapped(run, self.argument_shardings)
+        if are_narrowed(self.arguments):
+            run = in_32_bits(run)
         run.__name__ = self.name
         self.run: Any = jax.jit(
             run,
@@ -104,7 +107,7 @@ class PlacedExecutable:
             # An argument that is a result by itself would not be copied.
             return checkpoint_name(array, "constrained")
 
-        closed = jax.make_jaxpr(self.function.run)(*map(_jaxpr.spec, self.arguments))
+        closed = make_jaxpr(self.function.run)(*map(_jaxpr.spec, self.arguments))
         return lambda *leaves: _sharding_constraints.evaluate(closed, leaves, constrain)
 
     @property
@@ -141,9 +144,9 @@ class PlacedExecutable:
         """Traces it for XLA."""
         shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
         pairs = zip(self.arguments, shardings, strict=True)
-        return self.run.trace(
-            *[array_spec(spec, self.device, sharding) for spec, sharding in pairs]
-        )
+        specs = [array_spec(spec, self.device, sharding) for spec, sharding in pairs]
+        with keep_dtypes(specs):
+            return self.run.trace(*specs)
 
     @property
     def flops(self) -> float | None:

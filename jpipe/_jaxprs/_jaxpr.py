@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ._explicit_dtypes import make_jaxpr
 from ._host_memory import in_memory_of, put_one_by_one, puts_several
 
 PyTree = Any
@@ -73,7 +74,7 @@ def trace(
         # JAX caches traces by the function, which may read other values now.
         return function(*args)
 
-    closed, result = jax.make_jaxpr(new_function, return_shape=True)(*specs)
+    closed, result = make_jaxpr(new_function, return_shape=True)(*specs)
     # The shapes that JAX returns do not tell in which memory the results are.
     result = jax.tree.unflatten(jax.tree.structure(result), map(spec, closed.out_avals))
     return _inline_and_open(closed, _JITS, ending=ending), result
@@ -160,7 +161,7 @@ def retrace(
     closed: core.ClosedJaxpr, run: Callable[..., Sequence[Any]], *more_specs: Any
 ) -> core.ClosedJaxpr:
     """Traces a function of the inputs of a jaxpr, and of more arrays or specs."""
-    return jax.make_jaxpr(run)(*specs(closed.jaxpr.invars), *more_specs)
+    return make_jaxpr(run)(*specs(closed.jaxpr.invars), *more_specs)
 
 
 def rewrite(
@@ -587,7 +588,7 @@ def zeros(like: PyTree) -> PyTree:
         if not _is_weakly_typed(leaf):
             return strong_zeros
         # `jax.numpy` makes weak zeros only like a weak array; a trace has one.
-        closed = jax.make_jaxpr(jnp.zeros_like)(spec(leaf))
+        closed = make_jaxpr(jnp.zeros_like)(spec(leaf))
         (weak_zeros,) = core.jaxpr_as_fun(closed)(strong_zeros)
         return weak_zeros
 

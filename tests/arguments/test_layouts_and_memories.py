@@ -1,8 +1,9 @@
-"""Arrays in another layout or memory than JAX makes them in by itself.
+"""Arrays of another layout, memory or precision than JAX gives them by itself.
 
 Results are those of plain JAX in float64.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -240,3 +241,48 @@ def test_a_put_of_a_tree_moves_no_leaf_to_another_stage() -> None:
         return [(str(x.label), x.source, x.place, len(x.reads)) for x in moved]
 
     assert moves(in_host_memory(TX)) == moves(TX)
+
+
+# -------------------------------------------------------------------- explicit dtypes
+
+
+@pytest.fixture
+def explicit(double: None) -> Iterator[None]:
+    """64 bits only for arrays that are made with them."""
+    mode = jax.config.jax_explicit_x64_dtypes.name.lower()
+    jax.config.update("jax_explicit_x64_dtypes", "allow")
+    with jax.enable_x64(False):
+        yield
+    jax.config.update("jax_explicit_x64_dtypes", mode)
+
+
+@pytest.mark.usefixtures("explicit")
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_arrays_of_explicit_float64_stay_so(has_mesh: bool) -> None:
+    """Here a stack of layers; whose pieces are uneven, or of several devices."""
+
+    def loss_fn(params: Any, x: Any, targets: Any) -> jax.Array:
+        def layer(h: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ weights), None
+
+        return jnp.mean((jax.lax.scan(layer, x, params)[0] - targets) ** 2)
+
+    def update(params: Any, grads: Any) -> Any:
+        return params - grads
+
+    options: dict[str, Any] = {"devices": jax.devices()[:2]}
+    if has_mesh:
+        options = {"mesh": jax.make_mesh(MESH_SHAPE, ("stage", "data"))}
+    arrays = [normal(0, 4 if has_mesh else 5, 3, 3), X, TARGETS]
+    params, *batch = [jnp.asarray(array, "float64") for array in arrays]
+    grad_fn = jpipe.value_and_grad(loss_fn, 2, **options)
+    expected_loss, expected = jax.jit(jax.value_and_grad(loss_fn))(params, *batch)
+    placed = grad_fn.place(params, *batch)
+    loss, grads = grad_fn(placed, *batch)
+    assert isinstance(grads, jpipe.Stacked)
+    ref.assert_close((loss, grads), (expected_loss, expected), ref.FLOAT64)
+    updated = grad_fn.jit(update)(placed, grads)
+    ref.assert_close(updated, update(params, expected), ref.FLOAT64)
+    # Arrays of NumPy have 32 bits.
+    loss, grads = grad_fn(grad_fn.place(arrays[0], *batch), *arrays[1:])
+    assert loss.dtype == grads.dtype == jnp.float32
