@@ -34,12 +34,15 @@ REACHED_BY = {
     "_instructions": "instructions matrix stage train mesh",
     "_instructions/_graph": "instructions/test_result_aliasing.py matrix instructions",
     "_instructions/_program": "train/test_interrupts.py instructions matrix",
+    "_instructions/_transfer": "arguments/test_layouts_and_memories.py instructions mesh",
     "_instructions/_stage_bytes": "instructions/test_step_profile.py planning matrix",
     "_jaxprs": "planning/test_printed_plan.py jaxprs stage matrix instructions",
     "_jaxprs/_axis_maps": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_concatenation": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_counted_rows": "jaxprs/test_counted_rows.py",
     "_jaxprs/_divided_bodies": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
+    "_jaxprs/_explicit_dtypes": "arguments/test_layouts_and_memories.py",
+    "_jaxprs/_host_memory": "arguments/test_layouts_and_memories.py",
     "_jaxprs/_piece": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_scans": "stage/test_split_scans.py matrix",
     "_jaxprs/_structural_key": "layers/test_equal_layers.py layers/test_unequal_layers.py",
@@ -127,6 +130,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_instructions/_program": [
         ("slot < self._num_arguments for", "slot < 0 for"),
     ],
+    "_instructions/_transfer": [
+        ("[*map(in_default_layout, _local_copies(leaves))]", "_local_copies(leaves)"),
+    ],
     "_instructions/_stage_bytes": [
         ("0) - batch_bytes, 0)", "0), 0)"),
     ],
@@ -157,6 +163,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("remaining += [k for k in", "_ = [k for k in"),
         ("if computed.setdefault(i, pieces) != pieces:", "if False:"),
         ("computed[i] = all_input_pieces[carry_index]", "pass"),
+    ],
+    "_jaxprs/_host_memory": [
+        ('primitive.name == "device_put" and', 'primitive.name == "" and'),
     ],
     "_jaxprs/_min_cut": [
         ("0 if var in stored_inputs else nbytes(var)", "nbytes(var)"),
