@@ -10,7 +10,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -92,6 +92,20 @@ def _settings_of_jit() -> Hashable:
     is_jit_disabled = _config.jax_disable_jit
     with jax.disable_jit(disable=False):
         return is_jit_disabled, _trace_id()
+
+
+def as_weakly_typed(array: jax.Array) -> jax.Array:
+    """Returns an array as a weakly typed one; as it is, where JAX does not allow that.
+
+    Sets ``array.aval``, since a non-addressable array can be made only of a shape and a
+    dtype.
+    Free when `jax.make_array_from_single_device_arrays` takes a weak type; it does not
+    up to JAX 0.12.
+    """
+    weak: Any = array
+    with suppress(AttributeError, TypeError):
+        weak.aval = weak.aval.update(weak_type=True)
+    return weak
 
 
 def copier(source: Any, targets: Sequence[Sharding]) -> Copy | None:

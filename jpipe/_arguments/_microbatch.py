@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._jaxprs import _jaxpr
 from .._layers._inputs import Inputs, leaf_name
 from .._messages import raise_all
 from ._stacked import Stacked
@@ -53,13 +52,10 @@ def array_specs(tree: PyTree, name: str) -> PyTree:
         try:
             if not hasattr(leaf, "shape"):
                 raise TypeError
-            if isinstance(leaf, jax.ShapeDtypeStruct | Stacked):
-                dtype = jax.dtypes.canonicalize_dtype(
-                    leaf.dtype, allow_extended_dtype=True
-                )
-                weak = leaf.weak_type
-                return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
-            return _jaxpr.spec(jax.typeof(leaf))
+            # Wherever the user has it, a stage reads it from the memory of its device.
+            aval = leaf if isinstance(leaf, Stacked) else jax.typeof(leaf)
+            weak = aval.weak_type
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
         except TypeError:
             faults.append(f"{leaf_name(name, path)} is {_describe(leaf)}")
             not_arrays.append(leaf)

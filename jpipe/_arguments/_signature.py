@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from .. import _compat
+from .._jaxprs._host_memory import is_on_host
 
 # Reads the settings of JAX that `jax.jit` distinguishes besides arguments; a program
 # that was traced once must distinguish them too.
@@ -32,13 +34,28 @@ def aval_keys(leaves: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _aval_key(leaf: Any) -> tuple[Any, Any, bool]:
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, _dtype_in_jax(leaf.dtype), False
     try:
         aval = leaf.aval  # looked up once: `shape`, `dtype`, ... of an array look it up
         return aval.shape, aval.dtype, aval.weak_type
-    except AttributeError:  # a spec, an array of NumPy, or no array
+    except AttributeError:  # a spec, or no array
         shape = getattr(leaf, "shape", None)
         dtype = getattr(leaf, "dtype", type(leaf))
         return shape, dtype, getattr(leaf, "weak_type", False)
+
+
+def memory_key(leaves: Iterable[Any]) -> tuple[int, ...]:
+    """The indices of the leaves that are in the memory of the host."""
+    return tuple([i for i, leaf in enumerate(leaves) if is_on_host(leaf)])
+
+
+def _dtype_in_jax(dtype: np.dtype) -> Any:
+    """The dtype that an array of NumPy has in JAX: of 32 bits for 64, by default."""
+    try:
+        return jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:  # such as text, which is refused where the array is read
+        return dtype
 
 
 def shape_keys(leaves: Iterable[Any]) -> tuple[Any, ...]:

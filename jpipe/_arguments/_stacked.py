@@ -19,10 +19,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import serialization
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .._jaxprs._axis_maps import with_size
+from .._jaxprs._host_memory import in_memory_of
 from .._jaxprs._pieces import Pieces
 from .._processes._arrays import is_non_addressable, local_copy, placeholder
 
@@ -95,6 +97,11 @@ class Stacked:
         return self.axis, tuple((x.aval, x.sharding) for x in self.arrays)
 
     @property
+    def memory_space(self) -> Any:
+        """The memory in which the pieces are, as the type of an array of JAX has it."""
+        return jax.typeof(self.arrays[0]).memory_space
+
+    @property
     def weak_type(self) -> bool:
         """False: no parameter in pieces is weakly typed."""
         return False
@@ -135,12 +142,27 @@ class Stacked:
         sizes = ", ".join(map(str, self.pieces.sizes))
         return f"Stacked({self.dtype}[{shape}], axis {self.axis} in pieces of {sizes})"
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as those that copies and pickles ask for
+            raise AttributeError(name)
+        raise AttributeError(f"no attribute {name!r}: {self._advice()}")
+
+    def _advice(self) -> str:
+        return (
+            f"{self!r} lies on several devices; compute with it in pipe.jit(f)(tree) "
+            f"or grad_fn.jit(f)(tree), such as pipe.jit(optax.apply_updates)(params, "
+            f"updates), or on the host with numpy.asarray(leaf)"
+        )
+
     def _refuse_arithmetic(self, *operands: Any) -> Any:
         del operands
-        raise TypeError(
-            f"{self!r} lies on several devices; compute with it in pipe.jit(f)(tree) "
-            f"or grad_fn.jit(f)(tree), or on the host with numpy.asarray(leaf)"
-        )
+        raise TypeError(self._advice())
+
+    @property
+    def __jax_array__(self) -> Any:
+        """The array of one device, which JAX asks an object of another class for."""
+        # `jax.jit` would replace a `TypeError` by one of its own.
+        raise ValueError(self._advice())
 
     __add__ = __radd__ = __sub__ = __rsub__ = _refuse_arithmetic
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
@@ -274,14 +296,25 @@ def _close_spec(node: PieceNode) -> jax.ShapeDtypeStruct:
     """The spec of a user's leaf, from those of its pieces."""
     whole = Stacked(node.arrays, node.axis)
     weak_type = node.arrays[0].weak_type
-    return jax.ShapeDtypeStruct(whole.shape, whole.dtype, weak_type=weak_type)
+    spec = jax.ShapeDtypeStruct(whole.shape, whole.dtype, weak_type=weak_type)
+    return in_memory_of(spec, node.arrays[0])
 
 
 def gather_tree(tree: PyTree) -> PyTree:
     """A user's tree with arrays of NumPy in place of `Stacked` leaves."""
-    return jax.tree.map(
-        lambda leaf: np.asarray(leaf) if isinstance(leaf, Stacked) else leaf, tree
-    )
+    return jax.tree.map(gather, tree)
+
+
+def gather(leaf: Any) -> Any:
+    """An array of NumPy for a `Stacked` leaf; any other leaf as it is."""
+    return np.asarray(leaf) if isinstance(leaf, Stacked) else leaf
+
+
+# `flax.serialization` saves the whole, and restores an array of NumPy, as it does for
+# an array of JAX; `Pipeline.place` puts it in place.
+serialization.register_serialization_state(
+    Stacked, ty_to_state_dict=gather, ty_from_state_dict=lambda leaf, whole: whole
+)
 
 
 def fill_like(whole: np.ndarray, like: Stacked) -> Stacked:
@@ -345,7 +378,9 @@ def _placed_arrays(leaf: Any, pieces: Pieces) -> list[jax.Array]:
         array = shard.data
         if array is None:  # it is in another process
             shape = with_size(leaf.shape, pieces.axis, size)
-            array = placeholder(shape, leaf.dtype, SingleDeviceSharding(shard.device))
+            memory_kind = leaf.sharding.memory_kind
+            sharding = SingleDeviceSharding(shard.device, memory_kind=memory_kind)
+            array = placeholder(shape, leaf.dtype, sharding)
         arrays.append(array)
     return arrays
 
@@ -377,13 +412,15 @@ def _close(node: PieceNode) -> Any:
         return Stacked(arrays, node.axis)
     return jax.make_array_from_single_device_arrays(
         Stacked(arrays, node.axis).shape,
-        _stages_sharding(devices, node.axis),
+        _stages_sharding(devices, node.axis, arrays[0].sharding.memory_kind),
         [array for array in arrays if not is_non_addressable(array)],
         dtype=arrays[0].dtype,
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _stages_sharding(devices: tuple[Any, ...], axis: int) -> NamedSharding:
+def _stages_sharding(
+    devices: tuple[Any, ...], axis: int, memory_kind: str | None
+) -> NamedSharding:
     mesh = Mesh(np.array(devices), (_AXIS,))
-    return NamedSharding(mesh, P(*[None] * axis, _AXIS))
+    return NamedSharding(mesh, P(*[None] * axis, _AXIS), memory_kind=memory_kind)

@@ -17,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _compat
 from .._jaxprs import _jaxpr, _nan_location, _sharding_constraints
 from .._jaxprs._computation import Computation
+from .._jaxprs._explicit_dtypes import are_narrowed, in_32_bits, keep_dtypes, make_jaxpr
+from .._jaxprs._host_memory import is_on_host
 from .._processes._arrays import is_key
 from ._garbage_collector import pause_collector
 from ._progress import Progress
@@ -75,6 +77,8 @@ class PlacedExecutable:
 
         if isinstance(self.device, StageMesh) and self.mapped:
             run = self.device.mapped(run, self.argument_shardings)
+        if are_narrowed(self.arguments):
+            run = in_32_bits(run)
         run.__name__ = self.name
         self.run: Any = jax.jit(
             run,
@@ -87,19 +91,12 @@ class PlacedExecutable:
 
     def _out_shardings(self) -> Any:
         """The shardings of the live results as JAX calls them; ``None``: XLA's."""
-        if isinstance(self.device, StageMesh):
-            out_shardings: list[Any] = []
-            for i in self.live_results:
-                is_on_host = on_host(self.function.results[i])
-                sharding = self.result_shardings[i]
-                out_shardings.append(
-                    jax_sharding(self.device, sharding, on_host=is_on_host)
-                )
-            return tuple(out_shardings)
-        if all(place < 0 for place in self.argument_places):
-            # Without arguments in a place it would run on the default device.
-            return jax_sharding(self.device)
-        return None
+        # Without arguments in a place it would run on the default device.
+        is_nowhere = all(place < 0 for place in self.argument_places)
+        if not (isinstance(self.device, StageMesh) or is_nowhere):
+            return None
+        shardings = self.result_shardings or [WHOLE] * len(self.function.results)
+        return tuple(jax_sharding(self.device, shardings[i]) for i in self.live_results)
 
     def _constrained(self) -> Callable[..., Sequence[Any]]:
         """The function, with the constraints of a user's program as they hold here."""
@@ -110,7 +107,7 @@ class PlacedExecutable:
             # An argument that is a result by itself would not be copied.
             return checkpoint_name(array, "constrained")
 
-        closed = jax.make_jaxpr(self.function.run)(*map(_jaxpr.spec, self.arguments))
+        closed = make_jaxpr(self.function.run)(*map(_jaxpr.spec, self.arguments))
         return lambda *leaves: _sharding_constraints.evaluate(closed, leaves, constrain)
 
     @property
@@ -125,7 +122,7 @@ class PlacedExecutable:
         """
         specs = [*self.arguments, *self.function.results]
         is_placed = all(place >= 0 for place in self.argument_places)
-        is_plain = not any(on_host(spec) or is_below_byte(spec) for spec in specs)
+        is_plain = not any(is_on_host(spec) or is_below_byte(spec) for spec in specs)
         return is_placed and is_plain and may_compile_ahead()
 
     @property
@@ -147,9 +144,9 @@ class PlacedExecutable:
         """Traces it for XLA."""
         shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
         pairs = zip(self.arguments, shardings, strict=True)
-        return self.run.trace(
-            *[array_spec(spec, self.device, sharding) for spec, sharding in pairs]
-        )
+        specs = [array_spec(spec, self.device, sharding) for spec, sharding in pairs]
+        with keep_dtypes(specs):
+            return self.run.trace(*specs)
 
     @property
     def flops(self) -> float | None:
@@ -393,11 +390,6 @@ def _keep_in_cache(entries: Mapping[Any, Any]) -> None:
         _cache.move_to_end(module_key)
     while sum(map(len, _cache.values())) > _MAX_CACHED:
         _cache.popitem(last=False)
-
-
-def on_host(spec: Any) -> bool:
-    """True if an array is in the memory of the host, as a remat policy may keep it."""
-    return getattr(spec, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_below_byte(spec: Any) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from .._jaxprs._computation import Computation
+from .._jaxprs._host_memory import is_on_host
 from .._processes._arrays import is_key
-from ._compiler import PlacedExecutable, executable_name, on_host
+from ._compiler import PlacedExecutable, executable_name
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction
 from ._sharding import StageMesh
@@ -129,7 +130,7 @@ def _live_results(
         is_read = any(call.instruction.writes[i] in last for call in calls)
         if is_read and i not in function.aliases:
             live.append(i)
-    return sorted(live, key=lambda i: on_host(function.results[i]))
+    return sorted(live, key=lambda i: is_on_host(function.results[i]))
 
 
 def _donated(
@@ -151,7 +152,7 @@ def _donated(
     first = calls[0].instruction
     writes = [first.writes[i] for i in live_results]
     # layout -> how many results have it and no memory yet
-    unserved = Counter(layout(v) for v in writes if not on_host(graph.specs[v]))
+    unserved = Counter(layout(v) for v in writes if not is_on_host(graph.specs[v]))
     # First donated arguments, whose memory only an overwriting frees; then from the
     # last argument on, as sums are the last and are added to in place.
     reads = list(enumerate(first.reads))
@@ -160,7 +161,7 @@ def _donated(
     donated: list[int] = []
     for i, value in reads:
         spec = graph.specs[value]
-        if not unserved[layout(value)] or is_key(spec) or on_host(spec):
+        if not unserved[layout(value)] or is_key(spec) or is_on_host(spec):
             continue
         if all(call.instruction.reads[i] in call.ended for call in calls):
             unserved[layout(value)] -= 1

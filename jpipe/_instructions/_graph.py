@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._jaxprs._computation import Argument, Computation, Result
+from .._jaxprs._host_memory import is_on_host
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, MicrobatchCut, Sharding, StageMesh
 from ._transfer import Device
@@ -68,6 +69,7 @@ class Graph:
     _constants: dict[Any, Value] = field(default_factory=dict)
 
     def _add_value(self, spec: Any, place: Place, sharding: Sharding = WHOLE) -> Value:
+        sharding = sharding._replace(on_host=is_on_host(spec))
         if len(sharding.spec) and isinstance(device := self.devices[place], StageMesh):
             sharding = device.fitting(sharding, spec.shape)
         self.specs.append(spec)
@@ -111,8 +113,7 @@ class Graph:
         key = array.dtype, array.shape, contents, place, stacked
         if key not in self._constants:
             shape = array.shape[1:] if stacked else array.shape
-            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-            spec = jax.ShapeDtypeStruct(shape, dtype)
+            spec = jax.ShapeDtypeStruct(shape, jax.typeof(array).dtype)
             value = self._add_value(spec, place, STACKED if stacked else WHOLE)
             self._constants[key] = value
             self.constants[value] = array

@@ -222,7 +222,16 @@ class Program:
                 try:
                     if overwriting and instruction is self._first_overwriting:
                         overwriting()
-                    slots[instruction.into] = instruction.run(*instruction.take(slots))
+                    try:
+                        slots[instruction.into] = instruction.run(
+                            *instruction.take(slots)
+                        )
+                    except ValueError:
+                        if not _set_default_layouts(slots, instruction.reads):
+                            raise
+                        slots[instruction.into] = instruction.run(
+                            *instruction.take(slots)
+                        )
                     for slot in instruction.frees:
                         slots[slot] = None
                     if observe is not None:
@@ -277,6 +286,24 @@ class Program:
                     f"operation made it"
                 )
         return None
+
+
+def _set_default_layouts(slots: list[Any], reads: Sequence[Slot]) -> bool:
+    """Brings arrays to the default layout; returns True if one was in another.
+
+    What is compiled ahead refuses them. They are arguments that nobody has put in
+    place: what is computed or moved is in the default layout.
+
+    Args:
+      slots: the slots.
+      reads: the slots of the arrays.
+    """
+    has_changed = False
+    for slot in reads:
+        array = _transfer.in_default_layout(slots[slot])
+        has_changed |= array is not slots[slot]
+        slots[slot] = array
+    return has_changed
 
 
 def _over_slots(
@@ -361,13 +388,17 @@ def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
     source = graph.devices[move.source]
     specs = [graph.specs[v] for v in move.writes]
     if not graph.crosses_processes(move):
-        return sender(
+        send = sender(
             source=source,
             target=target,
             has_keys=any(map(is_key, specs)),
             shardings=tuple(shardings),
             source_shardings=tuple(graph.shardings[v] for v in move.reads),
         )
+        if graph.arguments.keys().isdisjoint(move.reads):
+            return send
+        # Arguments may be in any layout.
+        return lambda *leaves: send(*map(_transfer.in_default_layout, leaves))
     pairs = list(zip(specs, shardings, strict=True))
     return Crossing(
         source=source,

@@ -26,6 +26,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._jaxprs._host_memory import KIND
+
 Leaves = Sequence[Any]
 # The axis over which examples are spread.
 DATA = "data"
@@ -50,17 +52,24 @@ class MicrobatchCut(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """The sharding of one array on a place of several devices; without effect on one.
+    """The sharding of one array on a place; on one device only the memory matters.
 
     Attributes:
       stacked: True if shards have arrays of their own, along a new first axis.
       spec: the other axes of the mesh along which it is cut.
       cut: the micro-batches that it holds, of a leaf that is on its way to a place.
+      on_host: True if it is in the memory of the host of the devices.
     """
 
     stacked: bool = False
     spec: P = P()
     cut: MicrobatchCut | None = None
+    on_host: bool = False
+
+    @property
+    def memory_kind(self) -> str | None:
+        """The kind of its memory, as JAX calls it; ``None``: the default."""
+        return KIND if self.on_host else None
 
     @property
     def is_gathered(self) -> bool:
@@ -117,11 +126,10 @@ class StageMesh:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         return f"{devices[0]} to {devices[-1]} ({axes})"
 
-    def sharding(self, sharding: Sharding, *, on_host: bool = False) -> NamedSharding:
+    def sharding(self, sharding: Sharding) -> NamedSharding:
         """The `jax.sharding.NamedSharding` that it is here."""
         spec = P(DATA, *sharding.spec) if sharding.stacked else sharding.spec
-        memory_kind = "pinned_host" if on_host else None
-        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        return NamedSharding(self.mesh, spec, memory_kind=sharding.memory_kind)
 
     def fitting(self, sharding: Sharding, shape: Sequence[int]) -> Sharding:
         """The sharding on this place, without the axes that do not fit.

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
+from .._arguments._stacked import gather_tree
+from .._jaxprs._host_memory import is_on_host
 from .._processes._arrays import (
     is_here,
     is_key,
@@ -49,9 +52,7 @@ class AbstractDevice:
 
 
 @functools.lru_cache(maxsize=1024)
-def jax_sharding(
-    device: Device, sharding: Sharding = WHOLE, *, on_host: bool = False
-) -> Any:
+def jax_sharding(device: Device, sharding: Sharding = WHOLE) -> Any:
     """The `jax.sharding.Sharding` of arrays in a place; ``None`` for `AbstractDevice`.
 
     To `jax.device_put` a device alone means less: what was spread over a mesh of
@@ -59,23 +60,23 @@ def jax_sharding(
 
     Args:
       device: the place.
-      sharding: the sharding of the array there, where the place is several devices.
-      on_host: True if the array is in the memory of their host.
+      sharding: the sharding of the array there.
     """
     if isinstance(device, StageMesh):
-        return device.sharding(sharding, on_host=on_host)
-    return None if isinstance(device, AbstractDevice) else SingleDeviceSharding(device)
+        return device.sharding(sharding)
+    if isinstance(device, AbstractDevice):
+        return None
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
 def is_in_place(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
-    """True if an array is in a place, with its sharding there."""
-    if not isinstance(device, StageMesh):
-        return leaf.device == device
+    """True if an array is in a place, with its sharding and in its memory there."""
     actual = getattr(leaf, "sharding", None)
     expected = jax_sharding(device, sharding)
-    if actual is None:
-        return False
-    return actual == expected or expected.is_equivalent_to(actual, leaf.ndim)
+    if actual is None or actual == expected:
+        return actual is not None
+    is_mesh = isinstance(device, StageMesh)
+    return is_mesh and expected.is_equivalent_to(actual, leaf.ndim)
 
 
 def devices_of(device: Device) -> frozenset[Any]:
@@ -89,7 +90,9 @@ def sharding_of(leaf: Any, device: Device) -> Sharding | None:
     """The sharding of an array in a place; ``None`` if its mesh is another one."""
     if not isinstance(device, StageMesh):
         return WHOLE
-    sharding = Sharding(spec=getattr(leaf.sharding, "spec", P()))
+    sharding = Sharding(
+        spec=getattr(leaf.sharding, "spec", P()), on_host=is_on_host(leaf)
+    )
     has_axes = set(sharding.axes) <= set(device.mesh.axis_names)
     return sharding if has_axes and is_in_place(leaf, device, sharding) else None
 
@@ -140,7 +143,7 @@ def put(
     *,
     may_alias: bool | None = None,
 ) -> list[Any]:
-    """Puts flat leaves into one place. Never waits.
+    """Puts flat leaves into one place, in the default layout. Never waits.
 
     Args:
       leaves: arrays on the host or any device.
@@ -153,22 +156,46 @@ def put(
         return list(leaves)
     shardings = shardings or [WHOLE] * len(leaves)
     if not is_here(device):
-        return [
-            placeholder(leaf.shape, _jax_dtype(leaf), jax_sharding(device, sharding))
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-    leaves = _local_copies(leaves)
-    if not isinstance(device, StageMesh):
+        placeholders: list[Any] = []
+        for leaf, sharding in zip(leaves, shardings, strict=True):
+            aval = jax.typeof(leaf)
+            weak = aval.weak_type
+            array_sharding = jax_sharding(device, sharding)
+            placeholders.append(
+                placeholder(aval.shape, aval.dtype, array_sharding, weak_type=weak)
+            )
+        return placeholders
+    leaves = [*map(in_default_layout, _local_copies(leaves))]
+    is_any_on_host = any(sharding.on_host for sharding in shardings)
+    if not (isinstance(device, StageMesh) or is_any_on_host):
+        # In less time than with a sharding for each.
         return jax.device_put(leaves, jax_sharding(device), may_alias=may_alias)
 
     arrays: list[Any] = []
     array_shardings: list[Any] = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
-        if sharding.cut:
+        if sharding.cut and isinstance(device, StageMesh):
             leaf = _stack(leaf, sharding.cut, device.num_shards)
         arrays.append(leaf)
         array_shardings.append(jax_sharding(device, sharding._replace(cut=None)))
     return jax.device_put(arrays, array_shardings, may_alias=may_alias)
+
+
+def in_default_layout(leaf: Any) -> Any:
+    """An array with its axes in the order in which JAX lays them out by itself.
+
+    Column-major are weights that come from PyTorch transposed. What is compiled ahead
+    does not take them. And between devices of a CPU JAX 0.10 copies their values in
+    row-major order and says that the copy is column-major, so they are brought to the
+    default layout before they are moved.
+    """
+    if np.ndim(leaf) < 2 or not isinstance(leaf, jax.Array) or is_key(leaf):
+        return leaf
+    array: Any = leaf  # to a type checker it has no layout
+    layout = array.format.layout
+    if layout is None or layout.major_to_minor == tuple(range(leaf.ndim)):
+        return leaf
+    return jax.device_put(leaf, Format(None, leaf.sharding))
 
 
 def put_leaf(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
@@ -210,11 +237,6 @@ def put_tree(
     return structure.unflatten(arrays)
 
 
-def _jax_dtype(leaf: Any) -> Any:
-    """The dtype that a leaf has as an array of JAX."""
-    return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
-
-
 def _local_copies(leaves: Leaves) -> list[Any]:
     """Leaves as this process has them.
 
@@ -235,11 +257,12 @@ def _local_copies(leaves: Leaves) -> list[Any]:
 
 
 def _copy_numpy(tree: Any) -> Any:
-    """Copies the arrays of NumPy in a tree.
+    """Copies the arrays of NumPy in a tree, and gathers those in pieces.
 
     JAX may go on reading their memory, which the user may fill anew.
     """
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+    tree = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+    return gather_tree(tree)
 
 
 def make_sender(
@@ -269,11 +292,12 @@ def make_sender(
     is_laid_out_equally = shardings == source_shardings and _mesh_shape(
         source
     ) == _mesh_shape(target)
-    if exists and is_laid_out_equally and not has_keys:
+    is_any_on_host = any(sharding.on_host for sharding in shardings)
+    if exists and is_laid_out_equally and not (has_keys or is_any_on_host):
         copy = _compat.copier(first_device(source), target_shardings)
         if copy is not None:
             return copy
-    if is_mesh:
+    if is_mesh or is_any_on_host:
         return lambda *leaves: jax.device_put(list(leaves), target_shardings)
     # `device_put` takes a device in less time than a sharding; a type that names a mesh
     # stays, as with `copier`.

@@ -216,6 +216,7 @@ _SAME_SHAPE = ELEMENTWISE | frozenset(
         "copy",
         "copy_p",
         "name",
+        "device_put",
         "reduce_precision",
         "stop_gradient",
     ]

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from . import _jaxpr, _scans
+from ._explicit_dtypes import make_jaxpr
 
 
 class _RowRead(NamedTuple):
@@ -264,4 +265,4 @@ def _of_one_row(closed: core.ClosedJaxpr, axes: Mapping[int, int]) -> core.Close
         shape = list(specs[i].shape)
         shape[axis] = 1
         specs[i] = jax.ShapeDtypeStruct(shape, specs[i].dtype)
-    return jax.make_jaxpr(lambda *args: _jaxpr.evaluate(closed, args, rule))(*specs)
+    return make_jaxpr(lambda *args: _jaxpr.evaluate(closed, args, rule))(*specs)

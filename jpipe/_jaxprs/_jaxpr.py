@@ -20,6 +20,7 @@ a result follows, `_dataflow` tells.
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
+import functools
 import inspect
 import itertools
 from collections.abc import (
@@ -40,6 +41,8 @@ import numpy as np
 from jax.extend import core
 
 from . import _source_lines
+from ._explicit_dtypes import make_jaxpr
+from ._host_memory import in_memory_of, put_one_by_one, puts_several
 
 PyTree = Any
 # ``(flat arguments, flat results) -> new flat results``.
@@ -80,7 +83,9 @@ def trace(
     # The errors of JAX name the function that is wrapped at last, which is the user's;
     # its arguments may stand in another order.
     vars(new_function).update(__wrapped__=function, __signature__=_ANY_ARGUMENTS)
-    closed, result = jax.make_jaxpr(new_function, return_shape=True)(*specs)
+    closed, result = make_jaxpr(new_function, return_shape=True)(*specs)
+    # The shapes that JAX returns do not tell in which memory the results are.
+    result = jax.tree.unflatten(jax.tree.structure(result), map(spec, closed.out_avals))
     return _inline_and_open(closed, _JITS, ending=ending), result
 
 
@@ -141,7 +146,9 @@ def _inline_and_open(
     def is_call(eqn: core.JaxprEqn) -> bool:
         return eqn.primitive.name in names or id(eqn) in eqn_ids
 
-    if not (groups_of or ending or any(map(is_call, closed.jaxpr.eqns))):
+    eqns = closed.jaxpr.eqns
+    is_changed = any(is_call(eqn) or puts_several(eqn) for eqn in eqns)
+    if not (groups_of or ending or is_changed):
         return closed
 
     def rule(eqn: core.JaxprEqn) -> Rule | None:
@@ -151,7 +158,7 @@ def _inline_and_open(
             return lambda operands: evaluate(inner, operands, rule)
         if id(eqn) in groups_of:
             return lambda operands: _evaluate_cond(eqn, operands, groups_of[id(eqn)])
-        return None
+        return functools.partial(put_one_by_one, eqn) if puts_several(eqn) else None
 
     def run(*args: Any) -> Sequence[Any]:
         results = evaluate(closed, args, rule)
@@ -164,7 +171,7 @@ def retrace(
     closed: core.ClosedJaxpr, run: Callable[..., Sequence[Any]], *more_specs: Any
 ) -> core.ClosedJaxpr:
     """Traces a function of the inputs of a jaxpr, and of more arrays or specs."""
-    return jax.make_jaxpr(run)(*specs(closed.jaxpr.invars), *more_specs)
+    return make_jaxpr(run)(*specs(closed.jaxpr.invars), *more_specs)
 
 
 def rewrite(
@@ -558,10 +565,11 @@ def is_inexact(x: Any) -> bool:
 
 
 def spec(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a value, and if it is weakly typed: NumPy's are not."""
-    return jax.ShapeDtypeStruct(
+    """The shape, dtype, weak type and memory of a value: NumPy's has no weak type."""
+    weak_spec = jax.ShapeDtypeStruct(
         value.shape, value.dtype, weak_type=_is_weakly_typed(value)
     )
+    return in_memory_of(weak_spec, value)
 
 
 def _is_weakly_typed(value: Any) -> bool:
@@ -586,7 +594,7 @@ def zeros(like: PyTree) -> PyTree:
         if not _is_weakly_typed(leaf):
             return strong_zeros
         # `jax.numpy` makes weak zeros only like a weak array; a trace has one.
-        closed = jax.make_jaxpr(jnp.zeros_like)(spec(leaf))
+        closed = make_jaxpr(jnp.zeros_like)(spec(leaf))
         (weak_zeros,) = core.jaxpr_as_fun(closed)(strong_zeros)
         return weak_zeros
 

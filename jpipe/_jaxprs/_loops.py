@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from . import _jaxpr, _min_cut, _scans
+from ._explicit_dtypes import make_jaxpr
 
 # A name that begins so ends with the index of an equation of the body.
 _PREFIX = "jpipe residual"
@@ -125,7 +126,7 @@ def _trace_forward(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
         _, pullback = _jaxpr.vjp(body, args)
         return jax.tree.leaves(pullback)
 
-    return jax.make_jaxpr(forward)(*map(_jaxpr.spec, avals))
+    return make_jaxpr(forward)(*map(_jaxpr.spec, avals))
 
 
 def _is_complex(eqn: core.JaxprEqn) -> bool:

@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 
 from . import _axis_maps, _custom_rules, _jaxpr
+from ._host_memory import in_memory_of
 
 # Loops, branches and calls that may be divided by pieces: see `_divided_bodies`.
 DIVIDED_BODIES = frozenset(["cond", "scan", *_jaxpr.CHECKPOINTS])
@@ -114,14 +115,13 @@ class Pieces(NamedTuple):
 
     def specs(self, spec: Any) -> list[jax.ShapeDtypeStruct]:
         """The spec of each piece of an array."""
-        return [
-            jax.ShapeDtypeStruct(
-                _axis_maps.with_size(spec.shape, self.axis, size),
-                spec.dtype,
-                weak_type=getattr(spec, "weak_type", False),
-            )
-            for size in self.sizes
-        ]
+        weak_type = getattr(spec, "weak_type", False)
+        specs: list[jax.ShapeDtypeStruct] = []
+        for size in self.sizes:
+            shape = _axis_maps.with_size(spec.shape, self.axis, size)
+            piece = jax.ShapeDtypeStruct(shape, spec.dtype, weak_type=weak_type)
+            specs.append(in_memory_of(piece, spec))
+        return specs
 
 
 def trace_axes_back(

@@ -41,6 +41,7 @@ from jax.extend import core
 
 from . import _jaxpr
 from ._concatenation import Concatenation
+from ._explicit_dtypes import make_jaxpr
 from ._piece_evaluation import PieceEvaluation, WholeRead
 from ._piece_slices import PieceSlices
 from ._pieces import Pieces, find_target_pieces
@@ -138,7 +139,7 @@ def run_in_pieces(
         whole_reads.extend(evaluation.whole_reads)
         return results
 
-    new_closed = jax.make_jaxpr(run)(*input_specs, *begin_specs)
+    new_closed = make_jaxpr(run)(*input_specs, *begin_specs)
     return PiecewiseJaxpr(
         closed=new_closed,
         begins=begins,

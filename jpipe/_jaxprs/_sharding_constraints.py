@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _jaxpr
+from ._explicit_dtypes import make_jaxpr
 
 _PRIMITIVE = "sharding_constraint"
 NAME_PREFIX = "jpipe constraint "
@@ -72,7 +73,7 @@ def without_constraints(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)  # its name is that of the program in profiles
     def run(*args: Any) -> Any:
-        closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed, result = make_jaxpr(function, return_shape=True)(*args)
         leaves = core.jaxpr_as_fun(remove_constraints(closed))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(result), leaves)
 

@@ -9,11 +9,11 @@ two traces of one function have one key. Stages with one key are compiled once.
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import core
 
 from . import _jaxpr, _sharding_constraints
+from ._explicit_dtypes import make_jaxpr
 
 # The names that jpipe gives to values tell them apart, not what they are; but for those
 # of sharding constraints.
@@ -93,7 +93,7 @@ def _derivative_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     result_avals = [var.aval for var in eqn.outvars]
     cotangents = [_jaxpr.spec(x) for x in result_avals if _jaxpr.is_inexact(x)]
     try:
-        closed = jax.make_jaxpr(value_and_vjp)(operands, cotangents)
+        closed = make_jaxpr(value_and_vjp)(operands, cotangents)
     except Exception:  # which is raised again where somebody differentiates it
         return IdentityKey(eqn)
     return structural_key(_jaxpr.inline_calls(closed))

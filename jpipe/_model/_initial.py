@@ -30,6 +30,7 @@ from .._jaxprs import (
     _sharding_constraints,
     _structural_key,
 )
+from .._jaxprs._explicit_dtypes import make_jaxpr
 from .._jaxprs._jaxpr import zeros
 from .._jaxprs._pieces import Pieces
 from .._jaxprs._piecewise import run_in_pieces
@@ -93,8 +94,8 @@ class Initial:
             fixed_entries = [{}] * len(layers.parent)
         fixed_specs = _specs(fixed_entries)
         key_spec = _jaxpr.spec(jax.typeof(key))
-        make_jaxpr = jax.make_jaxpr(init, return_shape=True)
-        closed, specs = make_jaxpr(key_spec, spec, fixed_specs)
+        trace = make_jaxpr(init, return_shape=True)
+        closed, specs = trace(key_spec, spec, fixed_specs)
         closed = _sharding_constraints.remove_constraints(closed)
         _check_follows_from_shapes(
             closed, specs, fixed_specs, is_list=layers.parent.is_list

@@ -11,6 +11,7 @@ from .._instructions import _transfer
 from .._instructions._agreement import stage_facts
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
+from .._jaxprs._host_memory import is_on_host
 from .._jaxprs._pieces import Pieces
 from .._messages import raise_all
 from ._stage_placement import StagePlacement
@@ -175,7 +176,9 @@ class ParamLayout:
 
 
 def _describe_place(leaf: Any, device: Device, sharding: Sharding) -> str:
-    """The device of a leaf; if it is the right one, its sharding there."""
+    """The device of a leaf; if it is the right one, its memory or sharding there."""
+    if is_on_host(leaf):
+        return "in the memory of the host (pinned_host)"
     actual = getattr(leaf, "sharding", None)
     if isinstance(actual, NamedSharding) and actual.device_set == devices_of(device):
         hint = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""

@@ -10,6 +10,7 @@ from .._arguments._stacked import PieceKey
 from .._instructions._graph import NOWHERE, Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs._axis_maps import with_size
+from .._jaxprs._host_memory import is_on_host
 from .._jaxprs._pieces import Pieces
 
 Path = tuple[Any, ...]
@@ -113,12 +114,17 @@ class MirroredPlaces:
         return NOWHERE
 
     def sharding(self, path: Path, leaf: Any) -> Sharding:
-        """The sharding of the mirrored leaf of this shape whose path ends this one."""
+        """The sharding of the mirrored leaf of this shape whose path ends this one.
+
+        It is in the memory where the leaf is.
+        """
+        mirrored_sharding = WHOLE
         for start in range(len(path)):
             key = path[start:], np.shape(leaf)
             if key in self._shardings:
-                return self._shardings[key]
-        return WHOLE
+                mirrored_sharding = self._shardings[key]
+                break
+        return mirrored_sharding._replace(on_host=is_on_host(leaf))
 
     def leaves_of(self, argument_key: int, tree: Any) -> list[ArgumentLeaf]:
         """The leaves of an argument with the places and shardings that they mirror.

@@ -15,17 +15,22 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .. import _compat
+
 
 def is_here(device: Any) -> bool:
     """True if a device, or a mesh of them, belongs to this process."""
     return device.process_index == jax.process_index()
 
 
-def placeholder(shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
+def placeholder(
+    shape: Sequence[int], dtype: Any, sharding: Any, *, weak_type: bool = False
+) -> jax.Array:
     """A non-addressable array: it stands here for one of another process."""
-    return jax.make_array_from_single_device_arrays(
+    array = jax.make_array_from_single_device_arrays(
         tuple(shape), sharding, [], dtype=dtype
     )
+    return _compat.as_weakly_typed(array) if weak_type else array
 
 
 def is_non_addressable(leaf: Any) -> bool:

@@ -12,6 +12,7 @@ from .._instructions._agreement import layer_facts
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
+from .._jaxprs._host_memory import in_memory_of
 from .._jaxprs._jaxpr import nbytes
 from .._layers._text import shape_text
 from .._messages import raise_all
@@ -53,6 +54,11 @@ class Optimizer:
       trained: one bool per leaf of these; True if it is trained.
       placement: the devices of the stages.
       locations: the stage of each leaf, and its sharding there.
+      opt_state: a state that is to be updated; its leaves may be in another memory than
+        those of ``tx.init``.
+
+    Raises:
+      ValueError: with the differences, if that is the state of another optimizer.
 
     Attributes:
       state: specs of the leaves of the state, with their places; a leaf in pieces is
@@ -68,6 +74,7 @@ class Optimizer:
         trained: Sequence[bool],
         placement: StagePlacement,
         locations: Locations,
+        opt_state: PyTree = None,
     ) -> None:
         self._transformation = Transformation(tx, _ADVICE)
 
@@ -100,7 +107,9 @@ class Optimizer:
         state = self._init.result
         self._state_structure = jax.tree.structure(state)
         self._state_pieces = _stacked.pieces_of_leaves(state)
-        self._expected_state = _stacked.close_specs(state)
+        if opt_state is not None:
+            _check_state(opt_state, _stacked.close_specs(state), self._param_leaves)
+            state = jax.tree.map(in_memory_of, state, self.open_state(opt_state))
         self.state = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
         self.update = PlacedFunction(
@@ -147,51 +156,67 @@ class Optimizer:
                     "state.opt_state is not in place; type state = pipe.place(state)"
                 )
 
-    def check(self, state: PyTree) -> None:
-        """Checks that a state is one of this optimizer.
 
-        Raises:
-          ValueError: with the differences, if it is that of another one.
-        """
-        expected = self._expected_state
-        if _signature_of(state) == _signature_of(expected):
-            return
-        faults = _variables.differences(
-            _descriptions(expected),
-            _descriptions(state),
-            "{path}: given {actual}, needs {expected}",
+def _check_state(
+    state: PyTree, expected: PyTree, param_leaves: Sequence[ArgumentLeaf]
+) -> None:
+    """Checks that a state is one of this optimizer.
+
+    Args:
+      state: the state.
+      expected: specs of the state that the optimizer makes.
+      param_leaves: the parameters that are trained.
+
+    Raises:
+      ValueError: with the differences, if it is that of another one.
+    """
+    if _signature_of(state) == _signature_of(expected):
+        return
+    faults = _variables.differences(
+        _descriptions(expected),
+        _descriptions(state),
+        "{path}: given {actual}, needs {expected}",
+    )
+    if jax.tree.structure(state) == jax.tree.structure(expected):
+        title = (
+            f"state.opt_state does not fit the optimizer of this step; "
+            f"{_advice_on_dtypes(state, expected, param_leaves)}"
         )
-        if jax.tree.structure(state) == jax.tree.structure(expected):
-            title = (
-                f"state.opt_state does not fit the optimizer of this step; "
-                f"{self._advice_on_dtypes(state)}"
-            )
-        else:
-            title = (
-                "state.opt_state is not that of the optimizer of this step; give the "
-                "same tx and the same trainable= to Pipeline.init_train_state and "
-                "Pipeline.train_step"
-            )
-            if _structure_with_gaps(state) == _structure_with_gaps(expected):
-                title += "; the state was made to train other parameters"
-        raise_all(title, faults or ["its leaves are in other containers"])
+    else:
+        title = (
+            "state.opt_state is not that of the optimizer of this step; give the "
+            "same tx and the same trainable= to Pipeline.init_train_state and "
+            "Pipeline.train_step"
+        )
+        if _structure_with_gaps(state) == _structure_with_gaps(expected):
+            title += "; the state was made to train other parameters"
+    raise_all(title, faults or ["its leaves are in other containers"])
 
-    def _advice_on_dtypes(self, state: PyTree) -> str:
-        """The advice on a state whose leaves have other dtypes or shapes.
 
-        Args:
-          state: a state of the structure of this optimizer's.
-        """
-        mirrored = MirroredPlaces(self._param_leaves)
-        expected = jax.tree_util.tree_leaves_with_path(self._expected_state)
-        for (path, spec), leaf in zip(expected, jax.tree.leaves(state), strict=True):
-            if mirrored.place(path) >= 0 and leaf.dtype != spec.dtype:
-                return (
-                    "it was made for parameters of another dtype, or by another tx; "
-                    "make a new state, state = pipe.init_train_state(key, x, tx, "
-                    "variables=state.variables), or give the parameters their dtype"
-                )
-        return "write hyperparameters as jnp.asarray(value, dtype)"
+def _advice_on_dtypes(
+    state: PyTree, expected: PyTree, param_leaves: Sequence[ArgumentLeaf]
+) -> str:
+    """The advice on a state whose leaves have other dtypes or shapes.
+
+    Args:
+      state: the state.
+      expected: specs of the state that the optimizer makes, of the same structure.
+      param_leaves: the parameters that are trained.
+    """
+    mirrored = MirroredPlaces(param_leaves)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(expected),
+        jax.tree.leaves(state),
+        strict=True,
+    )
+    for (path, spec), leaf in pairs:
+        if mirrored.place(path) >= 0 and leaf.dtype != spec.dtype:
+            return (
+                "it was made for parameters of another dtype, or by another tx; "
+                "make a new state, state = pipe.init_train_state(key, x, tx, "
+                "variables=state.variables), or give the parameters their dtype"
+            )
+    return "write hyperparameters as jnp.asarray(value, dtype)"
 
 
 def opt_state_bytes(

@@ -136,7 +136,7 @@ def check_apart(state: TrainState, program: Program) -> None:
     is_donated = [slot in donated_slots for slot in range(len(leaves))]
     raise_all(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
-        "jax.tree.map(jnp.copy, tree), or build the step with "
+        "pipe.jit(lambda tree: tree)(tree), or build the step with "
         "pipe.train_step(..., donate=False)",
         _variables.overwritten_twice(named_leaves, is_donated),
     )

@@ -160,8 +160,9 @@ class TrainStep:
         return self._lower(signature_index, state, x, targets).program
 
     def signature_index(self, structure: Any, leaves: Sequence[Any]) -> int:
-        """The index of the signature of a state: its structure and its avals."""
-        signature = structure, _signature.aval_keys(leaves)
+        """The index of the signature of a state: its structure, avals and memories."""
+        avals = _signature.aval_keys(leaves)
+        signature = structure, avals, _signature.memory_key(leaves)
         if signature not in self._signature_indices:
             self._signature_indices[signature] = next(self._next_signature_index)
         return self._signature_indices[signature]
@@ -198,7 +199,6 @@ class TrainStep:
                     self.tx, state, specialization
                 )
             optimizer = self._optimizers[state_key]
-            optimizer.check(state.opt_state)
             self._lowered_steps[key] = _LoweredStep(
                 specialization,
                 optimizer,
@@ -381,6 +381,7 @@ def _make_optimizer(
         trained=layout.is_param_trained,
         placement=specialization.placement,
         locations=layout.param_locations,
+        opt_state=state.opt_state,
     )
 
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe._instructions._compiler import on_host
 from jpipe._jaxprs._computation import (
     Argument,
     Computation,
     Result,
     compose,
 )
+from jpipe._jaxprs._host_memory import is_on_host
 
 from ..instructions.graphs import ADD, BOTH, SPEC, function
 
@@ -53,7 +53,7 @@ def test_host_memory_and_effects_are_read_off_the_jaxpr():
         jax.debug.print("{}", x)
         return [x + 1]
 
-    assert [*map(on_host, function(offloading, SPEC).results)] == [False, True]
+    assert [*map(is_on_host, function(offloading, SPEC).results)] == [False, True]
     assert not function(offloading, SPEC).has_effects
     assert function(printing, SPEC).has_effects
 

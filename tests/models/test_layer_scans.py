@@ -5,7 +5,7 @@ That they compute what they should is in `test_unchanged_models`.
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -288,15 +288,111 @@ def test_a_state_of_other_stages_is_placed() -> None:
     ref.assert_close(on_host(after.params), expected, ref.FLOAT64)
 
 
-def test_flax_saves_and_runs_what_was_trained() -> None:
-    pipe, state, _ = trained()
+class Trained(NamedTuple):
+    """A state in pieces after a step, and the parameters after the next one."""
+
+    pipe: jpipe.Pipeline
+    model: nn.Module
+    state: jpipe.TrainState
+    next_params: Any
+
+
+@functools.cache
+def trained_in(pieces: str) -> Trained:
+    """In uneven pieces, or in even ones of two devices each."""
+    if pieces == "uneven":
+        pipe, state, next_params = trained()
+        return Trained(pipe, ScannedMLP(7), state, next_params)
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4])
+    pipe = jpipe.pipeline(ScannedMLP(4), 2, mesh=mesh)
+    state = pipe.init_train_state(KEY, X, TX)
+    step = pipe.train_step(mean_square, TX, donate=False)
+    state, _ = step(state, X, TARGETS)
+    after, _ = step(state, X, TARGETS)
+    return Trained(pipe, ScannedMLP(4), state, on_host(after.params))
+
+
+in_pieces = pytest.mark.parametrize("pieces", ["uneven", "mesh"])
+
+
+@in_pieces
+def test_a_state_in_pieces_goes_to_one_device_and_back(pieces: str) -> None:
+    pipe, model, state, next_params = trained_in(pieces)
+    kinds = {type(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))}
+    assert jpipe.Stacked in kinds
+
+    one = jpipe.sequential(model, 2)
+    placed = one.place(state, X)
+    for leaf in jax.tree.leaves(placed):
+        assert leaf.devices() == {jax.devices()[0]}
+    ref.assert_equal(placed, state)
+    ref.assert_equal(pipe.place(placed), state)
+    taken = one.init_train_state(KEY, X, TX, variables=state.variables)
+    ref.assert_equal(taken.variables, state.variables)
+
+    after, _ = one.train_step(mean_square, TX, donate=False)(placed, X, TARGETS)
+    ref.assert_close(on_host(after.params), next_params, ref.FLOAT64)
+
+
+@in_pieces
+def test_flax_saves_and_runs_what_was_trained(pieces: str) -> None:
+    pipe, model, state, _ = trained_in(pieces)
     y = np.asarray(pipe.apply(state.variables, X))
     host_variables = jax.device_get(state.variables)
-    ref.assert_close(y, ScannedMLP(7).apply(host_variables, X), ref.FLOAT64)
-    data = serialization.to_bytes(host_variables)
-    restored = serialization.from_bytes(host_variables, data)
-    ref.assert_equal(restored, host_variables)
+    ref.assert_close(y, model.apply(host_variables, X), ref.FLOAT64)
     ref.assert_close(y, pipe.modules(host_variables)(X), ref.FLOAT64)
+
+    data = serialization.to_bytes(state)
+    one = jpipe.sequential(model, 2)
+    for twin, like in ((pipe, state), (one, one.place(state, X))):
+        restored = serialization.from_bytes(like, data)
+        ref.assert_equal(twin.place(restored, X), state)
+
+
+@in_pieces
+def test_loops_and_averages_of_ones_own_take_parameters_in_pieces(pieces: str) -> None:
+    pipe, _, state, _ = trained_in(pieces)
+    average = pipe.jit(lambda params: params)(state.params)
+    follow = pipe.jit(
+        lambda average, params: optax.incremental_update(params, average, 0.1),
+        donate_argnums=0,
+    )
+    apply_updates = pipe.jit(optax.apply_updates)
+    gradient = pipe.value_and_grad(mean_square)
+    optimizer = pipe.optimizer(TX)
+    params, opt_state = state.params, optimizer.init(state.params)
+    host_params, host_state = on_host(params), TX.init(on_host(params))
+    host_average = host_params
+    for _ in range(2):
+        _, grads = gradient({"params": params}, X, TARGETS)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = apply_updates(params, updates)
+        average = follow(average, params)
+
+        updates, host_state = TX.update(on_host(grads), host_state, host_params)
+        host_params = optax.apply_updates(host_params, updates)
+        host_average = optax.incremental_update(host_params, host_average, 0.1)
+    ref.assert_close(on_host(params), on_host(host_params), ref.FLOAT64)
+    ref.assert_close(on_host(average), on_host(host_average), ref.FLOAT64)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda params: jax.tree.map(jnp.copy, params),
+        lambda params: jax.tree.map(lambda leaf: leaf.copy(), params),
+        lambda params: optax.apply_updates(params, params),
+        optax.tree.norm,
+        jax.jit(optax.tree.norm),
+        lambda params: jax.device_put(params, jax.devices()[0]),
+    ],
+    ids=["copy", "method", "apply_updates", "norm", "jit", "put"],
+)
+def test_what_takes_no_leaf_in_pieces_says_what_to_type(function: Any) -> None:
+    params = trained()[1].params
+    says = r"Stacked\(float64\[7,.* lies on several devices; .* pipe\.jit\(f\)\(tree\)"
+    with pytest.raises((TypeError, ValueError, AttributeError), match=says):
+        function(params)
 
 
 def test_check_and_profile_take_variables_in_pieces() -> None:

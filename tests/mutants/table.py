@@ -35,6 +35,7 @@ REACHED_BY = {
     "_instructions": "instructions matrix stage train mesh",
     "_instructions/_graph": "instructions/test_result_aliasing.py matrix instructions",
     "_instructions/_program": "train/test_interrupts.py instructions matrix",
+    "_instructions/_transfer": "arguments/test_layouts_and_memories.py instructions mesh",
     "_instructions/_stage_bytes": "instructions/test_step_profile.py planning matrix",
     "_jaxprs": "planning/test_printed_plan.py jaxprs stage matrix instructions",
     "_jaxprs/_axis_maps": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
@@ -42,6 +43,8 @@ REACHED_BY = {
     "_jaxprs/_counted_rows": "jaxprs/test_counted_rows.py",
     "_jaxprs/_dataflow": "jaxprs/test_dataflow.py loss_functions/test_penalties.py",
     "_jaxprs/_divided": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
+    "_jaxprs/_explicit_dtypes": "arguments/test_layouts_and_memories.py",
+    "_jaxprs/_host_memory": "arguments/test_layouts_and_memories.py",
     "_jaxprs/_row_slices": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_piece": "jaxprs/test_pieces.py jaxprs/test_random_pieces.py",
     "_jaxprs/_scans": "stage/test_split_scans.py matrix",
@@ -137,6 +140,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("slot < self._num_arguments for", "slot < 0 for"),
         ("origin = moved_from.get(slot, slot)", "origin = slot"),
     ],
+    "_instructions/_transfer": [
+        ("[*map(in_default_layout, _local_copies(leaves))]", "_local_copies(leaves)"),
+    ],
     "_instructions/_stage_bytes": [
         ("0) - batch_bytes, 0)", "0), 0)"),
     ],
@@ -171,6 +177,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("remaining += [k for k in", "_ = [k for k in"),
         ("if computed.setdefault(i, pieces) != pieces:", "if False:"),
         ("computed[i] = all_input_pieces[carry_index]", "pass"),
+    ],
+    "_jaxprs/_host_memory": [
+        ('primitive.name == "device_put" and', 'primitive.name == "" and'),
     ],
     "_jaxprs/_min_cut": [
         ("0 if var in stored_inputs else nbytes(var)", "nbytes(var)"),

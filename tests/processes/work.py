@@ -232,13 +232,15 @@ def of_function() -> dict[str, np.ndarray]:
     """What a loss function, and a step that overwrites its parameters, come to."""
     rng, (x, targets) = np.random.default_rng(0), batch(0)
     params = {str(i): rng.normal(size=(8, 8)) for i in range(4)}
+    params["rate"] = jnp.asarray(0.7)  # weakly typed, and read in the last stage
 
     def loss_fn(params, x, targets):
         table = params["0"]  # read in the first stage, and in the last
         h = jnp.sin(x @ table)
         for i in range(1, 4):
             h = jpipe.boundary(jnp.sin(h @ params[str(i)]))
-        return jnp.mean((h @ table.T - targets) ** 2) + jnp.sum(table**2)
+        error = jnp.mean((h @ table.T * params["rate"] - targets) ** 2)
+        return error + jnp.sum(table**2)
 
     grad_fn = jpipe.value_and_grad(loss_fn, M, num_stages=4, devices=jax.devices()[:4])
     params, losses = grad_fn.place(params, x, targets), []
