@@ -379,6 +379,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "checkpoint": [
         ("if exists and not overwrite:", "if False:"),
         ("return type(like)(restored.item())", "return restored.item()"),
+        ("_new_folder(folder) if folder.exists() else folder", "folder"),
+        ("    if _is_whole(new_folder):  # a save", "    if False:  # a save"),
     ],
     "draw/_bars": [
         ("            x += length\n", ""),
