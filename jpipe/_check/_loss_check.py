@@ -273,6 +273,8 @@ def probe(
         outputs_of_double = trace_outputs(2 * size)
     except Exception as error:
         return f"the model raises {type(error).__name__} for {2 * size} examples"
+    if jax.tree.structure(outputs_of_double) != jax.tree.structure(outputs):
+        return "its outputs have another structure for more examples"
     # The axis of the examples is the one that is longer for twice as many.
     axes = [*map(axis_of, *map(jax.tree.leaves, (outputs, outputs_of_double)))]
     specs = _resize_specs(outputs, axes, size=size, count=count)
@@ -331,17 +333,18 @@ def probe(
         fault = ""
         # A part whose loss is no number differs from all examples, whose loss is one.
         if not abs(loss - combined) <= limit * max(map(abs, [loss, *terms])):
-            fault = f"{loss:.6g} for {count} examples but {combined:.6g} as combined of"
+            fault = f"{combined:.6g}"
         scale = max(largest, default=0.0)
         difference = max(differences, default=0.0)
         if not fault and np.isfinite(scale) and not difference <= limit * scale:
             fault = (
-                f"{loss:.6g} for {count} examples, and its gradient, of numbers up to "
-                f"{scale:.6g}, differs by {difference:.6g} as combined of"
+                f"its gradient, of numbers up to {scale:.6g}, differs by "
+                f"{difference:.6g}"
             )
         if fault:
             raise ValueError(
-                f"reduction={objective.reduction!r}: loss_fn is {fault} two parts of "
+                f"reduction={objective.reduction!r}: loss_fn is {loss:.6g} for "
+                f"{count} examples but {fault} as combined of two parts of "
                 f"{sizes[0]} and {sizes[1]} (random outputs {shape_text(specs)}, "
                 f"targets of the first and the last examples of "
                 f"{shape_text(targets)}), so micro-batches would train another loss; "

@@ -112,9 +112,7 @@ def test_a_loss_with_another_gradient_in_micro_batches_is_refused(
     tx = optax.sgd(0.1)
     pipe = jpipe.sequential(stages, 3)
     state = pipe.init_train_state(jax.random.key(0), X, tx)
-    says = (
-        rf"reduction='{reduction}': .*, and its gradient, of numbers up to .* differs"
-    )
+    says = rf"reduction='{reduction}': .* but its gradient, of numbers up to .* differs"
     with pytest.raises(ValueError, match=says):
         pipe.value_and_grad(loss_fn, reduction=reduction)(state.variables, X, TOKENS)
     with pytest.raises(ValueError, match=says):
