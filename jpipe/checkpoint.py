@@ -15,6 +15,7 @@ is whole, and the next `save` goes on from there.
 """
 
 import contextlib
+import glob
 import json
 import os
 import pathlib
@@ -41,6 +42,8 @@ _ARRAYS = jax.Array | np.ndarray
 _NUMBERS = bool | int | float | complex | np.generic
 # The file in which Orbax keeps the tree of a state.
 _METADATA = "_METADATA"
+# The end of the name of a folder that Orbax has not written all of.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 # ``gs://bucket/folder``; ``gs:/bucket/folder`` is what pathlib makes of it.
 _URL = re.compile("([a-z][a-z0-9]+):/(/?)")
 # Seconds that a process waits while another one writes: a day.
@@ -125,11 +128,10 @@ def _write(folder: epath.Path, state: PyTree) -> None:
         ) as checkpointer:
             checkpointer.save(target, ocp.args.PyTreeSave(state), force=True)
     except Exception as error:
-        # What Orbax had written; where even that fails, the next save removes it.
-        for unfinished in folder.parent.glob(
-            f"{target.name}{ocp.path.step.TMP_DIR_SUFFIX}*"
-        ):
-            unfinished.rmtree(missing_ok=True)
+        name = glob.escape(target.name)
+        with contextlib.suppress(OSError):  # the next save removes it too
+            for unfinished in folder.parent.glob(f"{name}{_UNFINISHED}*"):
+                unfinished.rmtree()
         if isinstance(error, OSError):
             raise
         raise OSError(
@@ -322,12 +324,12 @@ def _damaged(folder: epath.Path, error: Exception) -> ValueError:
             try:
                 json.loads(path.read_text())
             except ValueError:
-                damaged_files.append(str(path))
+                damaged_files.append(f"{path} is no JSON")
     cause, _, _ = str(error).partition(" [tensorstore_spec=")
     return ValueError(
-        f"{folder} cannot be read, since a file is damaged or missing: "
-        f"{', '.join(damaged_files) or cause}; restore another state, or copy the "
-        f"folder again from where it is whole"
+        f"{folder} cannot be read: {', '.join(damaged_files) or cause}; if a file is "
+        f"damaged or missing, restore another state, or copy the folder again from "
+        f"where it is whole"
     )
 
 
