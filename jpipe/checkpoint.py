@@ -2,16 +2,31 @@
 
 A state is keyed by layer and knows nothing of stages, devices or meshes, so the state
 of four stages goes on in two stages, on one device or on a mesh. Orbax writes the
-files: all of a state or none of it, and other programs can read them.
+files, which other programs can read.
+
+A state is written beside the one that it replaces:
+
+    write <path>.jpipe-new               <path> is whole
+    empty <path>                         <path>.jpipe-new is whole
+    rename <path>.jpipe-new to <path>    at once: an empty folder makes way for another
+
+So whenever a program ends, one of the two is whole. `restore` reads the new one if that
+is whole, and the next `save` goes on from there.
 """
 
+import contextlib
+import glob
+import json
 import os
 import pathlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from ._arguments import _stacked, _variables
 from ._arguments._stacked import Stacked
@@ -25,6 +40,12 @@ __all__ = ["restore", "save"]
 PyTree = Any
 _ARRAYS = jax.Array | np.ndarray
 _NUMBERS = bool | int | float | complex | np.generic
+# The file in which Orbax keeps the tree of a state.
+_METADATA = "_METADATA"
+# The end of the name of a folder that Orbax has not written all of.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+# ``gs://bucket/folder``; ``gs:/bucket/folder`` is what pathlib makes of it.
+_URL = re.compile("([a-z][a-z0-9]+):/(/?)")
 # Seconds that a process waits while another one writes: a day.
 _WRITE_TIMEOUT = 86_400.0
 
@@ -35,16 +56,18 @@ def save(
     """Saves a state; returns when all of it is written.
 
     Args:
-      path: a folder that does not exist yet.
+      path: a folder that does not exist yet, or ``"gs://bucket/folder"``.
       state: a `TrainState`, or variables, or any pytree of arrays and numbers, such as
         ``{"state": state, "position": 1200}`` with the position in the data.
-      overwrite: True if a folder that exists is replaced.
+      overwrite: True if a folder that exists is replaced, after the new state is whole
+        on the disk. A bucket cannot rename a folder at once: there, give each state a
+        path of its own.
 
     Raises:
       FileExistsError: if the folder exists.
-      OSError: if it cannot be created.
-      TypeError: with the leaves that are neither arrays nor numbers, or if there are no
-        leaves; if ``path`` is no path.
+      OSError: if it cannot be written; the state that was there still is.
+      TypeError: with the leaves that are neither arrays nor numbers that can be saved,
+        or if there are no leaves; if ``path`` is no path.
       ValueError: if a step overwrote the state; if several processes are not at the
         same step, or save different states.
       RuntimeError: if one of several processes cannot do its part.
@@ -70,7 +93,7 @@ def save(
         state = _stacked.open_placed(state)
     state = _as_arrays(_stacked.gather_tree(state), "state")
 
-    exists = folder.exists()
+    exists = folder.exists() or _is_whole(_new_folder(folder))
     if is_multi_process:
         # Process 0 writes, so it decides.
         by_process = group().gather({"exists": exists}, "jpipe.checkpoint")
@@ -82,20 +105,69 @@ def save(
     if is_multi_process:
         agree_on_tree(state)
     _run_in_all_processes(
-        lambda: _write(folder, state, overwrite=overwrite),
+        lambda: _write(folder, state),
         participle="saved",
         timeout=_WRITE_TIMEOUT,
     )
 
 
-def _write(folder: pathlib.Path, state: PyTree, *, overwrite: bool) -> None:
+def _write(folder: epath.Path, state: PyTree) -> None:
+    """Writes a state, in the first process, in place of the one that is there."""
     import orbax.checkpoint as ocp  # takes a second, which a step does not need
 
     if jax.process_count() > 1:
         state = _stacked.close_tree(gather_to_first(state))
-    if jax.process_index() == 0:
-        with _checkpointer() as checkpointer:
-            checkpointer.save(folder, ocp.args.PyTreeSave(state), force=overwrite)
+    if jax.process_index() != 0:
+        return
+
+    _put_new_in_place(folder)
+    target = _new_folder(folder) if folder.exists() else folder
+    try:
+        with ocp.Checkpointer(
+            _handler(), multiprocessing_options=_options()
+        ) as checkpointer:
+            checkpointer.save(target, ocp.args.PyTreeSave(state), force=True)
+    except Exception as error:
+        name = glob.escape(target.name)
+        with contextlib.suppress(OSError):  # the next save removes it too
+            for unfinished in folder.parent.glob(f"{name}{_UNFINISHED}*"):
+                unfinished.rmtree()
+        if isinstance(error, OSError):
+            raise
+        raise OSError(
+            f"{folder} could not be written, and what was there before still is: "
+            f"{error}"
+        ) from error
+    _put_new_in_place(folder)
+
+
+def _new_folder(folder: epath.Path) -> epath.Path:
+    """The folder beside another one in which its next state is written."""
+    return folder.parent / f"{folder.name}.jpipe-new"
+
+
+def _is_whole(folder: epath.Path) -> bool:
+    """True if all of a state is in a folder."""
+    import orbax.checkpoint as ocp
+
+    return folder.exists() and ocp.path.step.is_path_finalized(folder)
+
+
+def _put_new_in_place(folder: epath.Path) -> None:
+    """Puts the next state of a folder in its place, if there is one and it is whole."""
+    new_folder = _new_folder(folder)
+    if not _is_whole(new_folder):
+        return
+    if folder.exists():
+        for path in folder.iterdir():
+            if path.is_dir():
+                path.rmtree()
+            else:
+                path.unlink()
+    if folder.exists():  # a bucket has no empty folders
+        os.rename(new_folder, folder)
+    else:
+        new_folder.rename(folder)
 
 
 def _run_in_all_processes(
@@ -131,18 +203,23 @@ def _run_in_all_processes(
     return result
 
 
-def _checkpointer() -> Any:
-    """The checkpointer of Orbax, which does not wait for other processes."""
+def _options() -> Any:
+    """Options of Orbax, which does not wait for other processes."""
     import orbax.checkpoint as ocp
 
     process_index = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(
+    return ocp.options.MultiprocessingOptions(
         primary_host=process_index,
         active_processes={process_index},
         barrier_sync_key_prefix=f"process{process_index}",
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+def _handler() -> Any:
+    """The handler of Orbax for pytrees."""
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointHandler(multiprocessing_options=_options())
 
 
 def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
@@ -172,37 +249,92 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     return jax.tree.map(_as_like, restored, like)
 
 
-def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
+def _read(folder: epath.Path, like: PyTree) -> PyTree:
     """The leaves of a state with a part in this process; placeholders of all others."""
     import orbax.checkpoint as ocp
 
+    new_folder = _new_folder(folder)
+    if _is_whole(new_folder):  # a save ended before it was put in place
+        folder = new_folder
     if not folder.exists():
         raise FileNotFoundError(f"{folder} is not there")
-    with _checkpointer() as checkpointer:
+    if not (folder / _METADATA).exists():
+        raise ValueError(
+            f"{folder} holds no state that jpipe.checkpoint.save wrote: it has no file "
+            f"{_METADATA}; give the path that save was given"
+        )
+    with contextlib.closing(_handler()) as handler:
         try:
-            tree = checkpointer.metadata(folder).item_metadata.tree
-        except (AttributeError, ValueError, FileNotFoundError):
-            raise ValueError(
-                f"{folder} holds no state that jpipe.checkpoint.save wrote; give the "
-                f"path that save was given"
-            ) from None
-        difference = "{path} is {actual}, like= has {expected}"
-        raise_all(
-            f"{folder} holds another state than like=",
-            _variables.differences(_leaf_texts(like), _leaf_texts(tree), difference),
+            tree = handler.metadata(folder).tree
+        except Exception as error:
+            raise _damaged(folder, error) from error
+
+        # In the containers of the file: optimizers differ in empty ones alone.
+        expected = _leaves_by_path(like)
+        _check_equal(folder, saved=_leaves_by_path(tree), like=expected)
+        targets = jax.tree_util.tree_map_with_path(
+            lambda path, _: _read_target(expected[_path_text(path)]), tree
         )
-        local_leaves = jax.tree.map(
-            lambda leaf: ocp.PLACEHOLDER if _is_elsewhere(leaf) else _on_host(leaf),
-            like,
-        )
-        restore_args = ocp.checkpoint_utils.construct_restore_args(local_leaves)
-        return checkpointer.restore(
-            folder, ocp.args.PyTreeRestore(local_leaves, restore_args)
-        )
+        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+        args = ocp.args.PyTreeRestore(targets, restore_args)
+        try:
+            restored = handler.restore(folder, args=args)
+        except Exception as error:
+            raise _damaged(folder, error) from error
+    leaves = _leaves_by_path(restored)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: leaves[_path_text(path)], like
+    )
 
 
-def _folder(path: Any, function: str, second: str) -> pathlib.Path:
-    """The absolute path of a folder.
+def _check_equal(
+    folder: epath.Path, *, saved: Mapping[str, Any], like: Mapping[str, Any]
+) -> None:
+    """Checks that a folder holds the leaves of `like`.
+
+    Args:
+      folder: the folder.
+      saved: path -> metadata of the leaf in the folder.
+      like: path -> leaf of `like`.
+
+    Raises:
+      ValueError: with every leaf that is missing, surplus, or different.
+    """
+    raise_all(
+        f"{folder} holds another state than like=; make like= with the model and the "
+        f"optimizer of the state that was saved",
+        _variables.differences(
+            {path: _leaf_text(leaf) for path, leaf in like.items()},
+            {path: _leaf_text(leaf) for path, leaf in saved.items()},
+            "{path} is {actual}, like= has {expected}",
+        ),
+    )
+
+
+def _damaged(folder: epath.Path, error: Exception) -> ValueError:
+    """The error for a folder that cannot be read, which names files that are no JSON.
+
+    Args:
+      folder: the folder.
+      error: the error of Orbax, which names other files.
+    """
+    damaged_files = list[str]()
+    for name in (_METADATA, "_sharding", "array_metadatas/*"):
+        for path in folder.glob(name):
+            try:
+                json.loads(path.read_text())
+            except ValueError:
+                damaged_files.append(f"{path} is no JSON")
+    cause, _, _ = str(error).partition(" [tensorstore_spec=")
+    return ValueError(
+        f"{folder} cannot be read: {', '.join(damaged_files) or cause}; if a file is "
+        f"damaged or missing, restore another state, or copy the folder again from "
+        f"where it is whole"
+    )
+
+
+def _folder(path: Any, function: str, second: str) -> epath.Path:
+    """The absolute path of a folder; links are followed.
 
     Args:
       path: the first argument of the caller.
@@ -211,13 +343,29 @@ def _folder(path: Any, function: str, second: str) -> pathlib.Path:
 
     Raises:
       TypeError: if it is no path, as where the arguments are swapped.
+      ValueError: if it is a URL that was made a local path, or of another scheme.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"path is of type {type(path).__name__}; needs a str or a pathlib.Path, "
             f"which comes first: jpipe.checkpoint.{function}(path, {second})"
         )
-    return pathlib.Path(path).expanduser().absolute()
+    text = os.fspath(path)
+    url = _URL.match(text)
+    if url is None:
+        return epath.Path(os.path.realpath(pathlib.Path(text).expanduser()))
+    if not url[2]:
+        raise ValueError(
+            f"path={path!r}: pathlib makes a local path of a URL; give it as a str, "
+            f"{url[1]}://..., or as an etils.epath.Path"
+        )
+    try:
+        return epath.Path(text)
+    except KeyError:
+        raise ValueError(
+            f"path={path!r}: {url[1]}:// is none of the schemes that etils.epath "
+            f"reads, such as gs:// and s3://"
+        ) from None
 
 
 def _as_arrays(tree: PyTree, name: str) -> PyTree:
@@ -232,9 +380,9 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     faults = [
-        f"{name}{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}"
+        f"{name}{jax.tree_util.keystr(path)} is {leaf!r:.60}, {fault}"
         for path, leaf in leaves
-        if not isinstance(leaf, _ARRAYS | _NUMBERS | Stacked)
+        if (fault := _fault_of_leaf(leaf))
     ]
     if not leaves:
         faults = [f"{name} is {tree!r:.60}, without any array"]
@@ -249,15 +397,36 @@ def _as_arrays(tree: PyTree, name: str) -> PyTree:
     )
 
 
+def _fault_of_leaf(leaf: Any) -> str:
+    """The reason why a leaf cannot be saved; empty if it can."""
+    if isinstance(leaf, Stacked):
+        return ""
+    if not isinstance(leaf, _ARRAYS | _NUMBERS):
+        return f"a {type(leaf).__name__}"
+    dtype = leaf.dtype if isinstance(leaf, _ARRAYS) else np.asarray(leaf).dtype
+    is_number = any(jnp.issubdtype(dtype, scalar) for scalar in (np.number, np.bool_))
+    if is_number or is_key(leaf):
+        return ""
+    if isinstance(leaf, int):
+        return "an int of more than 64 bits"
+    return f"a {type(leaf).__name__} of dtype {dtype}"
+
+
 def _is_elsewhere(leaf: Any) -> bool:
     """True if a leaf has no part in this process."""
     arrays = leaf.arrays if isinstance(leaf, Stacked) else [leaf]
     return all(map(is_non_addressable, arrays))
 
 
-def _on_host(leaf: Any) -> Any:
-    """An array of the host like a leaf in pieces; any other leaf as it is."""
-    return np.empty(leaf.shape, leaf.dtype) if isinstance(leaf, Stacked) else leaf
+def _read_target(leaf: Any) -> Any:
+    """The array that Orbax reads for a leaf: its spec; its values are not read."""
+    import orbax.checkpoint as ocp
+
+    if _is_elsewhere(leaf):
+        return ocp.PLACEHOLDER
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return np.empty(leaf.shape, leaf.dtype)
 
 
 def _as_like(restored: Any, like: Any) -> Any:
@@ -271,18 +440,19 @@ def _as_like(restored: Any, like: Any) -> Any:
     return as_key(restored, like)
 
 
-def _leaf_texts(tree: PyTree) -> dict[str, str]:
-    """The shape and dtype of each leaf as it is saved, by path.
+def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Path -> leaf. It does not tell containers apart: they are not saved."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_path_text(path): leaf for path, leaf in leaves}
 
-    The path does not tell containers apart: they are not saved.
-    """
-    texts = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # A key is saved as its numbers.
-        saved = jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        texts[name] = shape_text(saved)
-    return texts
+
+def _path_text(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _leaf_text(leaf: Any) -> str:
+    """The shape and dtype of a leaf as it is saved: a key is saved as its numbers."""
+    return shape_text(jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf)
 
 
 def __dir__() -> list[str]:

@@ -167,17 +167,19 @@ class PipelinedModel:
             return jax.tree.leaves(self.model.is_trained(variables, trainable))
 
         functions = {}
+        losses = {}
         for train in (False, True):
             spec = _model_functions.loss_spec(
                 self.model, objective, outputs, train=train
             )
             functions[train] = self._build_function(spec, trained)
+            losses[train] = spec.function
         return PipelinedLoss(
             objective=objective,
             trainable=trainable,
             functions=functions,
+            losses=losses,
             outputs=outputs,
-            axis=self.model.axes.out_axes,
         )
 
     def _build_function(

@@ -71,6 +71,13 @@ def array_specs(tree: PyTree, name: str) -> PyTree:
             "model, eqx.is_inexact_array), and eqx.combine(params, static) in the "
             "function that takes params"
         )
+    elif name.startswith("argument") and any(
+        isinstance(leaf, int | float) for leaf in not_arrays
+    ):
+        advice = (
+            "a number that each micro-batch is given, as among running statistics, has "
+            "None in in_axes=, and so may its whole argument"
+        )
     raise_all(f"every leaf must be an array; {advice}", faults, error=TypeError)
     return tree_specs
 

@@ -168,7 +168,8 @@ def _scalar(value: Any, requirement: str, outputs: PyTree) -> jax.Array:
         description = f"the Python number {value}"
     else:
         description = shape_text(value)
+    advice = "; type .mean(), or .sum() with reduction='sum'" if is_floating else ""
     raise TypeError(
         f"{requirement} of a floating dtype; it returned {description} for outputs "
-        f"{shape_text(outputs)}"
+        f"{shape_text(outputs)}{advice}"
     )

@@ -19,8 +19,9 @@ from .. import _compat
 from .._arguments._batch import Batch
 from .._arguments._objective import Objective, as_loss_weight
 from .._jaxprs import _dataflow, _sharding_constraints
+from .._jaxprs._jaxpr import is_inexact
 from .._layers._text import shape_text
-from ._comparison import Difference, compare, floating_axes
+from ._comparison import Difference, axis_of, compare, floating_axes
 from ._comparison import tolerance as rounding_tolerance
 from ._report import CheckResult
 from ._split_function import (
@@ -238,12 +239,12 @@ def probe(
     *,
     target_axes: Sequence[int | None],
     batch: Batch,
-    axis: int,
+    trace_outputs: Callable[[int], PyTree],
 ) -> str:
     """Runs a loss before anything is compiled, on random outputs and real targets.
 
     The targets are those of the first examples and of the last ones, since padding is
-    where a mini-batch ends.
+    where a mini-batch ends. The loss is compared, and its gradient by the outputs.
 
     Args:
       objective: the loss.
@@ -251,7 +252,7 @@ def probe(
       targets: the targets of the mini-batch, as the user gave them.
       target_axes: the axis of the examples in each leaf of the targets.
       batch: the mini-batch.
-      axis: the axis of the examples in an output of one array.
+      trace_outputs: ``number of examples -> specs of their outputs``.
 
     Returns:
       The reason why it was not checked; empty if it was.
@@ -267,13 +268,22 @@ def probe(
     if not sizes:
         return f"its outputs have more than {_MAX_ELEMENTS:,} elements"
     count = sum(sizes)
-    specs, axes = _resize_specs(
-        outputs, size=batch.sizes[0], count=count, preferred_axis=axis
-    )
+    size = batch.sizes[0]
+    try:
+        outputs_of_double = trace_outputs(2 * size)
+    except Exception as error:
+        return f"the model raises {type(error).__name__} for {2 * size} examples"
+    if jax.tree.structure(outputs_of_double) != jax.tree.structure(outputs):
+        return "its outputs have another structure for more examples"
+    # The axis of the examples is the one that is longer for twice as many.
+    axes = [*map(axis_of, *map(jax.tree.leaves, (outputs, outputs_of_double)))]
+    specs = _resize_specs(outputs, axes, size=size, count=count)
+    if specs is None:
+        return "its outputs do not have as many rows for each example"
     at_once = _terms(objective, [*axes, *target_axes], [count])
     in_microbatches = _terms(objective, [*axes, *target_axes], sizes)
 
-    def losses(outputs: PyTree, targets: PyTree) -> list[list[jax.Array]]:
+    def compare_parts(outputs: PyTree, targets: PyTree) -> tuple[list[Any], ...]:
         num_examples = batch.num_examples
         first_examples = (0, sizes[0])
         last_examples = (num_examples - sizes[1], num_examples)
@@ -284,12 +294,22 @@ def probe(
             for start, stop in (first_examples, last_examples)
         ]
         some_targets = join_examples(parts, target_axes)
-        return [terms(outputs, some_targets) for terms in (at_once, in_microbatches)]
+        loss, grads = _differentiate(at_once, outputs, some_targets)
+        terms, term_grads = _differentiate(in_microbatches, outputs, some_targets)
+        largest = list[jax.Array]()
+        differences = list[jax.Array]()
+        for *pair, axis in zip(grads, term_grads, axes, strict=True):
+            if axis is not None and is_inexact(pair[0]):
+                whole, part = slice_examples(
+                    pair, [axis, axis], start=0, stop=sizes[0], count=count
+                )
+                largest.append(jnp.max(jnp.abs(whole), initial=0))
+                differences.append(jnp.max(jnp.abs(whole - part), initial=0))
+        return [*loss, *terms], largest, differences
 
     try:
-        traced = jax.jit(_sharding_constraints.without_constraints(losses)).trace(
-            specs, targets
-        )
+        compare = _sharding_constraints.without_constraints(compare_parts)
+        traced = jax.jit(compare).trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"
         lowered = traced.lower()
@@ -303,23 +323,50 @@ def probe(
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"
         )
-    finite = [(loss, terms) for (loss,), terms in results if np.isfinite(loss)]
-    if not finite:
-        return "it gives no finite number for random outputs"
     limit = max(_TOLERANCE[objective.reduction], rounding)
-    for loss, terms in finite:
+    is_finite = False
+    for (loss, *terms), largest, differences in results:
+        if not np.isfinite(loss):
+            continue
+        is_finite = True
         combined = sum(terms)
+        fault = ""
         # A part whose loss is no number differs from all examples, whose loss is one.
         if not abs(loss - combined) <= limit * max(map(abs, [loss, *terms])):
+            fault = f"{combined:.6g}"
+        scale = max(largest, default=0.0)
+        difference = max(differences, default=0.0)
+        if not fault and np.isfinite(scale) and not difference <= limit * scale:
+            fault = (
+                f"its gradient, of numbers up to {scale:.6g}, differs by "
+                f"{difference:.6g}"
+            )
+        if fault:
             raise ValueError(
                 f"reduction={objective.reduction!r}: loss_fn is {loss:.6g} for "
-                f"{count} examples but {combined:.6g} as combined of two parts of "
+                f"{count} examples but {fault} as combined of two parts of "
                 f"{sizes[0]} and {sizes[1]} (random outputs {shape_text(specs)}, "
                 f"targets of the first and the last examples of "
                 f"{shape_text(targets)}), so micro-batches would train another loss; "
                 f"{ADVICE}"
             )
-    return ""
+    return "" if is_finite else "it gives no finite number for random outputs"
+
+
+def _differentiate(
+    compute_terms: Callable[..., list[jax.Array]], outputs: PyTree, targets: PyTree
+) -> tuple[list[jax.Array], list[Any]]:
+    """The terms of a loss, and the gradient of the first by each leaf of the outputs.
+
+    One term is enough, since all are of one function; each takes time to compile.
+    """
+
+    def first_term(outputs: PyTree) -> tuple[jax.Array, list[jax.Array]]:
+        terms = compute_terms(outputs, targets)
+        return terms[0], terms
+
+    gradient, terms = jax.grad(first_term, has_aux=True, allow_int=True)(outputs)
+    return terms, jax.tree.leaves(gradient)
 
 
 def _compile(lowered: Any) -> Any:
@@ -355,28 +402,27 @@ def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
 
 
 def _resize_specs(
-    outputs: PyTree, *, size: int, count: int, preferred_axis: int
-) -> tuple[PyTree, list[int | None]]:
-    """Specs of the outputs of more examples, and the axis of the examples in each.
+    outputs: PyTree, axes: Sequence[int | None], *, size: int, count: int
+) -> PyTree | None:
+    """Specs of the outputs of more examples; ``None`` where these share rows.
 
     Args:
       outputs: specs of the outputs of ``size`` examples.
-      size: the number of these.
+      axes: the axis of the examples in each of them.
+      size: the number of these examples.
       count: the number of examples in the specs.
-      preferred_axis: the axis of the examples where several have that length.
     """
     leaves, structure = jax.tree.flatten(outputs)
     specs: list[jax.ShapeDtypeStruct] = []
-    axes: list[int | None] = []
-    for leaf in leaves:
-        candidates = [i for i, length in enumerate(leaf.shape) if length == size]
-        axis = candidates[0] if candidates else None
-        if leaf.ndim and preferred_axis % leaf.ndim in candidates:
-            axis = preferred_axis % leaf.ndim
-        shape = tuple(count if i == axis else n for i, n in enumerate(leaf.shape))
+    for leaf, axis in zip(leaves, axes, strict=True):
+        shape = [*leaf.shape]
+        if axis is not None:
+            rows_per_example, remainder = divmod(shape[axis], size)
+            if remainder:
+                return None
+            shape[axis] = rows_per_example * count
         specs.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
-        axes.append(axis)
-    return structure.unflatten(specs), axes
+    return structure.unflatten(specs)
 
 
 def _random_outputs(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:

@@ -35,7 +35,7 @@ def placeholder(
 
 def is_non_addressable(leaf: Any) -> bool:
     """True if an array has no part in this process."""
-    return isinstance(leaf, jax.Array) and not leaf.addressable_shards
+    return isinstance(leaf, jax.Array) and not leaf.sharding.addressable_devices
 
 
 def replicated_sharding(devices: Sequence[Any]) -> NamedSharding:

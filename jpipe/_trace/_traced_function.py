@@ -289,8 +289,9 @@ def trace_function(
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
-                f"returned {shape_text(loss)}; for (loss, aux) type has_aux=True, for "
-                f"(total, weight) reduction='weighted'"
+                f"returned {shape_text(loss)}; for a loss of each example type "
+                f".mean(), for (loss, aux) has_aux=True, for (total, weight) "
+                f"reduction='weighted'"
             )
         weights = [as_loss_weight(weight, loss) for weight in weights]
         return loss, weights, jax.tree.map(jnp.asarray, aux)

@@ -1,11 +1,12 @@
 """The loss of a mini-batch and its gradients, as functions in stages."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from .._arguments import _microbatch
 from .._arguments._batch import Batch
 from .._arguments._objective import Objective
 from .._arguments._trainable import Trainable
@@ -25,17 +26,18 @@ class PipelinedLoss:
       objective: the loss.
       trainable: the parameters that have gradients.
       functions: ``train`` -> the function in stages, of training or of evaluation.
+      losses: ``train`` -> ``(variables, x, targets, rngs) -> ...``, which ``functions``
+        trace.
       outputs: specs of the outputs that the loss was traced on: each trace of
-        ``functions`` appends an entry, see `_model_functions.loss_spec`.
-      axis: the axis of the examples in an output of one array.
+        ``losses`` appends an entry, see `_model_functions.loss_spec`.
       unchecked: the reason why the loss was not checked, for print; empty if it was.
     """
 
     objective: Objective
     trainable: Trainable
     functions: Mapping[bool, PipelinedFunction]
+    losses: Mapping[bool, Callable[..., Any]]
     outputs: list[PyTree]
-    axis: Any
     unchecked: str = ""
     # specialization -> specs of the outputs that its loss reads, until it was checked
     _outputs_to_check: dict[Specialization, PyTree] = field(
@@ -66,14 +68,35 @@ class PipelinedLoss:
         if specialization in self._outputs_to_check:
             batch = specialization.batch
             if batch.num_microbatch_shards > 1:
-                self._check_loss(self._outputs_to_check[specialization], batch, targets)
+                self._check_loss(
+                    self._outputs_to_check[specialization],
+                    batch,
+                    variables,
+                    targets,
+                    train=train,
+                )
             # `compile` may pass specs, with which no loss can be run.
             if not any(map(_is_spec, jax.tree.leaves(targets))):
                 del self._outputs_to_check[specialization]
         return specialization
 
-    def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
+    def _check_loss(
+        self,
+        outputs: PyTree,
+        batch: Batch,
+        variables: PyTree,
+        targets: PyTree,
+        *,
+        train: bool,
+    ) -> None:
         """Runs the loss alone, at once and in parts: see `_loss_check.probe`."""
+
+        def trace_outputs(num_examples: int) -> PyTree:
+            specs = _microbatch.array_specs(variables, "variables")
+            args = batch.microbatch_specs(num_examples)
+            jax.eval_shape(lambda *args: self.losses[train](*args), specs, *args)
+            return self.outputs.pop()
+
         num_inputs = len(jax.tree.leaves(batch.args[0]))
         num_targets = len(jax.tree.leaves(targets))
         self.unchecked = _loss_check.probe(
@@ -82,7 +105,7 @@ class PipelinedLoss:
             targets,
             target_axes=batch.axes[num_inputs : num_inputs + num_targets],
             batch=batch,
-            axis=self.axis if isinstance(self.axis, int) else 0,
+            trace_outputs=trace_outputs,
         )
 
 

@@ -82,6 +82,95 @@ def test_wrong_loss_raises(model, name):
         pipe.value_and_grad(loss_fn, reduction=reduction)(variables, X, TOKENS)
 
 
+def relative(y, t):
+    """In any parts 1, with a gradient that depends on the parts."""
+    losses = cross_entropy(y, t).mean(-1)
+    return (losses / jax.lax.stop_gradient(losses.mean())).mean()
+
+
+@jax.custom_vjp
+def normed(y):
+    return y
+
+
+normed.defvjp(lambda y: (y, None), lambda _, g: (g / jnp.linalg.norm(g),))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction"),
+    [
+        (relative, "mean"),
+        (lambda y, t: cross_entropy(normed(y), t).sum(), "sum"),
+        (lambda y, t: (cross_entropy(normed(y), t).sum(), t.size), "weighted"),
+    ],
+)
+@pytest.mark.parametrize("stages", [[nn.Dense(WORDS)], nn.Dense(WORDS)])
+def test_a_loss_with_another_gradient_in_micro_batches_is_refused(
+    stages, loss_fn, reduction
+):
+    """Though its value is the same; `check` says so too."""
+    tx = optax.sgd(0.1)
+    pipe = jpipe.sequential(stages, 3)
+    state = pipe.init_train_state(jax.random.key(0), X, tx)
+    says = rf"reduction='{reduction}': .* but its gradient, of numbers up to .* differs"
+    with pytest.raises(ValueError, match=says):
+        pipe.value_and_grad(loss_fn, reduction=reduction)(state.variables, X, TOKENS)
+    with pytest.raises(ValueError, match=says):
+        pipe.train_step(loss_fn, tx, reduction=reduction)(state, X, TOKENS)
+    assert not pipe.check(state.variables, X, TOKENS, loss_fn, reduction=reduction)
+
+
+def test_check_of_a_loss_function_compares_its_gradient():
+    def loss_fn(params, x, t):
+        return relative(x @ params, t)
+
+    grad_fn = jpipe.value_and_grad(loss_fn, 3, num_stages=1)
+    report = grad_fn.check(jnp.ones((2, WORDS)) * jnp.arange(WORDS), X, TOKENS)
+    with pytest.raises(ValueError, match=r"gradients.* differ"):
+        report.raise_if_different()
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 8])
+@pytest.mark.parametrize("follows", ["nothing", "parameters", "a mean over examples"])
+def test_outputs_without_examples_keep_their_shape(num_rows, follows):
+    """Whatever their length is: micro-batches have four examples."""
+
+    def add_rows(y):
+        rows = jnp.ones((num_rows, 2)) if follows == "nothing" else y["rows"]
+        if follows == "a mean over examples":
+            rows = rows * y["y"].mean()
+        return y["y"], rows
+
+    def init(key, x):
+        return {"params": {"w": jnp.ones((2, WORDS)), "rows": jnp.ones((num_rows, 2))}}
+
+    def apply(variables, x):
+        params = variables["params"]
+        return {"y": x @ params["w"], "rows": params["rows"]}
+
+    def loss_fn(outputs, t):
+        y, rows = outputs
+        return cross_entropy(y, t).mean() + jnp.sum(rows**2)
+
+    pipe = jpipe.sequential([jpipe.Layer(init, apply), add_rows], 3)
+    variables = pipe.init(jax.random.key(0), X)
+    pipe.value_and_grad(loss_fn)(variables, X, TOKENS)
+    assert "not checked" not in str(pipe)
+
+
+def test_outputs_that_have_all_tokens_on_one_axis_are_checked():
+    pipe = jpipe.sequential([nn.Dense(WORDS), lambda y: y.reshape(-1, WORDS)], 3)
+    variables = pipe.init(jax.random.key(0), X)
+
+    def mean(y, t):
+        return cross_entropy(y, t.reshape(-1)).mean()
+
+    pipe.value_and_grad(mean)(variables, X, TOKENS)
+    assert "not checked" not in str(pipe)
+    with pytest.raises(ValueError, match=r"for 12 examples but .*float32\[36,5\]"):
+        pipe.value_and_grad(lambda y, t: mean(y, t) ** 2)(variables, X, TOKENS)
+
+
 RIGHT = {
     "masked, at least one": (
         lambda y, t: (

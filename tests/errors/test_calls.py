@@ -150,6 +150,10 @@ AUX, WEIGHTED = {"has_aux": True}, {"reduction": "weighted"}
 LOSSES = {
     TypeError: {
         "must return a scalar loss ... float32[2,2]": (lambda y, t: y - t, {}),
+        "returned float32[2] ... type .mean(), or .sum() with reduction='sum'": (
+            lambda y, t: (y - t).mean(-1),
+            {},
+        ),
         "of a floating dtype ... int32[]": (lambda y, t: jnp.sum(y > t), {}),
         "must return a scalar loss ... None": (lambda y, t: None, {}),
         f"scalar loss ... {PAIR}": (lambda y, t: (mse(y, t), y), {}),

@@ -39,6 +39,15 @@ def test_workflows_run_what_is_there(path):
         assert_runs(line)
 
 
+def test_readme_begins_with_two_commands_that_need_only_a_clone():
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^    (\S.*?)(?: +#.*)?$", readme, re.MULTILINE)
+    assert commands[:2] == ["make demo", "make test"]
+    for command in commands[:2]:
+        assert_runs(command)
+        assert readme.index(command) < readme.index("OWNER")
+
+
 def test_the_oldest_and_the_newest_python_are_tested():
     pattern = r"Programming Language :: Python :: (3\.\d+)$"
     matches = [re.match(pattern, classifier) for classifier in PROJECT["classifiers"]]

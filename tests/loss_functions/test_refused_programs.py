@@ -83,7 +83,18 @@ REFUSED = {
         (X, TARGETS),
         {"has_aux": True, "aux_axes": jpipe.SUM},
     ),
-    "must return a scalar loss": lambda: (perceptron, matrices(6, 3), (X,), {}),
+    r"has None in in_axes=.*:\n  \* argument 1\['scale'\] is a float": lambda: (
+        lambda p, batch: squares(batch["x"] @ p[0], batch["scale"]),
+        matrices(6, 3),
+        ({"x": X, "scale": 0.5},),
+        {},
+    ),
+    "must return a scalar loss.* type .mean": lambda: (
+        perceptron,
+        matrices(6, 3),
+        (X,),
+        {},
+    ),
     r"scan, at \S*test_refused_programs.py:\d+ \(scanned\), is .* cannot be": lambda: (
         scanned,
         matrices(6, 6, 6, 6, 6),

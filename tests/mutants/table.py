@@ -116,6 +116,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_check/_loss_check": [
         ("n / sum(sizes) for n", "0.5 for n"),
+        ("axis is not None and is_inexact(pair[0])", "False"),
+        ("trace_outputs(2 * size)", "trace_outputs(size)"),
     ],
     "_command/_launch": [
         ("PROCESS: str(index)}", "PROCESS: str(0)}"),
@@ -423,6 +425,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "checkpoint": [
         ("if exists and not overwrite:", "if False:"),
         ("return type(like)(restored.item())", "return restored.item()"),
+        ("_new_folder(folder) if folder.exists() else folder", "folder"),
+        ("    if _is_whole(new_folder):  # a save", "    if False:  # a save"),
     ],
     "draw/_bars": [
         ("            x += length\n", ""),

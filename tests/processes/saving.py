@@ -1,7 +1,9 @@
-"""One of several processes that save what they cannot, or not alike."""
+"""One of several processes that save what they cannot, or not alike, or too much."""
 
+import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,6 +27,31 @@ def main(folder: str, _job: str) -> None:
             jpipe.checkpoint.save(path / name, {"position": np.int32(position)})
         except (OSError, RuntimeError, ValueError) as error:
             print(f"{name}: {type(error).__name__}: {error}")
+    save_over(path / "over")
+
+
+def save_over(path: Path) -> None:
+    """Saves over a state: on a full disk, and then on one with room."""
+    import numpy as np
+
+    import jpipe
+
+    def state(step: int) -> Any:
+        w = np.random.default_rng(step).normal(size=(64, 64))
+        return {"w": w, "step": np.int32(step)}
+
+    jpipe.checkpoint.save(path, state(1))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step, limit in ((2, 20_000), (3, hard_limit)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+        try:
+            jpipe.checkpoint.save(path, state(step), overwrite=True)
+        except (OSError, RuntimeError) as error:
+            print(f"over: {type(error).__name__}: {error}")
+        restored = jpipe.checkpoint.restore(path, state(0))
+        found = int(restored["step"])
+        np.testing.assert_array_equal(restored["w"], state(found)["w"])
+        print(f"step {found} is there")
 
 
 if __name__ == "__main__":

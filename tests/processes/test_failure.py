@@ -109,4 +109,8 @@ def test_a_failed_save_in_one_process_fails_in_all(tmp_path):
     assert "file/state: NotADirectoryError: " in first
     assert "file/state: RuntimeError: this could not be saved:" in other
     assert "* process 0: NotADirectoryError: " in other
-    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    assert "over: OSError: " in first
+    assert "over: RuntimeError: this could not be saved:" in other
+    for text in (first, other):
+        assert text.index("over: ") < text.index("step 1 is") < text.index("step 3 is")
+    assert {*tmp_path.iterdir()} == {tmp_path / "file", tmp_path / "over"}
