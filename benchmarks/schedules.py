@@ -56,10 +56,9 @@ class Side:
 
     def once(self) -> None:
         """One round: a profile, a prediction, a step."""
-        batch = (self.x, self.x)
-        profile = self.pipe.profile_step(self.state, batch, mean_square)
-        self.predicted.append(self.pipe.schedule.simulate(profile.costs).makespan)
         variables = self.state.variables
+        profile = self.gradient.profile(variables, self.x, self.x)
+        self.predicted.append(self.pipe.schedule.simulate(profile.costs).makespan)
         start = time.perf_counter()
         jax.block_until_ready(self.gradient(variables, self.x, self.x))
         self.measured.append(time.perf_counter() - start)

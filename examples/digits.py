@@ -38,11 +38,11 @@ def main() -> int:
     x, x_test, labels, labels_test = read_digits()
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
-    report = pipe.check(state.variables, x[:24], labels[:24], cross_entropy)
+    step = pipe.train_step(cross_entropy, tx)
+    report = step.check(state, x[:24], labels[:24])
     report.raise_if_different()  # micro-batches give what one batch gives
     print(pipe, report, sep="\n\n", end="\n\n", flush=True)
 
-    step = pipe.train_step(cross_entropy, tx)
     losses = []
     for epoch in track(range(EPOCHS), "training"):
         for rows in shuffled_batches(len(x), seed=epoch):

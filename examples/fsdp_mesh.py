@@ -69,6 +69,7 @@ def main() -> int:
     }
     tx = optax.adamw(3e-3)
     losses = []
+    shown = ""
     for name, pipe in pipes.items():
         batches = random_batches(read_corpus().training, BATCH_SIZE, CONTEXT, seed=0)
         x, targets = next(batches)
@@ -82,7 +83,8 @@ def main() -> int:
         losses.append(float(metrics["loss"]))
         size = max(count_bytes((state.params, state.opt_state)).values())
         print(f"  loss {losses[-1]:.6f}, at most {size / 2**20:.2f} MiB on a device")
-    print(pipes["sharded parameters"])
+        shown = str(step)  # of the last one: sharded parameters
+    print(shown)
     difference = max(losses) - min(losses)
     print(f"losses differ by at most {difference:.1e}")
     return 0 if difference < 1e-3 else 1

@@ -155,7 +155,7 @@ def print_plan(form: Form) -> None:
     shape = (form.batch_size, form.size, form.size, 3)
     images = jax.ShapeDtypeStruct(shape, jnp.float32)
     job: dict[str, Any] = {
-        "loss": loss_fn,
+        "loss_fn": loss_fn,
         "targets": jax.ShapeDtypeStruct(shape[:1], jnp.int32),
         "num_microbatches": form.num_microbatches,
     }

@@ -69,9 +69,9 @@ def main() -> None:
         for _ in range(STEPS):
             rows = rng.integers(len(x), size=BATCH_SIZE)
             state, _ = step(state, x[rows], labels[rows])
-        num_trained = sum(stage.num_trained or 0 for stage in pipe.plan.stages)
+        num_trained = sum(stage.num_trained or 0 for stage in step.plan.stages)
         # What a step holds on all devices, and what the optimizer remembers.
-        num_bytes = sum(num_bytes for _, num_bytes in pipe.plan.peak_bytes)
+        num_bytes = sum(num_bytes for _, num_bytes in step.plan.peak_bytes)
         num_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
         print(f"  {num_trained:,} parameters trained, {num_bytes / 2**20:.0f} MiB held")
         return state.variables

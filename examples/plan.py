@@ -68,7 +68,7 @@ def main() -> None:
     embedding = nn.Embed(options.words, options.width)
     layers = [embedding, *blocks, nn.Dense(options.words)]
     tokens = jax.ShapeDtypeStruct((64, 512), jnp.int32)  # or an array
-    job: dict[str, Any] = {"loss": loss_fn, "targets": tokens}
+    job: dict[str, Any] = {"loss_fn": loss_fn, "targets": tokens}
     job["num_microbatches"] = MICROBATCHES
 
     path = options.out / "profile.json"

@@ -81,7 +81,7 @@ def main() -> int:
 
     print("3. compiles the programs of the stages, once", flush=True)
     step = pipe.train_step(cross_entropy, tx)
-    compiled = pipe.compile(step, state, *first)  # on a terminal it shows a bar
+    compiled = step.compile(state, *first)  # on a terminal it shows a bar
     print(f"   {len(compiled.programs)} programs in {compiled.seconds:.0f} s")
 
     print(f"4. trains for {options.steps} steps", flush=True)

@@ -239,7 +239,7 @@ def plan_paper_models(names: Sequence[str] = tuple(PAPER)) -> str:
             Translator(sizes),
             jpipe.inputs(tokens, tokens),
             optax.adam(1e-3),
-            loss=_loss,
+            loss_fn=_loss,
             targets=tokens,
             reduction="weighted",
             num_devices=PLAN_DEVICES[name],

@@ -12,10 +12,12 @@ if _TYPE_CHECKING:
     from . import draw as draw
     from ._api._compile_report import Report as Report
     from ._api._pipeline import Pipeline as Pipeline
+    from ._api._train_step import TrainStep as TrainStep
     from ._api._transform import pipeline as pipeline
     from ._api._transform import sequential as sequential
     from ._api._value_and_grad import value_and_grad as value_and_grad
     from ._arguments._stacked import Stacked as Stacked
+    from ._check._report import CheckReport as CheckReport
     from ._layers._adapter import Layer as Layer
     from ._layers._inputs import inputs as inputs
     from ._layers._method import layer as layer
@@ -28,7 +30,6 @@ if _TYPE_CHECKING:
     from ._processes._start import distributed as distributed
     from ._trace._boundaries import boundary as boundary
     from ._train._train_state import TrainState as TrainState
-    from ._train._train_step import TrainStep as TrainStep
     from .planning._decide import plan as plan
     from .planning._layer_partition import partition as partition
     from .planning._plan import Plan as Plan
@@ -42,6 +43,7 @@ if _TYPE_CHECKING:
 _HOME = {
     "MEAN": "._lower._join",
     "SUM": "._lower._join",
+    "CheckReport": "._check._report",
     "Layer": "._layers._adapter",
     "Pipeline": "._api._pipeline",
     "Plan": ".planning._plan",
@@ -49,7 +51,7 @@ _HOME = {
     "Report": "._api._compile_report",
     "Stacked": "._arguments._stacked",
     "TrainState": "._train._train_state",
-    "TrainStep": "._train._train_step",
+    "TrainStep": "._api._train_step",
     "boundary": "._trace._boundaries",
     "distributed": "._processes._start",
     "inputs": "._layers._inputs",
@@ -70,6 +72,7 @@ __version__ = _version("jpipe")
 __all__ = [
     "MEAN",
     "SUM",
+    "CheckReport",
     "Layer",
     "Pipeline",
     "Plan",

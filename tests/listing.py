@@ -2,8 +2,8 @@
 
 This is the one file of tests that knows the inside of that list, so that another inside
 is another file here and nothing else. What can be seen from outside is tested there:
-results by the methods of a pipeline, bytes and actions by `print(pipe)`, `pipe.plan`,
-`pipe.compile` and `Schedule.simulate`. Not seen there is whether the bytes that the
+results by the methods of a pipeline, bytes and actions by `print(step)`, `step.plan`,
+`step.compile` and `Schedule.simulate`. Not seen there is whether the bytes that the
 list says are those of the arrays that JAX has, and which arrays an instruction reads.
 """
 
@@ -28,6 +28,8 @@ __all__ = [
     "live",
     "moves",
     "peak_bytes",
+    "plan_of_gradient",
+    "program_of",
 ]
 
 
@@ -45,7 +47,19 @@ def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):
     """The list of the gradients of a mini-batch, and the leaves that it is given."""
     given = pipe.init(jax.random.key(0), x), x, targets
     find = pipe.value_and_grad(loss, **options)
-    return find.program(*given, rngs=rngs), jax.tree.leaves((*given, rngs))
+    return program_of(find, *given, rngs=rngs), jax.tree.leaves((*given, rngs))
+
+
+def program_of(function, *args, **kwargs):
+    """The list that a call of a step or of gradients runs; it need not run."""
+    return function._program(*args, **kwargs)
+
+
+def plan_of_gradient(pipe, x, targets, rngs=None, loss=ref.mse, **options):
+    """The plan of the gradients of a mini-batch, which need not run."""
+    find = pipe.value_and_grad(loss, **options)
+    program_of(find, pipe.init(jax.random.key(0), x), x, targets, rngs=rngs)
+    return find.plan
 
 
 def actions(program):
@@ -108,4 +122,7 @@ def check_exact(pipe, x, targets, rngs=None, **options):
     program, leaves = gradient_of(pipe, x, targets, rngs, **options)
     assert counted(program, leaves) == live(program)[1:]
     names = map(str, program.devices)
-    assert pipe.plan.peak_bytes == tuple(zip(names, peak_bytes(program), strict=True))
+    peaks = tuple(zip(names, peak_bytes(program), strict=True))
+    plan = plan_of_gradient(pipe, x, targets, rngs, **options)
+    assert plan.peak_bytes == peaks
+    return plan

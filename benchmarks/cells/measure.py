@@ -167,13 +167,13 @@ def _pipeline(
         return once
 
     def compiled() -> Compiled:
-        report = pipe.compile(step, specs, x, targets)
+        report = step.compile(specs, x, targets)
         seconds = sum(program.seconds for program in report.programs)
         return Compiled(start, seconds, len(report.programs))
 
     specs = _specs(state())
     # The interpreter traces one row at a time, while XLA compiles those before.
-    step.program(specs, x, targets)
+    step._program(specs, x, targets)
     return pool.submit(compiled)
 
 

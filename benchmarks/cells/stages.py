@@ -16,7 +16,6 @@ import jax
 import jpipe
 from jpipe._api._pipelined_model import PipelinedModel
 from jpipe._arguments._objective import Objective
-from jpipe._arguments._trainable import Trainable
 from jpipe._instructions._compiler import PlacedExecutable
 from jpipe._instructions._stage_bytes import stage_costs
 from jpipe._jaxprs import _jaxpr
@@ -70,9 +69,7 @@ def gradient_of(
     sample = layers.model.sample_batch(x, layers.partition)
     variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
-    return layers.loss(Objective(loss), Trainable())(
-        variables, x, targets, key, train=True
-    )
+    return layers.loss(Objective(loss), None)(variables, x, targets, key, train=True)
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,14 @@ def measure(model: Model, rounds: int) -> dict[str, Figures]:
     """The figures of each remat mode on one model."""
     pipes: dict[str, jpipe.Pipeline] = {}
     programs: dict[str, Program] = {}
+    held_bytes: dict[str, int] = {}
     for mode in MODES:
         pipes[mode] = jpipe.pipeline(
             model.layers, MICROBATCHES, remat=mode, balance=model.balance
         )
-        programs[mode] = _gradient_program(pipes[mode], model)
+        gradient = pipes[mode].value_and_grad(model.loss)
+        programs[mode] = _gradient_program(pipes[mode], gradient, model)
+        held_bytes[mode] = gradient.plan.stages[0].residual_bytes or 0
     seconds: dict[str, Seconds] = {
         mode: {action: [] for action in ACTIONS} for mode in MODES
     }
@@ -116,7 +119,7 @@ def measure(model: Model, rounds: int) -> dict[str, Figures]:
         forward, backward, last = medians
         costs = Costs(forward=[forward, 0.0], backward=[backward, last])
         figures[mode] = Figures(
-            held_bytes=pipes[mode].plan.stages[0].residual_bytes or 0,
+            held_bytes=held_bytes[mode],
             forward=forward,
             backward=backward,
             last=last,
@@ -143,11 +146,10 @@ def rows(name: str, figures: dict[str, Figures]) -> list[list[str]]:
     ]
 
 
-def _gradient_program(pipe: jpipe.Pipeline, model: Model) -> Program:
+def _gradient_program(pipe: jpipe.Pipeline, gradient: Any, model: Model) -> Program:
     """The program of the gradients of a mini-batch, compiled, and its arguments."""
     variables = pipe.init(jax.random.key(0), model.x)
-    gradient: Any = pipe.value_and_grad(model.loss)
-    program = gradient.program(variables, model.x, model.targets)
+    program = gradient._program(variables, model.x, model.targets)
     program.compile()
     return program, jax.tree.leaves((variables, model.x, model.targets))
 

@@ -74,7 +74,7 @@ def measure_jpipe(case: Case) -> dict[str, float]:
     take, state = ours.train_step(case)
     batch = case.data()
     ledger.note("parameters, and what made them")
-    program = take.program(state, *batch)
+    program = take._program(state, *batch)
     ledger.note("traces and the list of instructions")
     program.compile()
     ledger.note("compiled")

@@ -19,7 +19,7 @@ def step_bytes(model: Model, pipe: jpipe.Pipeline) -> str:
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), model.x, tx)
     step = pipe.train_step(mean_cross_entropy, tx)
-    peaks = _memory.peak_bytes(step.program(state, model.x, model.targets))
+    peaks = _memory.peak_bytes(step._program(state, model.x, model.targets))
     return ", ".join(f"{size / 2**20:.2f}" for size in peaks)
 
 

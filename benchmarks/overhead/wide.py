@@ -21,7 +21,6 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jpipe
-from jpipe._arguments._objective import Objective
 from jpipe.schedules import Schedule, one_f_one_b
 
 from ..experiment import mean_square
@@ -67,7 +66,7 @@ def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
     tx = optax.sgd(0.1)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     start = time.perf_counter()
-    program = pipe.train_step(mean_square, tx).program(state, x, x)
+    program = pipe.train_step(mean_square, tx)._program(state, x, x)
     return {
         "seconds": time.perf_counter() - start,
         "instructions": len(program.instructions),
@@ -90,10 +89,8 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     )
     x = jnp.ones((microbatches, WIDTH))
     variables = pipe.init(jax.random.key(0), x)
-    specialize = pipe._build_loss(Objective(mean_square), None)
-    gradient = specialize(variables, x, x, None, train=True)
-    program = gradient.program
-    leaves = gradient.check_arguments(variables, (x, x))
+    program = pipe.value_and_grad(mean_square)._program(variables, x, x)
+    leaves = jax.tree.leaves((variables, x, x))
     rounds: list[dict[str, float]] = []
     for _ in range(5):
         slots, clock = program.start(leaves), time.perf_counter
@@ -142,7 +139,7 @@ def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]
     )
     x, tx = jnp.ones((4 * microbatches, WIDTH)), optax.adam(0.1)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
-    program = pipe.train_step(mean_square, tx).program(state, x, x)
+    program = pipe.train_step(mean_square, tx)._program(state, x, x)
     program.compile()
     found: Counter[tuple[str, str]] = Counter()
     for instruction in program.instructions:

@@ -49,7 +49,7 @@ def main() -> None:
         layers,
         x,
         optax.adam(1e-3),
-        loss=mean_square,
+        loss_fn=mean_square,
         targets=x,
         num_devices=options.devices,
         num_microbatches=options.microbatches,

@@ -54,7 +54,7 @@ class OnOneDevice:
 
     def backward_workspace(self) -> int:
         """The bytes that the backward of the first stage needs while it runs."""
-        report = self._pipe.compile(self._step, self._state, self._x, ())
+        report = self._step.compile(self._state, self._x, ())
         (num_bytes,) = [
             program.workspace_bytes
             for program in report.programs
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     pin([0])
     layers, x = MODELS[MODEL]()
-    profile = jpipe.profile(layers, x, num_microbatches=MICROBATCHES, loss=square)
+    profile = jpipe.profile(layers, x, num_microbatches=MICROBATCHES, loss_fn=square)
 
     alone = sum(layer.forward + layer.backward for layer in profile.layers)
     rows = [["layers alone, added up", f"{1000 * alone:.1f}"]]

@@ -105,7 +105,7 @@ class Runner:
         tx = optax.sgd(1e-3)
         self._state = pipe.init_train_state(jax.random.key(0), x, tx)
         self._step = pipe.train_step(square, tx)
-        report = pipe.compile(self._step, self._state, x, ())
+        report = self._step.compile(self._state, x, ())
         workspace: dict[str, int] = defaultdict(int)
         for program in report.programs:
             num_bytes = program.workspace_bytes or 0

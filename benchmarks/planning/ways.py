@@ -227,7 +227,7 @@ def find_ways(name: str, link: Link) -> dict[str, Any]:
     """
     layers, x = MODELS[name]()
     start = time.perf_counter()
-    profile = jpipe.profile(layers, x, num_microbatches=MICROBATCHES, loss=square)
+    profile = jpipe.profile(layers, x, num_microbatches=MICROBATCHES, loss_fn=square)
     profile_seconds = time.perf_counter() - start
     ways = Ways(profile, link)
     planned: list[Planned] = []
@@ -240,7 +240,7 @@ def find_ways(name: str, link: Link) -> dict[str, Any]:
                 layers,
                 x,
                 optax.sgd(1e-3),
-                loss=square,
+                loss_fn=square,
                 profile=profile,
                 num_devices=RANKS,
                 data=1,

@@ -45,7 +45,7 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `Pipeline.compile`; prints as a table.
+    """The result of ``compile``, such as `TrainStep.compile`; prints as a table.
 
     Attributes:
       programs: one entry for each compiled program.

@@ -25,16 +25,19 @@ from .._placed._mesh_context import outside_of_meshes
 from .._trace._microbatch_outputs import MicrobatchOutputs
 from ..planning._describe import describe, describe_function
 from ..planning._plan import Plan
+from ..schedules import Timeline
 from . import _loss_function_check
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
+from ._former_names import FormerNames
+from ._step_profile import profile_actions
 
 PyTree = Any
 # An argument of so many different numbers may be meant as a constant of the function.
 _MOST_NUMBERS = 3
 
 
-class FunctionGradient(CustomLoop):
+class FunctionGradient(CustomLoop, FormerNames):
     """``grad_fn(params, *args) -> (loss, grads)``: see `jpipe.value_and_grad`.
 
     Args:
@@ -143,12 +146,6 @@ class FunctionGradient(CustomLoop):
         return self._pipelined_function.place(params, *trees)
 
     @outside_of_meshes
-    def program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
-        """Returns the program that a call with such arguments runs."""
-        params, trees = self._split_args((params, *args), kwargs)
-        return self._pipelined_function(params, *trees).program
-
-    @outside_of_meshes
     def compile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Report:
         """Compiles all programs of a call ahead.
 
@@ -160,7 +157,7 @@ class FunctionGradient(CustomLoop):
         Returns:
           A report of bytes, flops and seconds. It prints as a table.
         """
-        return compile_report(lambda: self.program(params, *args, **kwargs))
+        return compile_report(lambda: self._program(params, *args, **kwargs))
 
     @outside_of_meshes
     def check(
@@ -205,6 +202,45 @@ class FunctionGradient(CustomLoop):
             microbatch_sizes=microbatch_sizes,
             tolerance=tolerance,
         )
+
+    @outside_of_meshes
+    def profile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Timeline:
+        """Runs a call with each action timed.
+
+        Each action is waited for, so the whole takes somewhat longer than a call.
+
+        Args:
+          params: as for a call.
+          *args: as for a call.
+          **kwargs: as for a call.
+
+        Returns:
+          The measured timeline, in seconds and bytes: see `TrainStep.profile`.
+
+        Raises:
+          ValueError: if parameters are not in place, the batch does not fit, or there
+            are several processes.
+          TypeError: if a leaf is not an array.
+
+        Example:
+          >>> import jax.numpy as jnp, jpipe
+          >>> loss_fn = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+          >>> grad_fn = jpipe.value_and_grad(loss_fn, num_microbatches=2, num_stages=1)
+          >>> x = jnp.ones((4, 3))
+          >>> w = grad_fn.place(jnp.ones((3, 2)), x)
+          >>> grad_fn.profile(w, x).makespan > 0
+          True
+        """
+        params, trees = self._split_args((params, *args), kwargs)
+        specialization = self._pipelined_function(params, *trees)
+        leaves = specialization.check_arguments(params, trees, "params")
+        return profile_actions(specialization, leaves)
+
+    @outside_of_meshes
+    def _program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
+        """The program that a call with such arguments runs."""
+        params, trees = self._split_args((params, *args), kwargs)
+        return self._pipelined_function(params, *trees).program
 
     def _split_args(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]

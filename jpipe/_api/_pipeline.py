@@ -1,6 +1,6 @@
 """A pipeline: the handle that users hold, and its methods."""
 
-import reprlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,48 +12,45 @@ from jax.sharding import Mesh
 from .._arguments import _variables
 from .._arguments._objective import Objective
 from .._arguments._trainable import Trainable
-from .._arguments._wrong_call import explain_call
+from .._arguments._wrong_call import describe_argument, explain_call
 from .._check._report import CheckReport
 from .._instructions import _transfer
 from .._instructions._program import Program
 from .._instructions._sharding import StageMesh
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
-from .._train._gradient_call import ValueAndGrad
-from .._train._pipelined_loss import PipelinedLoss
-from .._train._train_state import TrainState, check_state
-from .._train._train_step import TrainStep
+from .._train._train_state import TrainState
 from .._train._transformation import check_optimizer
-from ..planning._describe import PipelineInfo, describe
-from ..planning._plan import Forecast, Plan
-from ..schedules import Schedule, Timeline
+from ..planning._plan import Plan
+from ..schedules import Schedule
 from . import _train_states
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
+from ._former_names import (
+    CHECK_ADVICE,
+    CHECK_ADVICE_ON,
+    COMPILE_ADVICE,
+    FormerNames,
+)
+from ._gradient_call import ValueAndGrad
 from ._pipelined_model import UNKNOWN, PipelinedModel
-from ._step_profile import profile_loss, split_batch
+from ._train_step import TrainStep
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
 
 
-class Pipeline(CustomLoop):
+class Pipeline(CustomLoop, FormerNames):
     """A model spread over devices; made by `pipeline`. It holds no arrays.
 
     The variables, gradients and states of a list of layers have one entry per layer;
     those of one model are trees of the model's own.
     """
 
-    def __init__(
-        self, pipelined: PipelinedModel, forecast: Forecast | None = None
-    ) -> None:
+    def __init__(self, pipelined: PipelinedModel) -> None:
         super().__init__(pipelined.devices)
         self._pipelined_model = pipelined
-        self._forecast = forecast
         self._feed = pipelined.feed("pipe.apply")
-        # The loss that was built last, and the one before it that had a mini-batch.
-        self._newest_loss: PipelinedLoss | None = None
-        self._previous_loss: PipelinedLoss | None = None
 
     # ------------------------------------------------------------------- properties
 
@@ -91,32 +88,15 @@ class Pipeline(CustomLoop):
     @property
     @outside_of_meshes
     def plan(self) -> Plan:
-        """The plan of the pipeline, in names and numbers.
+        """The plan of the model alone, in names and numbers.
 
-        It has more details after variables were initialized, and after a mini-batch.
+        After variables were initialized it has their bytes. What a loss adds, such as
+        the bytes of a step, is in the ``plan`` of the step or gradients that have it.
 
         Raises:
           ValueError: if the pipeline is of a model that was not divided yet.
         """
-        info = self._info
-        if info is None:
-            raise ValueError(UNKNOWN)
-        return describe(info, self._forecast)
-
-    @property
-    def _described_loss(self) -> PipelinedLoss | None:
-        """The newest loss that had a mini-batch, as `plan` describes; else ``None``."""
-        newest = self._newest_loss
-        if newest is not None and newest.last_specialization is not None:
-            return newest
-        return self._previous_loss
-
-    @property
-    def _info(self) -> PipelineInfo | None:
-        """The facts that `plan` describes; ``None`` before a model is divided."""
-        loss = self._described_loss
-        specialization = loss.last_specialization if loss else None
-        return self._pipelined_model.describe(specialization)
+        return self._pipelined_model.plan()
 
     def __repr__(self) -> str:
         size = f"{self.num_microbatches} micro-batches"
@@ -126,12 +106,9 @@ class Pipeline(CustomLoop):
 
     @outside_of_meshes
     def __str__(self) -> str:
-        if self._info is None:
+        if self._pipelined_model.num_stages is None:
             return f"{self!r}\n{UNKNOWN}"
-        loss = self._described_loss
-        reason = loss.unchecked if loss else ""
-        warning = f"\nthe loss was not checked: {reason}" if reason else ""
-        return f"{self.plan}{warning}"
+        return str(self.plan)
 
     # ------------------------------------------------------- variables and programs
 
@@ -221,10 +198,120 @@ class Pipeline(CustomLoop):
         return jax.tree.unflatten(specialization.aux_tree, outputs)
 
     @outside_of_meshes
-    def _apply_program(
-        self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
-    ) -> Program:
-        return self._pipelined_model.forward(variables, x, rngs, train=train).program
+    @explain_call("pipe.compile(variables, x)", surplus=COMPILE_ADVICE)
+    def compile(
+        self,
+        variables: PyTree,
+        x: PyTree,
+        *,
+        rngs: _rng.Rngs = None,
+        train: bool = False,
+    ) -> Report:
+        """Compiles all programs that `apply` would compile, side by side.
+
+        Args:
+          variables: as for `apply`; specs (`jax.ShapeDtypeStruct`) will do for arrays.
+          x: likewise.
+          rngs: likewise.
+          train: as for `apply`.
+
+        Returns:
+          A report of bytes, flops and seconds. It prints as a table.
+
+        Raises:
+          ValueError: if the arguments do not fit the model.
+          TypeError: if ``variables`` is a function: a step compiles itself.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jpipe
+          >>> from flax import linen as nn
+          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
+          >>> x = jnp.ones((4, 3))
+          >>> report = pipe.compile(pipe.init(jax.random.key(0), x), x)
+          >>> sum(program.calls for program in report.programs)
+          4
+        """
+        if isinstance(variables, FormerNames) or inspect.isroutine(variables):
+            raise TypeError(
+                f"variables is {describe_argument(variables)}, a function; "
+                f"{COMPILE_ADVICE}"
+            )
+
+        def lower() -> Program:
+            return self._pipelined_model.forward(
+                variables, x, rngs, train=train
+            ).program
+
+        return compile_report(lower)
+
+    @outside_of_meshes
+    @explain_call("pipe.check(variables, x)", CHECK_ADVICE_ON, surplus=CHECK_ADVICE)
+    def check(
+        self,
+        variables: PyTree,
+        x: PyTree,
+        *,
+        rngs: _rng.Rngs = None,
+        train: bool = True,
+        microbatch_sizes: Sequence[int] | None = None,
+        tolerance: float | None = None,
+    ) -> CheckReport:
+        """Runs each layer at once and in micro-batches, and compares.
+
+        It compares outputs, the state that training writes, and gradients by the input
+        and the parameters. The input of each layer is the output of the one before it
+        for all examples at once. Flax's batch norms normalize each micro-batch by
+        itself: where outputs are compared they return their input, and their statistics
+        are compared as they are merged. All random numbers that follow from ``rngs``
+        are the middle one: a dropout drops nothing.
+        Everything is computed on the device of the first stage, one layer after the
+        other. A dropout, batch norm or attention that is off in training, since an
+        argument on the way to it was left at its default, is noted beside its layer
+        with the line to type.
+
+        `TrainStep.check` checks the loss too.
+
+        Args:
+          variables: one entry per layer.
+          x: an input, of two examples at least, such as two micro-batches.
+          rngs: as for `apply`.
+          train: True to run layers as in training.
+          microbatch_sizes: the number of examples of each micro-batch, such as
+            ``(4, 8)``; default: two of different sizes.
+          tolerance: the largest difference that passes, relative to the largest number
+            of the same example; default: the rounding errors of the narrowest dtype
+            that a layer computes in.
+
+        Returns:
+          A report. It prints as a table, is true where nothing differs, and has
+          ``raise_if_different()``.
+
+        Raises:
+          ValueError: if the batch, ``microbatch_sizes`` or the variables do not fit, or
+            there are several processes.
+          TypeError: if a leaf of the batch is not an array.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jpipe
+          >>> layers = [jnp.sin, lambda x: x - x.mean(0)]
+          >>> pipe = jpipe.pipeline(layers, num_microbatches=2)
+          >>> x = jax.random.normal(jax.random.key(0), (6, 2))
+          >>> report = pipe.check(({}, {}), x)
+          >>> [layer.is_same for layer in report.layers]
+          [True, False]
+        """
+        from ._pipeline_check import check_pipeline  # which a step does not need
+
+        return check_pipeline(
+            self._pipelined_model,
+            variables,
+            (x, None),
+            pipelined_loss=None,
+            rngs=rngs,
+            train=train,
+            microbatch_sizes=microbatch_sizes,
+            tolerance=tolerance,
+        )
 
     def value_and_grad(
         self,
@@ -235,12 +322,12 @@ class Pipeline(CustomLoop):
         aux_axes: Any = None,
         reduction: str = "mean",
         trainable: Any = None,
-    ) -> Callable[..., Any]:
+    ) -> ValueAndGrad:
         """Makes the function of a loss and its gradients, as `jax.value_and_grad`.
 
         Args:
           loss_fn: ``(outputs, targets) -> scalar``, applied to each micro-batch on the
-            last device. Its hash and equality identify it, as for `jax.jit`.
+            last device.
           has_aux: True if ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
             ``((total, weight), aux)``.
           has_state: True to return the other collections too, such as ``batch_stats``,
@@ -273,12 +360,14 @@ class Pipeline(CustomLoop):
           ``((loss, aux), grads)``, ``((loss, state), grads)`` or ``((loss, aux,
           state), grads)``. ``grads[i]`` has the structure of
           ``variables[i]["params"]`` and its device, with ``None`` for a leaf that is
-          frozen: optax then takes parameters with the same gaps.
+          frozen: optax then takes parameters with the same gaps. ``f`` has ``check``,
+          ``compile`` and ``profile``, of the same arguments, and ``plan``; ``print(f)``
+          shows that.
 
         Raises:
-          ValueError: if the reduction is unknown; from ``f``, if batch, targets or
-            variables do not fit, the loss is not of this ``reduction``, or
-            ``trainable`` selects nothing.
+          ValueError: if the reduction is unknown or the schedule cannot train; from
+            ``f``, if batch, targets or variables do not fit, the loss is not of this
+            ``reduction``, or ``trainable`` selects nothing.
           TypeError: if ``loss_fn`` is no function or ``trainable`` no selection; from
             ``f``, if ``loss_fn`` does not return a loss as described.
 
@@ -292,24 +381,10 @@ class Pipeline(CustomLoop):
         """
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return ValueAndGrad(
-            self._build_loss(objective, trainable),
-            has_aux=has_aux,
+            self._pipelined_model,
+            self._pipelined_model.loss(objective, trainable),
             has_state=has_state,
-            feed=self._pipelined_model.feed("pipe.value_and_grad(loss_fn)"),
         )
-
-    def _build_loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
-        """The loss of an objective and its gradients, which are remembered.
-
-        Raises:
-          ValueError: if the schedule cannot train.
-        """
-        if self._pipelined_model.num_stages:
-            self._pipelined_model.placement.check_trains()
-        self._previous_loss = self._described_loss
-        selection = Trainable(trainable, by_layer=self._pipelined_model.model.is_list)
-        self._newest_loss = self._pipelined_model.loss(objective, selection)
-        return self._newest_loss
 
     @outside_of_meshes
     @explain_call("pipe.init_train_state(key, x, tx)")
@@ -384,21 +459,21 @@ class Pipeline(CustomLoop):
             used again; with False a step needs room for both states.
 
         Returns:
-          ``step(state, x, targets) -> (state, metrics)`` with ``metrics["loss"]``.
+          ``step(state, x, targets) -> (state, metrics)`` with ``metrics["loss"]``. It
+          has ``check``, ``compile`` and ``profile``, of the same arguments, and
+          ``plan``; ``print(step)`` shows that.
 
         Raises:
-          ValueError: if the reduction is unknown.
+          ValueError: if the reduction is unknown or the schedule cannot train.
           TypeError: if ``tx`` is not an optax transformation.
         """
         check_optimizer(tx)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
-            self._build_loss(objective, trainable),
-            tx,
-            has_aux=has_aux,
-            feed=self._pipelined_model.feed("pipe.train_step(loss_fn, tx)"),
+            self._pipelined_model,
+            self._pipelined_model.loss(objective, trainable),
+            tx=tx,
             donate=donate,
-            by_layer=self._pipelined_model.model.is_list,
         )
 
     @outside_of_meshes
@@ -421,178 +496,3 @@ class Pipeline(CustomLoop):
             changed.
         """
         return self._pipelined_model.modules(variables)
-
-    # ------------------------------------------------------------ checks and profiles
-
-    def compile(self, function: Any, *args: Any, **kwargs: Any) -> Report:
-        """Compiles all programs that the first call would compile, side by side.
-
-        Args:
-          function: a result of `train_step` or `value_and_grad`, or `apply`.
-          *args: the arguments of a call; specs (`jax.ShapeDtypeStruct`) will do for
-            arrays.
-          **kwargs: its keyword arguments, likewise.
-
-        Returns:
-          A report of bytes, flops and seconds. It prints as a table.
-
-        Raises:
-          TypeError: if the function is none of these.
-          ValueError: if the arguments do not fit the model.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, jpipe
-          >>> from flax import linen as nn
-          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
-          >>> x = jnp.ones((4, 3))
-          >>> variables = pipe.init(jax.random.key(0), x)
-          >>> report = pipe.compile(pipe.apply, variables, x)
-          >>> sum(program.calls for program in report.programs)
-          4
-        """
-        if getattr(function, "__func__", None) is type(self).apply:
-            lower = function.__self__._apply_program
-        elif hasattr(function, "program"):
-            lower = function.program
-        else:
-            raise TypeError(
-                f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
-                f"returned, or pipe.apply, and its arguments; not "
-                f"{reprlib.repr(function)}"
-            )
-        return compile_report(lambda: lower(*args, **kwargs))
-
-    @outside_of_meshes
-    def check(
-        self,
-        variables: PyTree,
-        x: PyTree,
-        targets: PyTree = None,
-        loss_fn: Callable[..., Any] | None = None,
-        *,
-        reduction: str = "mean",
-        has_aux: bool = False,
-        rngs: _rng.Rngs = None,
-        train: bool = True,
-        microbatch_sizes: Sequence[int] | None = None,
-        tolerance: float | None = None,
-    ) -> CheckReport:
-        """Runs each layer and the loss at once and in micro-batches, and compares.
-
-        It compares outputs, the state that training writes, and gradients by the input
-        and the parameters; then the loss and its gradient. The input of each layer is
-        the output of the one before it for all examples at once. Flax's batch norms
-        normalize each micro-batch by itself: where outputs are compared they return
-        their input, and their statistics are compared as they are merged. All random
-        numbers that follow from ``rngs`` are the middle one: a dropout drops nothing.
-        Everything is computed on the device of the first stage, one layer after the
-        other. A dropout, batch norm or attention that is off in training, since an
-        argument on the way to it was left at its default, is noted beside its layer
-        with the line to type.
-
-        Args:
-          variables: one entry per layer.
-          x: an input, of two examples at least, such as two micro-batches.
-          targets: its targets.
-          loss_fn: as for `value_and_grad`; ``None``: layers only.
-          reduction: as for `value_and_grad`.
-          has_aux: as for `value_and_grad`.
-          rngs: as for `apply`.
-          train: True to run layers as in training.
-          microbatch_sizes: the number of examples of each micro-batch, such as
-            ``(4, 8)``; default: two of different sizes.
-          tolerance: the largest difference that passes, relative to the largest number
-            of the same example; default: the rounding errors of the narrowest dtype
-            that a layer computes in.
-
-        Returns:
-          A report. It prints as a table, is true where nothing differs, and has
-          ``raise_if_different()``.
-
-        Raises:
-          ValueError: if the batch, ``microbatch_sizes`` or the variables do not fit, or
-            there are several processes.
-          TypeError: if a leaf of the batch is not an array.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, jpipe
-          >>> layers = [jnp.sin, lambda x: x - x.mean(0)]
-          >>> pipe = jpipe.pipeline(layers, num_microbatches=2)
-          >>> x = jax.random.normal(jax.random.key(0), (6, 2))
-          >>> report = pipe.check(({}, {}), x)
-          >>> [layer.is_same for layer in report.layers]
-          [True, False]
-        """
-        objective = None
-        if loss_fn is not None:
-            objective = Objective(loss_fn, has_aux, reduction)
-        from ._pipeline_check import check_pipeline  # which a step does not need
-
-        return check_pipeline(
-            self._pipelined_model,
-            variables,
-            x,
-            targets,
-            objective=objective,
-            rngs=rngs,
-            train=train,
-            tolerance=tolerance,
-            microbatch_sizes=microbatch_sizes,
-        )
-
-    @outside_of_meshes
-    def profile_step(
-        self,
-        state: TrainState,
-        batch: tuple[PyTree, PyTree],
-        loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
-        *,
-        has_aux: bool = False,
-        reduction: str = "mean",
-        trainable: Any = None,
-    ) -> Timeline:
-        """Runs the gradients of a mini-batch with each action timed.
-
-        Each action is waited for, so the whole takes somewhat longer than a step.
-
-        Args:
-          state: a train state, in place.
-          batch: the input and the targets.
-          loss_fn: as for `train_step`; default: the loss of the step that was built
-            last, with its settings.
-          has_aux: as for `train_step`.
-          reduction: as for `train_step`.
-          trainable: as for `train_step`.
-
-        Returns:
-          The measured timeline, in seconds and bytes. `Schedule.simulate` predicts from
-          its ``costs``, the median times and the bytes of each stage.
-
-        Raises:
-          ValueError: if there is no loss yet, or the state or the batch does not fit.
-          TypeError: if ``batch`` is not a pair.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, jpipe, optax
-          >>> from flax import linen as nn
-          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
-          >>> x = jnp.ones((4, 3))
-          >>> state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
-          >>> square = lambda y, t: jnp.mean((y - t) ** 2)
-          >>> measured = pipe.profile_step(state, (x, x), square)
-          >>> pipe.schedule.simulate(measured.costs).makespan > 0
-          True
-        """
-        check_state(state, by_layer=self._pipelined_model.model.is_list)
-        x, targets = split_batch(batch)
-        pipelined_loss = self._newest_loss
-        if loss_fn is not None:
-            objective = Objective(loss_fn, has_aux, reduction)
-            is_last = pipelined_loss and pipelined_loss.is_of(objective, trainable)
-            if not is_last:
-                pipelined_loss = self._build_loss(objective, trainable)
-        if pipelined_loss is None:
-            raise ValueError(
-                "no step was built yet whose loss could be profiled; give loss_fn="
-            )
-        return profile_loss(pipelined_loss, state, x, targets)

@@ -1,4 +1,4 @@
-"""Checks layers and a loss on a batch: the options of `Pipeline.check`."""
+"""Checks layers, and a loss, on a batch: `Pipeline.check`, `TrainStep.check`."""
 
 import functools
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .._arguments import _call, _microbatch, _stacked, _variables
-from .._arguments._objective import Objective
+from .._arguments._trainable import Trainable
 from .._check._layer_checker import LayerChecker, LayerToCheck
 from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
 from .._instructions import _transfer
@@ -22,6 +22,7 @@ from .._partition._config import PipelineConfig
 from .._partition._partition import Partition
 from .._pipelined import _model_functions
 from .._pipelined._pipelined_function import PipelinedFunction
+from .._train._pipelined_loss import PipelinedLoss
 from ..schedules import gpipe
 from ._pipelined_model import PipelinedModel
 
@@ -31,28 +32,27 @@ PyTree = Any
 def check_pipeline(
     pipelined: PipelinedModel,
     variables: PyTree,
-    x: PyTree,
-    targets: PyTree,
+    batch: tuple[PyTree, PyTree],
     *,
-    objective: Objective | None,
+    pipelined_loss: PipelinedLoss | None,
     rngs: _rng.Rngs,
     train: bool,
-    tolerance: float | None = None,
-    microbatch_sizes: Sequence[int] | None = None,
+    microbatch_sizes: Sequence[int] | None,
+    tolerance: float | None,
 ) -> CheckReport:
     """Checks layers, or a model as the only one: see `Pipeline.check`.
 
     Args:
       pipelined: the layers or the model.
       variables: its variables.
-      x: an input.
-      targets: its targets.
-      objective: the loss; ``None``: layers only.
+      batch: an input and its targets.
+      pipelined_loss: the loss; ``None``: layers only.
       rngs: keys.
       train: True to run layers as in training.
-      tolerance: the largest relative difference that passes.
       microbatch_sizes: the number of examples of each micro-batch.
+      tolerance: the largest relative difference that passes.
     """
+    x, targets = batch
     model = pipelined.model
     partition = pipelined.partition
     variables = _stacked.gather_tree(variables)
@@ -81,7 +81,10 @@ def check_pipeline(
 
     pipelined.checks.move_to_owners(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
-    layers = _layers_to_check(model, entries, x, rngs=rngs, train=train)
+    trainable = Trainable() if pipelined_loss is None else pipelined_loss.trainable
+    layers = _layers_to_check(
+        model, entries, x, trainable=trainable, rngs=rngs, train=train
+    )
     first_rank = partition.config.ranks[0]
     if pipelined.num_stages is not None:
         first_rank = pipelined.placement.devices[0]
@@ -96,7 +99,8 @@ def check_pipeline(
             results.append(checker.check(layer))
         reductions = functools.partial(_reductions, axes.out_axes, microbatch_size)
         results.append(checker.check(layers[-1], reductions))
-        if objective is not None:
+        if pipelined_loss is not None:
+            objective = pipelined_loss.objective
             loss = checker.check_loss(objective, targets, target_axes)
     if not model.is_list:
         results = [replace(results[0], name=f"the model ({model})")]
@@ -108,6 +112,7 @@ def _layers_to_check(
     entries: Sequence[PyTree],
     x: PyTree,
     *,
+    trainable: Trainable,
     rngs: _rng.Rngs,
     train: bool,
 ) -> list[LayerToCheck]:
@@ -135,6 +140,7 @@ def _layers_to_check(
     for i, entry in enumerate(entries):
         layer_of_leaf += [i] * len(jax.tree.leaves(entry))
 
+    is_trained = trainable.is_trained(model.layers, entries)
     layers: list[LayerToCheck] = []
     for i in range(count):
         leaves = [k for k in stages.params_of(i) if k < len(layer_of_leaf)]
@@ -145,7 +151,13 @@ def _layers_to_check(
             [model.stage_of_layer[k] for k in indices],
             indices=indices,
         )
-        layers.append(LayerToCheck(i, sequential, [entries[k] for k in indices]))
+        layer = LayerToCheck(
+            i,
+            sequential,
+            [entries[k] for k in indices],
+            is_trained=[is_trained[k] for k in indices],
+        )
+        layers.append(layer)
     return layers
 
 

@@ -29,7 +29,8 @@ from .._pipelined._specialization import Specialization
 from .._processes._arrays import is_here
 from .._processes._group import agree_on_keys
 from .._train._pipelined_loss import PipelinedLoss
-from ..planning._describe import PipelineInfo, describe_function
+from ..planning._describe import PipelineInfo, describe, describe_function
+from ..planning._plan import Forecast, Plan
 from ._variable_checks import VariableChecks
 
 PyTree = Any
@@ -45,6 +46,7 @@ class PipelinedModel:
     Args:
       model: the model.
       partition: the stages in which it runs.
+      forecast: the forecast of the plan that it was built by, if there is one.
 
     Attributes:
       model: likewise.
@@ -53,8 +55,11 @@ class PipelinedModel:
       devices: all different devices.
     """
 
-    def __init__(self, model: Model, partition: Partition) -> None:
+    def __init__(
+        self, model: Model, partition: Partition, forecast: Forecast | None = None
+    ) -> None:
         self.model = model
+        self._forecast = forecast
         self.partition = partition
         self.checks = VariableChecks(model, partition)
         self.devices = partition.devices
@@ -102,18 +107,30 @@ class PipelinedModel:
 
         return Feed(placement, function, is_local=self.model.is_list)
 
-    def describe(self, last: Specialization | None) -> PipelineInfo | None:
-        """Returns the facts about the pipeline; ``None`` before it is divided.
+    def plan(self, last: Specialization | None = None) -> Plan:
+        """Makes the plan of the pipeline, in names and numbers.
 
         Args:
-          last: the specialization for the last mini-batch with a loss.
+          last: the specialization for the last mini-batch of a loss; ``None``: the plan
+            of the model alone.
+
+        Raises:
+          ValueError: if the pipeline is of a model that was not divided yet.
         """
+        if self.num_stages is None:
+            raise ValueError(UNKNOWN)
+        return describe(self._info(last), self._forecast)
+
+    def _info(self, last: Specialization | None) -> PipelineInfo:
+        """The facts about a pipeline that is divided: see `plan`."""
         if not self.model.is_list:
             forwards = [
                 forward.last_specialization for forward in self._forwards.values()
             ]
             last = last or next(filter(None, forwards), None)
-            return describe_function(last) if last else None
+            if last is None:  # stages were decided by a plan, or for a loss
+                return PipelineInfo(self.placement, [()] * len(self.placement.stages))
+            return describe_function(last)
 
         names = [group.layer_names for group in self.placement.stages]
         skips = [
@@ -154,17 +171,25 @@ class PipelinedModel:
         """Returns the forward pass for variables and an input."""
         return self._forwards[train](variables, x, rngs)
 
-    def loss(self, objective: Objective, trainable: Trainable) -> PipelinedLoss:
+    def loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
         """Returns the loss of one objective and its gradients.
+
+        Args:
+          objective: the loss.
+          trainable: a selection of the parameters that have gradients.
 
         Raises:
           TypeError: if the loss closes over variables that are trained.
+          ValueError: if the schedule cannot train.
         """
+        if self.num_stages:
+            self.placement.check_trains()
+        selection = Trainable(trainable, by_layer=self.model.is_list)
         self.clear_traces()
         outputs: list[PyTree] = []
 
         def trained(variables: PyTree) -> list[bool]:
-            return jax.tree.leaves(self.model.is_trained(variables, trainable))
+            return jax.tree.leaves(self.model.is_trained(variables, selection))
 
         functions = {}
         losses = {}
@@ -176,7 +201,7 @@ class PipelinedModel:
             losses[train] = spec.function
         return PipelinedLoss(
             objective=objective,
-            trainable=trainable,
+            trainable=selection,
             functions=functions,
             losses=losses,
             outputs=outputs,

@@ -23,14 +23,9 @@ from .._instructions._instruction import Instruction
 from .._instructions._memory import live_bytes
 from .._instructions._program import Program
 from .._instructions._stage_bytes import stage_costs
-from .._layers import _rng
 from .._pipelined._specialization import Specialization
-from .._train._pipelined_loss import PipelinedLoss
-from .._train._train_state import TrainState
 from ..schedules import Action, Schedule, Timeline
 from ..schedules._timeline import MemoryEvent
-
-PyTree = Any
 
 
 class Span(NamedTuple):
@@ -53,28 +48,6 @@ class Measurements:
     moves: Sequence[float]
 
 
-def profile_loss(
-    pipelined_loss: PipelinedLoss, state: TrainState, x: PyTree, targets: PyTree
-) -> Timeline:
-    """Runs the gradients of the next step of a state, with each action timed.
-
-    Args:
-      pipelined_loss: the loss of the step.
-      state: the state, in place.
-      x: the input of the mini-batch.
-      targets: its targets.
-
-    Returns:
-      The measured timeline: see `profile_actions`.
-    """
-    rngs = _rng.step_keys(state.rng, state.step)
-    specialization = pipelined_loss(state.variables, x, targets, rngs, train=True)
-    leaves = specialization.check_arguments(
-        state.variables, (x, targets, rngs), "state"
-    )
-    return profile_actions(specialization, leaves)
-
-
 def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
@@ -91,7 +64,7 @@ def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Ti
     schedule = specialization.placement.schedule
     if program.is_shared:
         raise ValueError(
-            "profile_step times what one process runs, and this pipeline is in "
+            "profile times what one process runs, and this pipeline is in "
             "several; profile it in one, or look at each with jax.profiler.trace"
         )
     jax.block_until_ready(program(leaves))
@@ -105,19 +78,6 @@ def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Ti
         costs=replace(costs, latency=latency, in_seconds=True),
         memory=tuple(_memory_events(specialization, timeline)),
     )
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """The input and the targets of a batch.
-
-    Raises:
-      TypeError: if it is not a pair.
-    """
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise TypeError(
-            f"batch is a {type(batch).__name__}; needs the pair (x, targets)"
-        )
-    return batch
 
 
 def _measure(program: Program, leaves: Sequence[Any]) -> Measurements:

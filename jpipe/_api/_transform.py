@@ -24,7 +24,7 @@ from ._pipelined_model import PipelinedModel
 
 
 def pipeline(
-    stages: Any,
+    layers: Any,
     num_microbatches: int | None = None,
     *,
     num_stages: int | None = None,
@@ -48,7 +48,7 @@ def pipeline(
     into micro-batches, which pass through the stages in the order of a schedule.
 
     Args:
-      stages: a sequence of layers: linen or nnx modules, `Layer` objects, functions
+      layers: a sequence of layers: linen or nnx modules, `Layer` objects, functions
         ``x -> y``; each maps one pytree to one pytree. Or one of these alone, a whole
         model with its own inputs (several: `inputs`), which is divided where that
         balances and few bytes cross, or where it calls `boundary`.
@@ -128,14 +128,14 @@ def pipeline(
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
     check_joined()
-    is_one_model = is_model(stages)
-    layers = adapt_layers([stages] if is_one_model else stages)
+    is_one_model = is_model(layers)
+    adapters = adapt_layers([layers] if is_one_model else layers)
     if is_one_model:
         _option_checks.check_no_balance(balance)
     elif num_stages is not None:
         advice = (
             "give the model as it is, not in a list"
-            if len(layers) == 1
+            if len(adapters) == 1
             else "of a list of layers type balance=, how many layers each stage takes"
         )
         raise ValueError(
@@ -155,19 +155,20 @@ def pipeline(
         schedule=schedule,
         remat=remat,
     )
-    config = configure(options, layers=None if is_one_model else layers)
+    config = configure(options, layers=None if is_one_model else adapters)
 
-    groups = None if config.balance is None else group_layers(layers, config.balance)
+    groups = None if config.balance is None else group_layers(adapters, config.balance)
     partition = Partition(config, groups, is_lasting=is_one_model)
     axes = Axes(in_axes, target_axes, out_axes)
-    model = Model(layers, axes, partition.stage_of_layer)
-    pipelined = PipelinedModel(model, partition)
+    model = Model(adapters, axes, partition.stage_of_layer)
+    forecast = getattr(plan, "forecast", None)
+    pipelined = PipelinedModel(model, partition, forecast)
 
     # A `Schedule` and replicas fix the number of ranks: idle devices are meant.
     has_fixed_ranks = isinstance(config.schedule, Schedule) or replicas is not None
     if groups is not None and not has_fixed_ranks:
         _option_checks.warn_of_idle_devices(config.ranks, pipelined.placement.schedule)
-    return Pipeline(pipelined, getattr(plan, "forecast", None))
+    return Pipeline(pipelined)
 
 
 def sequential(

@@ -88,9 +88,9 @@ def value_and_grad(
 
     Returns:
       ``grad_fn(params, *args, **kwargs) -> (loss, grads)``; ``((loss, aux), grads)``
-      with ``has_aux``. It has ``place``, ``compile`` and ``check``, of the same
-      arguments, and ``jit`` and ``optimizer`` as a `Pipeline` has. ``print`` names its
-      stages.
+      with ``has_aux``. It has ``place``, ``compile``, ``check`` and ``profile``, of
+      the same arguments, ``plan``, and ``jit`` and ``optimizer`` as a `Pipeline` has.
+      ``print`` names its stages.
 
     Raises:
       ValueError: if an option does not exist or fit.

@@ -1,14 +1,13 @@
 """A loss function, its results, and how the losses of micro-batches combine."""
 
 import reprlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs._structural_key import IdentityKey
 from .._layers._text import shape_text
 from .._messages import source_text
 from ._wrong_call import binding_fault, signature_of
@@ -27,7 +26,7 @@ _RETURNS = {
 _PARAMETER_NAMES = ("params", "variables", "state", "model")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Objective:
     """A loss function and how micro-batches combine.
 
@@ -41,15 +40,12 @@ class Objective:
         the same.
       aux_axes: the axes on which aux of micro-batches are joined, as a prefix of aux;
         ``None``: a new one.
-      identity: the key of ``loss_fn``, as for `jax.jit`: itself with its hash and
-        equality, or which object it is.
     """
 
-    loss_fn: Callable[..., Any] = field(compare=False)
+    loss_fn: Callable[..., Any]
     has_aux: bool = False
     reduction: str = "mean"
     aux_axes: Any = None
-    identity: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -64,15 +60,6 @@ class Objective:
             )
         if self.aux_axes is not None and not self.has_aux:
             raise ValueError(f"aux_axes={self.aux_axes!r} needs has_aux=True")
-
-        try:
-            hash(self.loss_fn)
-            object.__setattr__(self, "identity", self.loss_fn)
-        except TypeError:
-            object.__setattr__(self, "identity", IdentityKey(self.loss_fn))
-
-    def __hash__(self) -> int:
-        return hash((self.identity, self.has_aux, self.reduction))
 
     def of_part(self, outputs: PyTree, targets: PyTree) -> tuple[Any, PyTree]:
         """The loss of a micro-batch, or ``(total, weight)``, and aux; checked."""

@@ -22,13 +22,14 @@ _LONGEST_ARGUMENT = 60
 
 
 def explain_call(
-    usage: str, advice_on: Mapping[str, str] | None = None
+    usage: str, advice_on: Mapping[str, str] | None = None, *, surplus: str = ""
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a decorator of a method, for calls with other arguments than it takes.
 
     Args:
       usage: the call as users type it, such as ``step(state, x, targets)``.
       advice_on: name of an argument that it does not take -> what to type.
+      surplus: what to type where there are too many arguments by position.
     """
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -40,9 +41,15 @@ def explain_call(
                 traceback = error.__traceback__
                 if traceback is not None and traceback.tb_next is None:
                     # No frame of the method: it could not be called.
-                    raise TypeError(
-                        _misuse(method, args, kwargs, usage, advice_on or {})
-                    ) from None
+                    message = _misuse(
+                        method,
+                        args,
+                        kwargs,
+                        usage=usage,
+                        advice_on=advice_on or {},
+                        surplus=surplus,
+                    )
+                    raise TypeError(message) from None
                 raise
 
         return call
@@ -108,17 +115,22 @@ def _misuse(
     method: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
     usage: str,
     advice_on: Mapping[str, str],
+    surplus: str,
 ) -> str:
     """The message of an error: see `explain_call`."""
     fault = binding_fault(method, args, kwargs)
     call_text = _describe_call(args[1:], kwargs)
     parameters = inspect.signature(method).parameters
-    surplus = [name for name in kwargs if name not in parameters]
-    advice = "".join(f"; {advice_on[name]}" for name in surplus if name in advice_on)
+    unknown = [name for name in kwargs if name not in parameters]
+    advice_texts = [advice_on[name] for name in unknown if name in advice_on]
+    if surplus and fault.startswith("too many"):
+        advice_texts.append(surplus)
+    advice = "".join(f"; {text}" for text in dict.fromkeys(advice_texts))
     if not advice and not fault.startswith("missing"):
-        keywords = ", ".join(f"{name}={name}" for name in surplus) or "mask"
+        keywords = ", ".join(f"{name}={name}" for name in unknown) or "mask"
         advice = (
             f"; several inputs of one model are one argument, x = jpipe.inputs(x, "
             f"{keywords}); a list of layers takes one pytree, such as {{'x': x, ...}}"

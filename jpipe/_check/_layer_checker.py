@@ -142,11 +142,13 @@ class LayerToCheck:
       index: its index among all layers.
       sequence: the layers whose variables it reads; it is the last of them.
       entries: the variables of these.
+      is_trained: a boolean for each leaf of these: True if its gradient is compared.
     """
 
     index: int
     sequence: Sequential
     entries: Entries
+    is_trained: Entries
 
     @property
     def name(self) -> str:
@@ -257,7 +259,12 @@ class LayerChecker:
             output_reductions = reductions(specs.activations[0])
             leaf_reductions[: len(output_reductions)] = output_reductions
         compared, differences = self._compare(
-            function, at_once, in_microbatches, out_axes, leaf_reductions
+            function,
+            at_once,
+            in_microbatches,
+            out_axes=out_axes,
+            reductions=leaf_reductions,
+            is_trained=_params_of(layer.is_trained),
         )
         notes = [*self._notes(function, at_once, out_axes), *switch_notes]
 
@@ -406,8 +413,10 @@ class LayerChecker:
         function: SplitFunction,
         at_once: SplitOutputs,
         in_microbatches: SplitOutputs,
+        *,
         out_axes: Sequence[int | None],
         reductions: Sequence[Sequence[str]],
+        is_trained: list[PyTree],
     ) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
         """The quantities that a layer has, and their differences.
 
@@ -417,6 +426,7 @@ class LayerChecker:
           in_microbatches: its results in micro-batches.
           out_axes: the axis of the examples in each leaf of its activations.
           reductions: the reductions of each leaf without examples.
+          is_trained: a boolean for each leaf of its parameters.
         """
         compared: list[str] = []
         differences: list[Difference] = []
@@ -456,11 +466,18 @@ class LayerChecker:
         )
         add("state", at_once=outputs.state, in_microbatches=microbatch_outputs.state)
         if at_once.gradient is not None:
-            param_grads = at_once.gradient.params
+            param_grads, microbatch_param_grads = (
+                jax.tree.map(
+                    lambda is_trained, grad: grad if is_trained else None,
+                    is_trained,
+                    outputs.gradient.params,
+                )
+                for outputs in (at_once, in_microbatches)
+            )
             add(
                 "gradients",
                 at_once=param_grads,
-                in_microbatches=in_microbatches.gradient.params,
+                in_microbatches=microbatch_param_grads,
                 inputs_name="parameters",
                 smallest_scale=_SMALLEST_SCALE * max_magnitude(param_grads),
             )

@@ -48,12 +48,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The results of `Pipeline.check`: prints as a table, is true if nothing differs.
+    """The results of ``check``, such as `TrainStep.check`; true if nothing differs.
+
+    It prints as a table.
 
     Attributes:
       microbatch_sizes: the number of examples of each micro-batch.
       layers: the result of each layer.
-      loss: the result of the loss; ``None`` if none was given.
+      loss: the result of the loss; ``None`` where the layers alone were checked.
     """
 
     microbatch_sizes: tuple[int, ...]

@@ -80,11 +80,11 @@ class LayerAdapter:
         return self.source if self.module is None else self.module
 
 
-def adapt_layers(stages: Sequence[Any]) -> tuple[LayerAdapter, ...]:
+def adapt_layers(layers: Sequence[Any]) -> tuple[LayerAdapter, ...]:
     """Adapts every object of the user's list.
 
     Args:
-      stages: linen modules, nnx modules, `Layer` objects and functions of one pytree.
+      layers: linen modules, nnx modules, `Layer` objects and functions of one pytree.
 
     Returns:
       One `LayerAdapter` per object, in order.
@@ -93,16 +93,16 @@ def adapt_layers(stages: Sequence[Any]) -> tuple[LayerAdapter, ...]:
       TypeError: with every object that is none of these.
       ValueError: if the list is empty.
     """
-    is_text_or_dict = isinstance(stages, str | bytes | Mapping)
-    is_array = hasattr(stages, "shape")
-    if is_text_or_dict or is_array or not isinstance(stages, Iterable):
+    is_text_or_dict = isinstance(layers, str | bytes | Mapping)
+    is_array = hasattr(layers, "shape")
+    if is_text_or_dict or is_array or not isinstance(layers, Iterable):
         raise TypeError(
-            f"stages is a {type(stages).__name__}; needs a Flax module, a function, or "
+            f"layers is a {type(layers).__name__}; needs a Flax module, a function, or "
             f"a sequence of layers, such as [nn.Dense(8), nn.relu]"
         )
-    sources = list(stages)
+    sources = list(layers)
     if not sources:
-        raise ValueError("stages=[]: a pipeline needs at least one layer")
+        raise ValueError("layers=[]: a pipeline needs at least one layer")
     faults = [
         f"layer {i}: {reason}"
         for i, source in enumerate(sources)

@@ -52,11 +52,6 @@ class PipelinedLoss:
             or self.functions[False].last_specialization
         )
 
-    def is_of(self, objective: Objective, trainable: Any) -> bool:
-        """True if this is the loss of an objective, and all parameters are trained."""
-        selects_all = trainable is None and self.trainable.selects_all
-        return selects_all and objective == self.objective
-
     def __call__(
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, *, train: bool
     ) -> Specialization:

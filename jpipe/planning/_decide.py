@@ -46,11 +46,11 @@ PyTree = Any
 _TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
 _LOSS_FUNCTION = (
     "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
-    "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, loss=..., "
-    "targets=...), and build it with jpipe.value_and_grad(loss_fn, plan=plan)"
+    "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, "
+    "loss_fn=..., targets=...), and build it with jpipe.value_and_grad(fun, plan=plan)"
 )
 _NO_LOSS = (
-    "loss: none was given (loss=, targets=): what it computes and keeps, such as "
+    "loss: none was given (loss_fn=, targets=): what it computes and keeps, such as "
     "log-probabilities, is not counted"
 )
 
@@ -72,7 +72,7 @@ def plan(
     remat: str | Sequence[str] = TRIED_MODES,
     balance: Sequence[int] | None = None,
     profile: Profile | None = None,
-    loss: Callable[[PyTree, PyTree], Any] | None = None,
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
     targets: PyTree = (),
     has_aux: bool = False,
     reduction: str = "mean",
@@ -143,8 +143,8 @@ def plan(
       profile: a profile of ``layers``, made anywhere, in place of measuring: no device
         is needed. Of one size of micro-batches it fixes the product of ``data`` and
         ``num_microbatches``; by default it has two.
-      loss: ``(outputs, targets) -> scalar``, a part of the last layer; left out, what
-        it takes is not counted.
+      loss_fn: ``(outputs, targets) -> scalar``, a part of the last layer; left out,
+        what it takes is not counted.
       targets: the targets of the mini-batch, in arrays or specs.
       has_aux: as for `Pipeline.value_and_grad`.
       reduction: likewise.
@@ -231,7 +231,7 @@ def plan(
 
     request = Request(
         sample,
-        loss=loss,
+        loss_fn=loss_fn,
         targets=targets,
         has_aux=has_aux,
         reduction=reduction,
@@ -316,7 +316,7 @@ def plan(
     size = candidates[0].profile.microbatch_size
     is_size_fixed = fixed_size is not None and num_microbatches is None
     notes = [describe_profile(profile, size, is_size_fixed=is_size_fixed)]
-    if loss is None:
+    if loss_fn is None:
         notes.append(_NO_LOSS)
     return explain_best(candidates, space, notes)
 

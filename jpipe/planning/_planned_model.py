@@ -43,7 +43,7 @@ from ._traced import TracedLayers
 
 PyTree = Any
 _NO_TARGETS = (
-    "loss= was given and no targets=: the loss was called with () in their place"
+    "loss_fn= was given and no targets=: the loss was called with () in their place"
 )
 # A model is cut as finely as for about so many stages.
 _NUM_SECTIONS = 16
@@ -189,7 +189,7 @@ class PlannedModel:
             function = PipelinedFunction(function_spec, partition, trained)
             specialization = function(variables, *args)
         except Exception as error:
-            has_loss = request.loss not in (None, sum_outputs)
+            has_loss = request.loss_fn not in (None, sum_outputs)
             if has_loss and not jax.tree.leaves(request.targets):
                 error.add_note(_NO_TARGETS)
             raise

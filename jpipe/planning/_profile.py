@@ -364,7 +364,7 @@ class Profile:
             listed = "".join(f"\n  * {line}" for line in differences)
             raise ValueError(
                 f"the profile is of another model:{listed}\nMake a profile of this "
-                f"one; give jpipe.profile the same loss=, targets=, trainable= and "
+                f"one; give jpipe.profile the same loss_fn=, targets=, trainable= and "
                 f"train= as jpipe.plan"
             )
 

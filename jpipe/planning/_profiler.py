@@ -35,7 +35,7 @@ def profile(
     sample: PyTree,
     *,
     num_microbatches: int | Sequence[int] | None = None,
-    loss: Callable[[PyTree, PyTree], Any] | None = None,
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
     targets: PyTree = (),
     has_aux: bool = False,
     reduction: str = "mean",
@@ -77,7 +77,7 @@ def profile(
         several numbers, so that micro-batches of several sizes are profiled: then the
         costs are those of the smallest, and `Profile.larger` has the others. Default: 4
         and 16, or fewer if there are fewer examples.
-      loss: ``(outputs, targets) -> scalar``, which is then a part of the last layer;
+      loss_fn: ``(outputs, targets) -> scalar``, which is then a part of the last layer;
         left out, the gradient of the output of the last layer is drawn.
       targets: the targets of the mini-batch, in arrays or specs.
       has_aux: as for `Pipeline.value_and_grad`.
@@ -125,7 +125,7 @@ def profile(
     request = Request(
         sample,
         num_microbatches=counts[0] if counts else 1,
-        loss=loss,
+        loss_fn=loss_fn,
         targets=targets,
         has_aux=has_aux,
         reduction=reduction,

@@ -36,7 +36,7 @@ class Request:
     sample: PyTree
     _: KW_ONLY
     num_microbatches: int = 1
-    loss: Callable[[PyTree, PyTree], Any] | None = None
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None
     targets: PyTree = ()
     has_aux: bool = False
     reduction: str = "mean"
@@ -79,8 +79,8 @@ class Request:
                 yield from find_number_faults(name, rate)
             elif not isinstance(rate, int | float) or not 0 < rate < math.inf:
                 yield f"{name}={rate!r}: needs a number above 0, per second"
-        if self.loss is None and jax.tree.leaves(self.targets):
-            yield "targets are for a loss; give loss= too"
+        if self.loss_fn is None and jax.tree.leaves(self.targets):
+            yield "targets are for a loss; give loss_fn= too"
 
     def batch(self) -> Batch:
         """Specs of the mini-batch.
@@ -120,9 +120,9 @@ class Request:
     @property
     def objective(self) -> Objective | None:
         """The loss, a part of the last layer."""
-        if self.loss is None:
+        if self.loss_fn is None:
             return None
-        return Objective(self.loss, self.has_aux, self.reduction)
+        return Objective(self.loss_fn, self.has_aux, self.reduction)
 
     @property
     def axes(self) -> Axes:
@@ -131,10 +131,10 @@ class Request:
 
     def with_loss(self) -> "Request":
         """The request, with the sum of the outputs for a loss if it has none."""
-        if self.loss is not None:
+        if self.loss_fn is not None:
             return self
         return dataclasses.replace(
-            self, loss=sum_outputs, has_aux=False, reduction="mean"
+            self, loss_fn=sum_outputs, has_aux=False, reduction="mean"
         )
 
     def resized(self, batch_size: int) -> "Request":

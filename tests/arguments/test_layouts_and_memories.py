@@ -16,6 +16,7 @@ from jax.experimental.layout import Format, Layout
 import jpipe
 
 from .. import reference as ref
+from ..listing import program_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -234,7 +235,7 @@ def test_a_put_of_a_tree_moves_no_leaf_to_another_stage() -> None:
 
     def moves(tx: optax.GradientTransformation) -> list[Any]:
         state = pipe.init_train_state(KEY, X, tx)
-        program = pipe.train_step(ref.mse, tx).program(state, X, TARGETS)
+        program = program_of(pipe.train_step(ref.mse, tx), state, X, TARGETS)
         moved = [x for x in program.instructions if x.is_move]
         return [(str(x.label), x.source, x.place, len(x.reads)) for x in moved]
 

@@ -26,6 +26,12 @@ def checked(layers, x=None, *, make=jpipe.sequential, options=None, **given):
     return pipe.check(pipe.init(KEY, x), x, **given)
 
 
+def checked_loss(layers, loss_fn, reduction="mean", **given):
+    pipe = jpipe.sequential(layers, 3)
+    find = pipe.value_and_grad(loss_fn, reduction=reduction)
+    return find.check(pipe.init(KEY, batch()), batch(), batch(), **given)
+
+
 def notes(report, layer=0):
     return "; ".join(report.layers[layer].notes)
 
@@ -194,8 +200,7 @@ def test_custom_backward_is_compared():
     (layer,) = checked([clipped]).layers
     (difference,) = layer.differences
     assert str(difference).startswith("gradients by input differ, most in example ")
-    options = {"targets": batch(), "reduction": "sum"}
-    report = checked([jnp.sin], loss_fn=lambda y, t: clipped(y).sum(), **options)
+    report = checked_loss([jnp.sin], lambda y, t: clipped(y).sum(), "sum")
     (difference,) = report.loss.differences
     assert str(difference).startswith("gradients differ, most in example ")
 
@@ -305,11 +310,10 @@ def test_examples_of_several_rows_are_compared():
         nn.Dense(WIDTH),
         lambda x: x.reshape(-1, 3, WIDTH),
     ]
-    report = checked(layers, loss_fn=ref.mse, targets=batch())
+    report = checked_loss(layers, ref.mse)
     assert report, report
     assert all("outputs" in layer.compared for layer in report.layers)
-    flat = {"loss_fn": lambda y, t: ref.mse(y, t.reshape(-1, WIDTH))}
-    report = checked(layers[:3], targets=batch(), **flat)
+    report = checked_loss(layers[:3], lambda y, t: ref.mse(y, t.reshape(-1, WIDTH)))
     assert report.loss.compared == ("outputs", "gradients")
     assert report, report
 
@@ -341,9 +345,8 @@ def test_loss_reads_sums_over_the_micro_batch_not_the_batch():
         y, total = outputs
         return ref.mse(y, targets) + total
 
-    options = {"targets": batch(), "loss_fn": loss_fn}
-    assert checked([lambda x: (x, jnp.sin(x).mean())], **options)
-    report = checked([lambda x: (x, jnp.sin(x).sum())], **options)
+    assert checked_loss([lambda x: (x, jnp.sin(x).mean())], loss_fn)
+    report = checked_loss([lambda x: (x, jnp.sin(x).sum())], loss_fn)
     assert report.layers[0].is_same
     assert not report.loss.is_same
 
@@ -356,7 +359,6 @@ def test_other_structure_in_micro_batches_is_reported(few):
 
 
 def test_loss_that_runs_in_micro_batches_alone_is_not_compared():
-    options = {"targets": batch(), "loss_fn": ref.mse, "microbatch_sizes": (4, 8)}
-    report = checked([lambda x: x[:4]], **options)
+    report = checked_loss([lambda x: x[:4]], ref.mse, microbatch_sizes=(4, 8))
     assert not report.layers[0].is_same
     assert "not compared: " in report.loss.notes[0]

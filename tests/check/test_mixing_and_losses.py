@@ -17,7 +17,8 @@ def checked_layer(layer):
 def checked_loss(loss_fn, reduction):
     y, targets = losses.data()
     pipe = jpipe.sequential([lambda y: y], 3)
-    return pipe.check(({},), y, targets, loss_fn, reduction=reduction)
+    find = pipe.value_and_grad(loss_fn, reduction=reduction)
+    return find.check(({},), y, targets)
 
 
 @pytest.mark.parametrize("name", mixing.MIXED)

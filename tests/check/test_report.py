@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import errors
 from flax import linen as nn
@@ -43,7 +44,7 @@ def made(layers, make=jpipe.sequential, number=3, **options):
 
 def test_report_is_printed_as_a_table():
     pipe, variables, x, targets = made([nn.Dense(2), jnp.sin, centred])
-    report = pipe.check(variables, x, targets, mse)
+    report = pipe.value_and_grad(mse).check(variables, x, targets)
     header, titles, *rows, loss = str(report).splitlines()
     assert header == "12 examples at once, and in micro-batches of 4 and 8:"
     assert titles.split() == ["outputs", "state", "gradients"]
@@ -99,7 +100,7 @@ def test_loss_is_reported_with_both_values():
         total, weight = weighted(y, targets)
         return total / weight
 
-    report = pipe.check(variables, x, targets, quotient)
+    report = pipe.value_and_grad(quotient).check(variables, x, targets)
     y = jnp.sin(x)
     parts = [float(quotient(y[a], targets[a])) for a in (slice(0, 4), slice(4, 12))]
     combined = (4 * parts[0] + 8 * parts[1]) / 12
@@ -110,29 +111,32 @@ def test_loss_is_reported_with_both_values():
     given = re.search(r"differ: (\S+) at once, (\S+) in micro-batches", said)
     np.testing.assert_allclose([*map(float, given.groups())], [whole, combined], 1e-5)
     assert "return (total, weight) and type reduction='weighted'" in said
-    assert pipe.check(variables, x, targets, weighted, reduction="weighted")
-    assert pipe.check(variables, x, targets, lambda *a: (mse(*a), 1), has_aux=True)
+    for find in (
+        pipe.value_and_grad(weighted, reduction="weighted"),
+        pipe.value_and_grad(lambda *a: (mse(*a), 1), has_aux=True),
+    ):
+        assert find.check(variables, x, targets)
 
 
 def test_loss_for_one_number_of_examples_is_not_compared():
     pipe, variables, x, targets = made([jnp.sin])
-    report = pipe.check(
-        variables, x, targets, lambda y, t: (y.reshape(12, 2) ** 2).sum()
-    )
+    find = pipe.value_and_grad(lambda y, t: (y.reshape(12, 2) ** 2).sum())
+    report = find.check(variables, x, targets)
     assert report.loss.notes[0].startswith("not compared: TypeError: cannot reshape")
     with pytest.raises(TypeError, match="must return a scalar loss"):
-        pipe.check(variables, x, targets, lambda y, t: y)
+        pipe.value_and_grad(lambda y, t: y).check(variables, x, targets)
 
 
 def test_a_layer_that_cannot_run_on_any_examples_raises_its_error():
     pipe, _, x, targets = made([nn.Dense(2), Dropped()])
     variables = pipe.init(KEY, x)
+    find = pipe.value_and_grad(mse)
     with pytest.raises(errors.InvalidRngError) as raised:
-        pipe.check(variables, x, targets, mse)
+        find.check(variables, x, targets)
     notes = "\n".join(raised.value.__notes__)
     assert "raised by layer 1 (Dropped)" in notes
     assert "rngs=jax.random.key(0)" in notes
-    report = pipe.check(variables, x, targets, mse, rngs=KEY)
+    report = find.check(variables, x, targets, rngs=KEY)
     assert report
     assert report.layers[1].compared == ("outputs", "gradients")
 
@@ -176,3 +180,68 @@ def test_stages_on_several_devices_are_checked_and_left_as_they_are():
     assert report
     assert len(report.layers) == 7
     jax.tree.map(np.testing.assert_array_equal, variables, before)
+
+
+@jax.custom_vjp
+def scaled(w, x):
+    return w * x
+
+
+def scaled_backward(residuals, cotangents):
+    """The gradient by the weight is that of an example, however many there are."""
+    w, x = residuals
+    grad = (cotangents * x).sum(0)
+    return grad / jnp.linalg.norm(grad), cotangents * w
+
+
+scaled.defvjp(lambda w, x: (w * x, (w, x)), scaled_backward)
+
+
+class Scaled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return scaled(self.param("w", nn.initializers.ones, (2,)), x)
+
+
+def test_a_step_checks_with_all_that_it_was_told():
+    """Its keys, its reduction, its aux, and the gradients of what it trains."""
+    pipe, _, x, targets = made([nn.Dense(2), Dropped(), Scaled()])
+    tx = optax.sgd(0.1)
+
+    def check(loss_fn, trainable, **options):
+        state = pipe.init_train_state(KEY, x, tx, trainable=trainable)
+        step = pipe.train_step(loss_fn, tx, trainable=trainable, **options)
+        return step.check(state, x, targets, microbatch_sizes=(5, 7))
+
+    def total(y, targets):
+        return 12 * mse(y, targets) * len(y) / 12, len(y)
+
+    options = {"reduction": "sum", "has_aux": True}
+    report = check(total, "0/*", **options)
+    assert report, report
+    assert report.microbatch_sizes == (5, 7)
+    assert report.loss.name == "loss_fn with reduction='sum'"
+    assert report.layers[1].compared == ("outputs", "gradients")
+    assert not check(mse, "0/*", reduction="sum").loss.is_same
+    # What is wrong is the gradient of a parameter that was frozen.
+    (difference,) = check(total, None, **options).layers[2].differences
+    assert str(difference).startswith("gradients by parameters differ")
+
+
+def test_a_tolerance_is_taken_by_each_check():
+    pipe, variables, x, targets = made([centred])
+    find = pipe.value_and_grad(mse)
+    assert not find.check(variables, x, targets)
+    assert find.check(variables, x, targets, tolerance=1e3)
+    assert pipe.check(variables, x, tolerance=1e3)
+
+
+def test_a_check_refuses_a_state_that_is_none():
+    pipe, variables, x, targets = made([nn.Dense(2)])
+    step = pipe.train_step(mse, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"state is a tuple.*init_train_state"):
+        step.check(variables, x, targets)
+    with pytest.raises(
+        TypeError, match=r"type step\.check\(state, x, targets\); it was"
+    ):
+        step.check(variables, (x, targets))

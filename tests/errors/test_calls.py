@@ -41,9 +41,9 @@ def state(call):
     return lambda pipe, _: call(pipe, pipe.init_train_state(KEY, X, optax.sgd(0.1)))
 
 
-def axes(x=X, stages=(nn.relu,), **options):
+def axes(x=X, layers=(nn.relu,), **options):
     """A forward pass through another pipeline, of one function."""
-    return lambda *_: jpipe.pipeline(stages, 2, **options).apply(({},), x)
+    return lambda *_: jpipe.pipeline(layers, 2, **options).apply(({},), x)
 
 
 def target_axes(pipe, variables):
@@ -52,7 +52,7 @@ def target_axes(pipe, variables):
 
 
 def profile(pipe, variables):
-    pipe.profile_step(variables, (X, TARGETS), mse)
+    pipe.train_step(mse, optax.sgd(0.1)).profile(variables, X, TARGETS)
 
 
 def under_jit(pipe, variables):
@@ -61,10 +61,6 @@ def under_jit(pipe, variables):
 
 def init(key):
     return lambda pipe, _: pipe.init(key, X)
-
-
-def compile_array(pipe, variables):
-    pipe.compile(np.ones((99, 99)), variables)
 
 
 CALLS = {
@@ -82,7 +78,6 @@ CALLS = {
         "key is 7 ... such as jax.random.key(7)": init(7),
         "key is None": init(None),
         "key is an nnx.Rngs; needs a random key": init(nnx.Rngs(0)),
-        "pipe.compile takes ... and its arguments; not array([[1.": compile_array,
         "key is a key<fry>[2]": init(jax.random.split(KEY)),
         "state is a tuple ... init_train_state": profile,
         "outside of jax.jit": under_jit,
@@ -101,7 +96,7 @@ CALLS = {
         "targets of shape (4, 2) has no axis 3": target_axes,
         "out_axes=(0, None) is not a prefix of outputs": axes(out_axes=(0, None)),
         "out_axes=2": axes(out_axes=2),
-        "num_microbatches=1 ... outputs has shape (6,)": axes(stages=[jnp.ravel]),
+        "num_microbatches=1 ... outputs has shape (6,)": axes(layers=[jnp.ravel]),
         "dict ... 3 layers ... Pipeline.init": given(lambda v: v[0]),
         "is a Linear ... give its values: variables = pipe.init(None, x)": given(
             lambda v: LINEAR
@@ -113,7 +108,7 @@ CALLS = {
             lambda pipe, state: pipe.apply(state, X)
         ),
         "variables is a TrainState ... 3 layers ... give state.variables": state(
-            lambda pipe, state: pipe.check(state, X, TARGETS, mse)
+            lambda pipe, state: pipe.check(state, X)
         ),
         "of a train state of Flax give {'params': state.params}": given(
             lambda v: train_state.TrainState.create(
@@ -440,3 +435,39 @@ def test_variables_of_another_model_are_compared_leaf_by_leaf(pipe):
         "  * variables[0]['params']['kernel'] has shape (3, 6), the model needs (3, 5)",
         "  * variables[2]['params']['kernel'] has shape (6, 2), the model needs (5, 2)",
     ]
+
+
+FORMER = {
+    "step.profile(state, x, targets) of step = pipe.train_step(loss_fn, tx)": (
+        lambda pipe, step, args: pipe.profile_step
+    ),
+    "step.check(state, x, targets) ... f.check(variables, x, targets)": (
+        lambda pipe, step, args: pipe.check(*args, TARGETS, mse)
+    ),
+    "it was given ... loss_fn=<function ... step.check(state, x, targets)": (
+        lambda pipe, step, args: pipe.check(*args, loss_fn=mse, reduction="sum")
+    ),
+    "step.compile(state, x, targets) ... pipe.compile(variables, x)": (
+        lambda pipe, step, args: pipe.compile(step, *args, TARGETS)
+    ),
+    "variables is a method, a function ... step.compile(state, x, targets)": (
+        lambda pipe, step, args: pipe.compile(pipe.apply, args)
+    ),
+    "variables is a TrainStep, a function ... step.compile(state, x, targets)": (
+        lambda pipe, step, args: pipe.compile(step, args)
+    ),
+    "type compile, with the arguments of a call": (
+        lambda pipe, step, args: jpipe.value_and_grad(mse, 2).program
+    ),
+    "'TrainStep' object has no attribute 'program'; type compile": (
+        lambda pipe, step, args: step.program
+    ),
+    "'Pipeline' object has no attribute 'fit'": lambda pipe, step, args: pipe.fit,
+}
+
+
+@pytest.mark.parametrize(("text", "call"), FORMER.items())
+def test_a_former_name_is_answered_with_what_to_type(pipe, variables, text, call):
+    step = pipe.train_step(mse, optax.sgd(0.1))
+    with pytest.raises((AttributeError, TypeError), match=says(text)):
+        call(pipe, step, (variables, X))

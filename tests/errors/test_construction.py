@@ -52,19 +52,19 @@ OPTIONS = {
         },
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         f"unknown schedule '1F1B' ... {KNOWN} ... Schedule": {
-            "stages": nn.Dense(2),
+            "layers": nn.Dense(2),
             "schedule": "1F1B",
         },
-        f"unknown remat True ... {REMATS}": {"stages": nn.Dense(2), "remat": True},
+        f"unknown remat True ... {REMATS}": {"layers": nn.Dense(2), "remat": True},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
-        "stages=[] ... at least one layer": {"stages": []},
+        "layers=[] ... at least one layer": {"layers": []},
         "balance=[1] is for a list ... give num_stages=": {
-            "stages": nn.Dense(2),
+            "layers": nn.Dense(2),
             "balance": [1],
         },
         "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
         "num_stages=2 ... give the model as it is, not in a list": {
-            "stages": [nn.Dense(2)],
+            "layers": [nn.Dense(2)],
             "num_stages": 2,
         },
         f"unknown remat <function checkpoint ... {REMATS}": {"remat": jax.checkpoint},
@@ -93,7 +93,7 @@ OPTIONS = {
             "num_microbatches": None
         },
         "num_stages is '2'; needs an int": {
-            "stages": nn.Dense(2),
+            "layers": nn.Dense(2),
             "num_stages": "2",
         },
         "balance=3 ... a sequence of ints": {"balance": 3},
@@ -105,26 +105,26 @@ OPTIONS = {
         "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
-        "stages is a int; needs a Flax module ... [nn.Dense": {"stages": 3},
-        "stages is a str; needs a Flax module": {"stages": "Dense"},
-        "stages is a dict; needs a Flax module": {"stages": {"first": nn.Dense(3)}},
-        "stages is a ndarray; needs a Flax module": {"stages": X},
+        "layers is a int; needs a Flax module ... [nn.Dense": {"layers": 3},
+        "layers is a str; needs a Flax module": {"layers": "Dense"},
+        "layers is a dict; needs a Flax module": {"layers": {"first": nn.Dense(3)}},
+        "layers is a ndarray; needs a Flax module": {"layers": X},
         "replicas=2 is a int; needs a number for each stage": {"replicas": 2},
-        "Dense is a class; write Dense(...)": {"stages": nn.Dense},
+        "Dense is a class; write Dense(...)": {"layers": nn.Dense},
         "layer 1 ... a function that calls a Dense ... become constants": {
-            "stages": [nn.relu, BOUND.__call__]
+            "layers": [nn.relu, BOUND.__call__]
         },
         "layer 1 ... list the module itself": {
-            "stages": [nn.relu, functools.partial(LINEAR)]
+            "layers": [nn.relu, functools.partial(LINEAR)]
         },
         "layer 0 ... list the module as jpipe.layer(module, 'attend')": {
-            "stages": [nn.Embed(3, 4).attend]
+            "layers": [nn.Embed(3, 4).attend]
         },
         "Tree is a pytree with arrays ... 'params': module": {
-            "stages": [Tree(jnp.ones(3))]
+            "layers": [Tree(jnp.ones(3))]
         },
         "Tree is a pytree ... take params, static = eqx.partition": {
-            "stages": [Tree({"w": jnp.ones(3), "act": jnp.sin})]
+            "layers": [Tree({"w": jnp.ones(3), "act": jnp.sin})]
         },
     },
     ScheduleError: {
@@ -136,7 +136,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("options", "error", "match"), rows(OPTIONS))
 def test_unusable_arguments_are_refused(options, error, match):
-    given = {"stages": two_stages(), "num_microbatches": 2, **options}
+    given = {"layers": two_stages(), "num_microbatches": 2, **options}
     with pytest.raises(error, match=match):
         jpipe.pipeline(**given)
 
@@ -161,7 +161,7 @@ def test_arrays_of_numpy_are_options_as_lists_are():
 
 
 def test_profile_refuses_what_is_no_model():
-    with pytest.raises(TypeError, match=r"stages is .* int; needs a Flax module"):
+    with pytest.raises(TypeError, match=r"layers is .* int; needs a Flax module"):
         jpipe.profile(3, X)
 
 

@@ -189,7 +189,7 @@ def test_state_of_another_balance_is_refused_until_it_is_placed(
     with pytest.raises(ValueError, match=match):
         step(state, X, TARGETS)
     with pytest.raises(ValueError, match=match):
-        pipe.profile_step(state, (X, TARGETS), mse)
+        step.profile(state, X, TARGETS)
     assert_same(step(pipe.place(state), X, TARGETS)[0], second_state)
 
 

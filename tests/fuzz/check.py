@@ -199,7 +199,7 @@ def check(
     with asserting("gradients are on the devices of their stages"):
         in_place(found[1])
     with asserting("bytes are those of the instructions"):
-        program = find.program(*given, rngs=KEY(3))
+        program = listing.program_of(find, *given, rngs=KEY(3))
         leaves = listing.leaves_of((*given, KEY(3)))
         assert listing.counted(program, leaves) == listing.live(program)[1:]
     y = pipe.apply(variables, batch.x)

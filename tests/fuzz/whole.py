@@ -176,7 +176,7 @@ def check_loss(
     with asserting("gradients are on the devices of their parameters"):
         assert_beside(placed, result[1])
     with asserting("bytes are those of the instructions"):
-        program = grad_fn.program(placed, *args)
+        program = listing.program_of(grad_fn, placed, *args)
         leaves = listing.leaves_of((placed, *args))
         assert listing.counted(program, leaves) == listing.live(program)[1:]
 

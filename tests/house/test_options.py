@@ -21,7 +21,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def test_the_records_of_a_pipeline_have_all_of_its_options():
-    names = {*parameters(jpipe.pipeline)} - {"stages"}
+    names = {*parameters(jpipe.pipeline)} - {"layers"}
     assert names == OPTIONS | {*Axes._fields}
 
 

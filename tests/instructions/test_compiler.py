@@ -53,21 +53,23 @@ def layers(width):
 
 
 def called(pipe, name, x, targets):
-    """A function of a pipeline, and its arguments."""
+    """A function of a pipeline, what compiles it, and its arguments."""
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     if name == "apply":
-        return pipe.apply, (state.variables, x)
+        return pipe.apply, pipe.compile, (state.variables, x)
     if name == "value_and_grad":
-        return pipe.value_and_grad(ref.mse), (state.variables, x, targets)
-    return pipe.train_step(ref.mse, TX), (state, x, targets)
+        find = pipe.value_and_grad(ref.mse)
+        return find, find.compile, (state.variables, x, targets)
+    step = pipe.train_step(ref.mse, TX)
+    return step, step.compile, (state, x, targets)
 
 
 @pytest.mark.parametrize("name", [slow("apply"), slow("value_and_grad"), "train_step"])
 def test_after_compile_by_shapes_the_first_call_compiles_nothing(name, compiled):
     pipe, (x, targets) = jpipe.pipeline(layers(23 + len(name)), 4), ref.regression(8)
-    function, args = called(pipe, name, x, targets)
+    function, compile_ahead, args = called(pipe, name, x, targets)
     compiled.clear()
-    report = pipe.compile(function, *jax.eval_shape(lambda: args))
+    report = compile_ahead(*jax.eval_shape(lambda: args))
     stages = [p for p in report.programs if p.name.startswith("stage")]
     assert sum(name.startswith("jit_stage") for name in compiled) == len(stages) > 2
     assert threading.main_thread() not in compiled.threads
@@ -103,7 +105,7 @@ def trained():
     x = jax.random.normal(jax.random.key(1), (4, 5))
     given = pipe.init_train_state(jax.random.key(0), x, tx), x, jnp.ones((4, 4))
     step = pipe.train_step(ref.mse, tx)
-    report = pipe.compile(step, *given)
+    report = step.compile(*given)
     return step(*given), report
 
 
@@ -153,7 +155,7 @@ def test_equal_stages_of_a_model_are_compiled_once_whatever_they_draw(
     pipe, (x, targets) = jpipe.pipeline(Model(), 2), ref.regression(4)
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     compiled.clear()
-    pipe.compile(pipe.train_step(ref.mse, TX), state, x, targets)
+    pipe.train_step(ref.mse, TX).compile(state, x, targets)
     stages = [name.removeprefix("jit_stage") for name in compiled]
     assert sorted(name for name in stages if name[0] in "123") == [
         "1_2_3_backward_add_grads",

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jpipe
 
 from .. import reference as ref
-from ..listing import gradient_of
+from ..listing import gradient_of, plan_of_gradient
 
 OFFLOAD = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
     "device", "pinned_host"
@@ -90,8 +90,8 @@ HALF = nn.Sequential([nn.Dense(256, dtype=jnp.bfloat16) for _ in range(2)])
 )
 def test_a_forward_stores_the_documented_residual_bytes(layer, remat, width, held):
     pipe = jpipe.pipeline([layer, ref.dense(4)], 1, remat=remat, schedule="gpipe")
-    gradient_of(pipe, jnp.ones((2, width)), jnp.ones((2, 4)))
-    assert pipe.plan.stages[0].residual_bytes == held
+    plan = plan_of_gradient(pipe, jnp.ones((2, width)), jnp.ones((2, 4)))
+    assert plan.stages[0].residual_bytes == held
 
 
 def test_offloaded_residuals_are_in_host_memory():
@@ -284,7 +284,7 @@ def used():
     pipe.apply(state.variables, x)
     pipe.optimizer(tx).init(state.params)
     pipe.jit(lambda params: jax.tree.map(jnp.sin, params))(state.params)
-    str(pipe)
+    print(pipe, step)
     leaf = jax.tree.leaves(state.params)[0]
     held = {"pipe": pipe, "step": step, "leaf": leaf}
     return {name: weakref.ref(value) for name, value in held.items()}

@@ -28,8 +28,8 @@ def held(schedule, remat):
     layers = [ref.dense(WIDTH) for _ in range(4)]
     pipe = jpipe.pipeline(layers, MICROBATCHES, schedule=schedule, remat=remat)
     x = jnp.ones((BATCH, WIDTH))
-    check_exact(pipe, x, x)
-    return [stage.residual_bytes // BOUNDARY for stage in pipe.plan.stages]
+    plan = check_exact(pipe, x, x)
+    return [stage.residual_bytes // BOUNDARY for stage in plan.stages]
 
 
 def test_stages_hold_their_inputs_of_the_micro_batches_in_flight():

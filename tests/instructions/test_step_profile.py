@@ -28,19 +28,21 @@ SCALES = np.arange(6, dtype=np.float32)  # a constant of all stages
 
 
 def profiled(name, remat):
-    """A pipeline of stages with residuals, its state, and what is measured."""
+    """A step of stages with residuals, its state, and what is measured."""
     stages = schedules.BY_NAME[name](2, 4).num_stages
     pairs = [(lambda x: nn.relu(x) * SCALES, ref.dense(6)) for _ in range(stages)]
     layers = [layer for pair in pairs for layer in pair]
     pipe = jpipe.pipeline(layers, 4, balance=[2] * stages, schedule=name, remat=remat)
     state = pipe.init_train_state(jax.random.key(0), X, TX)
-    return pipe, state, pipe.profile_step(state, (X, X), ref.mse)
+    step = pipe.train_step(ref.mse, TX)
+    return step, state, step.profile(state, X, X)
 
 
 @pytest.mark.parametrize(("name", "remat"), RUNS)
 def test_a_profile_is_a_timeline_of_the_schedule_and_predicts_its_bytes(name, remat):
-    pipe, state, measured = profiled(name, remat)
-    assert measured.rows == pipe.schedule.rows
+    step, state, measured = profiled(name, remat)
+    schedule = step.plan.schedule
+    assert measured.rows == schedule.rows
     assert set(measured.start) == {a for row in measured.rows for a in row}
     needs = measured.needs
     for row in measured.rows:
@@ -68,10 +70,10 @@ def test_a_profile_is_a_timeline_of_the_schedule_and_predicts_its_bytes(name, re
     assert np.shape(costs.forward) == (stages,)
     slow = [1.0 + 7 * (s % 2) for s in range(stages)]
     uneven = dataclasses.replace(costs, forward=slow, backward=[*reversed(slow)])
-    peaks = tuple(n for _, n in pipe.plan.peak_bytes)
+    peaks = tuple(n for _, n in step.plan.peak_bytes)
     assert measured.peak_bytes == peaks
     for some in costs, uneven, dataclasses.replace(costs, latency=0.7):
-        assert pipe.schedule.simulate(some).peak_bytes == peaks
+        assert schedule.simulate(some).peak_bytes == peaks
 
 
 def mean_of_weights(y, targets):
@@ -82,36 +84,47 @@ def mean_of_weights(y, targets):
 def test_the_sum_of_weights_is_among_the_predicted_bytes():
     pipe = jpipe.pipeline([ref.dense(6), ref.dense(6)], 4, schedule="1f1b")
     state = pipe.init_train_state(jax.random.key(0), X, TX)
-    measured = pipe.profile_step(state, (X, X), mean_of_weights, reduction="weighted")
+    step = pipe.train_step(mean_of_weights, TX, reduction="weighted")
+    measured = step.profile(state, X, X)
     predicted = pipe.schedule.simulate(measured.costs).peak_bytes
     assert predicted == measured.peak_bytes
     assert measured.costs.shared_bytes == [0, 4]
 
 
-@pytest.fixture(scope="module")
-def built():
+def test_a_profile_changes_nothing():
     pipe = jpipe.pipeline([ref.dense(6) for _ in range(4)], 4, schedule="zb_v")
-    return pipe, pipe.init_train_state(jax.random.key(0), X, TX)
-
-
-def test_layers_that_cannot_be_profiled_say_what_to_type(built):
-    pipe, state = built
-    with pytest.raises(ValueError, match=r"no step was built yet .* give loss_fn="):
-        pipe.profile_step(state, (X, X))
-    with pytest.raises(TypeError, match=r"needs the pair \(x, targets\)"):
-        pipe.profile_step(state, X, ref.mse)
-
-
-def test_a_profile_finds_the_loss_of_the_step_and_changes_nothing(built):
-    pipe, state = built
+    state = pipe.init_train_state(jax.random.key(0), X, TX)
     before = ref.on_host(state.params)
     step = pipe.train_step(ref.mse, TX)
-    pipe.profile_step(state, (X, X))
+    step.profile(state, X, X)
     ref.assert_equal(state.params, before)
     # A `with` block says nothing to the threads that time programs.
     with jax.default_matmul_precision("bfloat16"), jax.enable_x64(True):
-        assert pipe.profile_step(state, (X, X), ref.mse).makespan > 0
+        assert step.profile(state, X, X).makespan > 0
     step(state, X, X)
+
+
+def test_gradients_are_profiled_as_a_step_is():
+    """Those of a pipeline, and those of a loss function."""
+    layers = [ref.dense(6), nn.tanh, ref.dense(6)]
+    pipe = jpipe.pipeline(layers, 4, balance=[2, 1])
+    variables = pipe.init(jax.random.key(0), X)
+    measured = pipe.value_and_grad(ref.mse).profile(variables, X, X)
+    assert measured.rows == pipe.schedule.rows
+    assert measured.peak_bytes == pipe.schedule.simulate(measured.costs).peak_bytes
+
+    def loss_fn(variables, x, targets):
+        h = jnp.tanh(layers[0].apply(variables[0], x))
+        return ref.mse(layers[2].apply(variables[2], jpipe.boundary(h)), targets)
+
+    grad_fn = jpipe.value_and_grad(loss_fn, 4)
+    placed = grad_fn.place(jax.device_get(variables), X, X)
+    before = ref.on_host(placed)
+    measured = grad_fn.profile(placed, X, targets=X)
+    assert measured.rows == grad_fn.plan.schedule.rows
+    peaks = grad_fn.plan.schedule.simulate(measured.costs).peak_bytes
+    assert measured.peak_bytes == peaks
+    ref.assert_equal(placed, before)
 
 
 def test_a_profile_does_not_wait_for_what_it_does_not_read():
@@ -133,7 +146,7 @@ def test_a_profile_does_not_wait_for_what_it_does_not_read():
     pipe = jpipe.pipeline(layers, 3, balance=[2, 1, 2], schedule=order)
     x, targets = ref.regression(6)
     state = pipe.init_train_state(jax.random.key(0), x, TX)
-    assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
+    assert pipe.train_step(ref.mse, TX).profile(state, x, targets).makespan > 0
 
 
 def test_a_profile_holds_no_more_than_a_step():
@@ -151,7 +164,7 @@ def test_a_profile_holds_no_more_than_a_step():
     x, targets = jnp.ones((256, 64)), jnp.ones((256, 4))
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     before = live_bytes()
-    measured = pipe.profile_step(state, (x, targets), ref.mse)
+    measured = pipe.train_step(ref.mse, TX).profile(state, x, targets)
     assert len(held) == 2 * 16  # it runs once before it measures
     assert max(held) - before <= sum(measured.peak_bytes)
 
@@ -170,9 +183,7 @@ class Long(nn.Module):
 def test_a_model_as_it_is_is_profiled_too():
     pipe = jpipe.pipeline(Long(), 4, num_stages=3, schedule="gpipe")
     state = pipe.init_train_state(jax.random.key(0), X, TX)
-    with pytest.raises(ValueError, match="no step was built yet whose loss could be"):
-        pipe.profile_step(state, (X, X))
-    measured = pipe.profile_step(state, (X, X), ref.mse)
+    measured = pipe.train_step(ref.mse, TX).profile(state, X, X)
     assert measured.rows == pipe.schedule.rows
     assert {a for row in measured.rows for a in row} == set(measured.start)
     (skip,) = measured.costs.skips
@@ -193,5 +204,6 @@ def test_a_model_holds_what_its_list_of_layers_holds():
         jpipe.pipeline(model, 4),
     ):
         state = pipe.init_train_state(jax.random.key(0), X, TX)
-        peaks.append(pipe.profile_step(state, (X, X), ref.mse).peak_bytes)
+        step = pipe.train_step(ref.mse, TX)
+        peaks.append(step.profile(state, X, X).peak_bytes)
     assert peaks[0] == peaks[1]

@@ -14,6 +14,7 @@ from flax import nnx, struct
 import jpipe
 
 from .. import reference as ref
+from ..listing import program_of
 from .normed import Normed
 
 KEY, WIDTH = jax.random.key(0), 6
@@ -67,7 +68,7 @@ def test_equal_layers_are_compiled_once():
     pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:1] * len(layers))
     variables = pipe.init(KEY, X)
     find = pipe.value_and_grad(ref.mse)
-    report = pipe.compile(find, variables, X, TARGETS, rngs=KEY)
+    report = find.compile(variables, X, TARGETS, rngs=KEY)
     names = [program.name for program in report.programs]
     for first in range(1, len(layers) - 1, 2):
         stage_names = [name for name in names if name.startswith(f"stage{first}_")]
@@ -92,7 +93,7 @@ def test_layers_are_traced_once_to_be_initialized_and_once_for_a_step():
     def calls(number):
         Counted.calls.clear()
         pipe = jpipe.pipeline(around(*(Counted() for _ in range(number))), 2)
-        pipe.value_and_grad(ref.mse).program(pipe.init(KEY, X), X, TARGETS)
+        program_of(pipe.value_and_grad(ref.mse), pipe.init(KEY, X), X, TARGETS)
         return len(Counted.calls)
 
     # Flax calls each to make its variables, and in the trace of a step.

@@ -162,7 +162,7 @@ def test_values_of_parameters_alone_are_computed_once_per_step(double):
     pipe = jpipe.pipeline(layers, 4)
     variables = pipe.init(jax.random.key(0), x)
     find = pipe.value_and_grad(ref.mse)
-    names = [p.name for p in pipe.compile(find, variables, x, targets).programs]
+    names = [p.name for p in find.compile(variables, x, targets).programs]
     assert [names.count(name) for name in ("prologue", "prologue_vjp")] == [2, 2]
 
     def loss(params):
@@ -191,4 +191,4 @@ def test_shared_layer_whose_kernel_is_made_once_is_checked(double):
     layers = [ref.dense(64, jnp.float64), shared, shared, ref.dense(4, jnp.float64)]
     x, targets = ref.regression(8, jnp.float64)
     pipe = jpipe.pipeline(layers, 2)
-    assert pipe.check(pipe.init(KEY, x), x, targets, ref.mse)
+    assert pipe.value_and_grad(ref.mse).check(pipe.init(KEY, x), x, targets)

@@ -20,6 +20,7 @@ from jpipe._api._function_gradient import FunctionGradient
 from jpipe._jaxprs import _jaxpr
 
 from .. import reference as ref
+from ..listing import program_of
 from ..slow import slow, slow_except
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -208,7 +209,7 @@ def assert_equals_plain_jax(
 
 def largest_bytes(grad_fn: Any, params: Any, x: np.ndarray) -> int:
     """The largest array on a device of a program."""
-    program = grad_fn.program(params, x)
+    program = program_of(grad_fn, params, x)
     return max(
         num_bytes
         for num_bytes, place in zip(program.nbytes, program.places, strict=True)

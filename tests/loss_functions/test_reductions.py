@@ -234,7 +234,7 @@ def test_a_loss_is_checked_on_the_batch_that_is_given():
     x, targets = np.ones((20, 6), np.float32), np.ones((20, 3), np.float32)
     variables = pipe.init(jax.random.key(0), x)
     gradient = pipe.value_and_grad(lambda y, t: ((y - t) ** 2).mean())
-    pipe.compile(gradient, variables, x, targets)
+    gradient.compile(variables, x, targets)
     for size in (8, 20):
         loss, _ = gradient(variables, x[:size], targets[:size])
     y = nn.Dense(3).apply(jax.device_get(variables), x)

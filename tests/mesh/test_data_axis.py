@@ -61,9 +61,11 @@ def test_a_batch_may_be_anywhere_and_a_device_holds_what_one_would():
     for given in (ref.on_host((x, targets)), jax.device_put((x, targets), over)):
         ref.assert_equal(find(variables, *given), expected)
     given = one.init(jax.random.key(0), x[:8]), x[:8], targets[:8]
-    one.value_and_grad(ref.mse)(*given)
+    one_find = one.value_and_grad(ref.mse)
+    one_find(*given)
     # Beside the mini-batch, which one device is given whole and cuts itself.
-    for several, alone in zip(pipe.plan.peak_bytes, one.plan.peak_bytes, strict=True):
+    peaks = [f.plan.peak_bytes for f in (find, one_find)]
+    for several, alone in zip(*peaks, strict=True):
         assert several[1] == pytest.approx(alone[1], rel=0.2)
 
 

@@ -110,6 +110,6 @@ def test_a_step_is_profiled_and_compiled_ahead():
     x, targets = ref.regression(8)
     state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
     step = pipe.train_step(ref.mse, optax.sgd(0.1))
-    report = pipe.compile(step, state, x, targets)
+    report = step.compile(state, x, targets)
     assert "cpu:2 to cpu:3 (data=2)" in str(report)
-    assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
+    assert step.profile(state, x, targets).makespan > 0

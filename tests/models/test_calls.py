@@ -110,7 +110,7 @@ def test_a_batch_of_another_size_is_divided_alike(double):
             jax.tree.leaves(variables), jax.tree.leaves(grads), strict=True
         ):
             assert leaf.device == grad.device
-        rows.append([stage.num_params for stage in pipe.plan.stages])
+        rows.append([stage.num_params for stage in find.plan.stages])
     assert len(rows[0]) == 2
     assert rows[0] == rows[1]
 
@@ -118,12 +118,14 @@ def test_a_batch_of_another_size_is_divided_alike(double):
 def test_check_and_compile_name_the_model(double):
     pipe = small()
     variables = pipe.init(KEY, X)
-    assert pipe.check(variables, X, TARGETS, squares)
-    table = str(pipe.check(variables, X, TARGETS, squares))
+    find = pipe.value_and_grad(squares)
+    assert find.check(variables, X, TARGETS)
+    table = str(find.check(variables, X, TARGETS))
     assert "the model (LoRA)" in table
     assert "layer" not in table
-    assert not pipe.check(variables, X, TARGETS, lambda y, t: jnp.max((y - t) ** 2))
-    report = pipe.compile(pipe.value_and_grad(squares), variables, X, TARGETS)
+    largest = pipe.value_and_grad(lambda y, t: jnp.max((y - t) ** 2))
+    assert not largest.check(variables, X, TARGETS)
+    report = find.compile(variables, X, TARGETS)
     assert any("backward" in program.name for program in report.programs)
 
 
@@ -131,7 +133,7 @@ def test_after_compile_the_first_step_compiles_nothing(double):
     pipe, tx = small(), optax.adam(1e-2)
     state = pipe.init_train_state(KEY, X, tx)
     step = pipe.train_step(squares, tx)
-    report = pipe.compile(step, state, X, TARGETS)
+    report = step.compile(state, X, TARGETS)
     assert any("update" in program.name for program in report.programs)
     with log_compiled() as compiled:
         step(state, X, TARGETS)
@@ -323,7 +325,7 @@ def test_a_decoder_is_embedded_where_it_runs():
     x = jpipe.inputs(TOKENS, TOKENS)
     with jax.enable_x64(True):
         pipe = jpipe.pipeline(models.Translator(), 4, num_stages=3)
-        pipe.compile(pipe.apply, pipe.init(KEY, x), x)
+        pipe.compile(pipe.init(KEY, x), x)
     # Those of the encoder; then the memory, and those of the decoder beside it.
     assert crossing(pipe) == [2 * ACTIVATIONS, 4 * ACTIVATIONS]
 

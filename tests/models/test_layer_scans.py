@@ -18,6 +18,7 @@ from flax import serialization
 import jpipe
 
 from .. import reference as ref
+from ..listing import program_of
 from ..slow import slow
 from .scanned_models import ScannedMLP
 from .small_models import WIDTH, BatchNorm, Dense
@@ -98,7 +99,7 @@ def test_no_instruction_of_a_step_has_a_stack() -> None:
     pipe = build(8)
     state = pipe.init_train_state(KEY, X, TX)
     step = pipe.train_step(mean_square, TX)
-    program = step.program(state, X, TARGETS)
+    program = program_of(step, state, X, TARGETS)
     shapes = {tuple(spec.shape) for spec in program.specs}
     assert (2, WIDTH, 2 * WIDTH) in shapes
     assert not any(8 in shape[:1] and len(shape) == 3 for shape in shapes)
@@ -397,10 +398,9 @@ def test_what_takes_no_leaf_in_pieces_says_what_to_type(function: Any) -> None:
 
 def test_check_and_profile_take_variables_in_pieces() -> None:
     pipe, state, _ = trained()
-    report = pipe.check(state.variables, X, TARGETS, mean_square)
-    assert report
-    batch = jnp.asarray(X), jnp.asarray(TARGETS)
-    measured = pipe.profile_step(state, batch, mean_square)
+    step = pipe.train_step(mean_square, optax.sgd(0.1))
+    assert step.check(state, X, TARGETS)
+    measured = step.profile(state, jnp.asarray(X), jnp.asarray(TARGETS))
     assert pipe.schedule.simulate(measured.costs).makespan > 0
 
 

@@ -84,7 +84,7 @@ class Affine(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "call", ["apply", "value_and_grad", "check", "modules", "init"]
+    "call", ["apply", "value_and_grad", "check", "check_loss", "modules", "init"]
 )
 def test_a_state_in_the_place_of_variables_is_answered_with_its_variables(call):
     pipe, tx = jpipe.pipeline(nn.Dense(3), 2, num_stages=1), optax.sgd(0.1)
@@ -92,7 +92,10 @@ def test_a_state_in_the_place_of_variables_is_answered_with_its_variables(call):
     calls = {
         "apply": lambda given: pipe.apply(given, X),
         "value_and_grad": lambda given: pipe.value_and_grad(ref.mse)(given, X, TARGETS),
-        "check": lambda given: pipe.check(given, X, TARGETS, ref.mse),
+        "check": lambda given: pipe.check(given, X),
+        "check_loss": lambda given: pipe.value_and_grad(ref.mse).check(
+            given, X, TARGETS
+        ),
         "modules": pipe.modules,
         "init": lambda given: pipe.init_train_state(KEY, X, tx, variables=given),
     }

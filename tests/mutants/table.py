@@ -415,7 +415,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "            (placement.place(0), sharding)\n",
         ),
     ],
-    "_train/_train_step": [
+    "_train/_lowered_step": [
         ("*_rng.step_keys(rngs, step), step + 1", "*_rng.step_keys(rngs, step), step"),
         ("new_state[self.variable_indices[leaf]] = value", "pass"),
     ],

@@ -45,7 +45,7 @@ def everything(key):
     step = pipe.train_step(ref.mse, TX)
     for _ in range(2):
         state, metrics = step(state, X, TARGETS)
-    assert pipe.profile_step(taken, (X, TARGETS)).makespan > 0
+    assert step.profile(taken, X, TARGETS).makespan > 0
     made = variables, y, gradients, state, taken, metrics, pipe.place(on_host)
     return jax.tree.leaves(ref.on_host(made))
 

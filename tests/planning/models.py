@@ -69,7 +69,7 @@ MODELS = {
 def profile(name: str, **options: Any) -> jpipe.Profile:
     """The profile of a model with its loss, on half of its mini-batch."""
     model = MODELS[name]
-    given = {"num_microbatches": 2, "loss": model.loss, "targets": model.targets}
+    given = {"num_microbatches": 2, "loss_fn": model.loss, "targets": model.targets}
     return jpipe.profile(model.layers(), model.x, **(given | options))
 
 

@@ -8,6 +8,7 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
+from ..listing import program_of
 from .models import MODELS, X, profile
 
 
@@ -22,8 +23,8 @@ def test_bytes_are_those_of_a_pipeline_with_a_stage_for_each_layer(name, mode):
     pipe = jpipe.pipeline(layers, 2, devices=devices, **options)
     variables = pipe.init(jax.random.key(0), model.x)
     find = pipe.value_and_grad(model.loss)
-    find.program(variables, model.x, model.targets, rngs=jax.random.key(1))
-    stages = pipe.plan.stages
+    program_of(find, variables, model.x, model.targets, rngs=jax.random.key(1))
+    stages = find.plan.stages
     assert [(x.name,) for x in made.layers] == [tuple(s.layers) for s in stages]
     assert [x.num_params for x in made.layers] == [s.num_params for s in stages]
     assert [x.param_bytes for x in made.layers] == [s.param_bytes for s in stages]

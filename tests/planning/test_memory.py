@@ -9,6 +9,7 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
+from ..listing import program_of
 from .models import MODELS, SAMPLE, X, dense
 
 KIB = 1 << 10
@@ -40,8 +41,8 @@ def test_the_bytes_of_a_plan_are_those_of_its_instructions(
     state = pipe.init_train_state(jax.random.key(1), x, optax.sgd(0.1))
     targets = jnp.ones(sample.shape[0])
     step = pipe.train_step(lambda y, t: y.mean() - t.mean(), optax.sgd(0.1))
-    step.program(state, x, targets)  # which says what is held, and need not run
-    stages = pipe.plan.stages
+    program_of(step, state, x, targets)  # which says what is held, and need not run
+    stages = step.plan.stages
     params = [sum(s.param_bytes for s in stages if s.rank == r) for r in (0, 1)]
     assert [memory.gradients for memory in plan.forecast.memory] == params
     held = [stage.residual_bytes for stage in stages]
@@ -58,7 +59,7 @@ def test_the_bytes_of_a_plan_are_those_of_its_instructions(
             or said.index == len(stages) - 1
         )
     for (_, peak), memory in zip(
-        pipe.plan.peak_bytes, plan.forecast.memory, strict=True
+        step.plan.peak_bytes, plan.forecast.memory, strict=True
     ):
         held = memory.parameters + memory.gradients + memory.activations
         # Beside these: the mini-batch, its targets, losses, keys.

@@ -11,7 +11,7 @@ import jpipe
 from jpipe import schedules
 
 from .. import reference as ref
-from ..listing import actions, gradient_of, moves
+from ..listing import actions, gradient_of, moves, plan_of_gradient
 from .chains import LayerProfile
 
 
@@ -42,7 +42,8 @@ def test_print_shows_the_actions_that_run_in_their_order(name):
     x, targets = ref.regression(4)
     pipe = jpipe.pipeline(layers, 4, schedule=schedule, remat="full")
     program, _ = gradient_of(pipe, x, targets[:, :3])
-    rows = re.findall(r"^rank \d+ \|(.*)\|$", str(pipe), re.MULTILINE)
+    plan = plan_of_gradient(pipe, x, targets[:, :3])
+    rows = re.findall(r"^rank \d+ \|(.*)\|$", str(plan), re.MULTILINE)
     drawn = [list(dict.fromkeys(re.findall(r"\w+", row))) for row in rows]
     if schedule.num_stages == schedule.num_ranks:  # then the stage is that of the row
         drawn = [[f"{r}{cell}" for cell in row] for r, row in enumerate(drawn)]
@@ -58,8 +59,13 @@ def test_print_says_who_runs_what_and_the_peaks_of_a_step():
     assert "rank 1 |.  F0 F1" in str(pipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(variables))
     assert sum(stage.num_params for stage in pipe.plan.stages) == total
-    pipe.value_and_grad(ref.mse).program(variables, x, targets)
-    assert "peak of a step" in str(pipe)
+    find = pipe.value_and_grad(ref.mse)
+    initialized = str(pipe)
+    assert str(find) == initialized
+    find(variables, x, targets)
+    assert "peak of a step" in str(find)
+    assert str(pipe) == initialized
+    assert repr(find) == "<jpipe.ValueAndGrad: mse, 4 micro-batches, reduction 'mean'>"
     assert repr(pipe) == "<jpipe.Pipeline: 6 layers in 3 stages, 4 micro-batches, 1f1b>"
 
 
@@ -67,8 +73,8 @@ def test_a_column_of_which_nothing_is_known_is_left_out():
     x, targets = ref.regression(8)
     for remat, is_known in (("min_cut", True), ("full", False)):
         pipe = jpipe.pipeline(ref.mlp(), 4, balance=[2, 2, 2], remat=remat)
-        gradient_of(pipe, x, targets)
-        assert ("recomputed flops" in str(pipe)) == is_known
+        plan = plan_of_gradient(pipe, x, targets)
+        assert ("recomputed flops" in str(plan)) == is_known
     layer = LayerProfile("a", 1.0, 2.0)
     header = str(jpipe.Profile((layer,))).splitlines()[1]
     assert header.split() == ["layer", "forward", "backward", "parameters", "output"]
@@ -99,7 +105,8 @@ def test_sent_bytes_are_those_of_the_moves_of_a_forward(devices):
     for label, _, _, num_bytes in moves(program):
         if label in ("0F0", "1F0", "2F0", "3F0"):
             moved_bytes[int(label[0])] += num_bytes
-    assert [stage.sent_bytes for stage in pipe.plan.stages] == moved_bytes
+    stages = plan_of_gradient(pipe, x, targets).stages
+    assert [stage.sent_bytes for stage in stages] == moved_bytes
 
 
 def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
@@ -111,7 +118,8 @@ def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
     x, targets = ref.regression(8)
     program, _ = gradient_of(pipe, x, targets)
     activation_bytes = 4 * 4 * 4  # four examples of four numbers
-    sent_bytes = [stage.sent_bytes for stage in pipe.plan.stages]
+    stages = plan_of_gradient(pipe, x, targets).stages
+    sent_bytes = [stage.sent_bytes for stage in stages]
     assert sent_bytes == [activation_bytes, 0, 0]
     # The forward of stage 0 sends one array to stage 2, past stage 1.
     sent = [move for move in moves(program) if move[0] in ("0F0", "1F0")]
@@ -130,6 +138,6 @@ def test_sent_bytes_count_a_value_once_and_where_it_is_computed():
 def test_min_cut_keeps_an_input_or_what_follows_from_it(layer, numbers):
     pipe = jpipe.pipeline([ref.dense(64), layer], 2, balance=[1, 1], schedule="gpipe")
     x, targets = ref.regression(8)
-    gradient_of(pipe, x, targets, loss=lambda y, targets: jnp.mean(y**2))
+    plan = plan_of_gradient(pipe, x, targets, loss=lambda y, targets: jnp.mean(y**2))
     # Of each of four examples.
-    assert pipe.plan.stages[1].residuals["min_cut"] == 4 * numbers * 4
+    assert plan.stages[1].residuals["min_cut"] == 4 * numbers * 4

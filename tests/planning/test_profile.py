@@ -150,6 +150,6 @@ def test_a_profile_of_another_model_is_refused_with_all_that_differs():
         "the profile is of another model:\n"
         "  * layer 0: 'a' in the profile, 'b' here\n"
         "  * layer 1: None in the profile, 'c' here\n"
-        "Make a profile of this one; give jpipe.profile the same loss=, targets=, "
+        "Make a profile of this one; give jpipe.profile the same loss_fn=, targets=, "
         "trainable= and train= as jpipe.plan"
     )

@@ -153,8 +153,10 @@ def test_a_profile_is_of_any_mini_batch_but_of_no_other_model():
         "  * layer 5",
         "  * layer 6",
     ]
-    with pytest.raises(ValueError, match=r"(?s)\* layer 6: .*the same loss=, targets="):
-        plan(profile, loss=lambda y, _: jnp.mean(y))
+    with pytest.raises(
+        ValueError, match=r"(?s)\* layer 6: .*the same loss_fn=, targets="
+    ):
+        plan(profile, loss_fn=lambda y, _: jnp.mean(y))
     narrow = jax.ShapeDtypeStruct((16, 7), float)
     with pytest.raises(ValueError, match=r"\* input: 'float32\[1,8\]' in the profile"):
         plan(profile, sample=narrow)

@@ -49,7 +49,7 @@ def make_plan(model: Any, tx: Any = None, **options: Any) -> Any:
         model,
         TOKENS,
         optax.adam(1e-2) if tx is None else tx,
-        loss=cross_entropy,
+        loss_fn=cross_entropy,
         targets=TOKENS,
         **{**OPTIONS, **options},
     )
@@ -99,7 +99,7 @@ def test_a_plan_of_a_scanned_model_is_built(
     ref.assert_close(jax.tree.map(np.asarray, found), expected, ref.FLOAT64, 1.0)
     assert pipe.plan.cuts == plan.cuts
     # What runs holds what the plan says that it does.
-    assert [num_bytes for _, num_bytes in pipe.plan.peak_bytes] == [
+    assert [num_bytes for _, num_bytes in grads.plan.peak_bytes] == [
         memory.parameters + memory.gradients + memory.activations
         for memory in plan.forecast.memory
     ]
@@ -122,7 +122,7 @@ def test_a_loss_function_is_divided_by_the_plan_of_its_model() -> None:
 
 def test_iterations_are_sections_with_the_costs_of_their_equals() -> None:
     profile = jpipe.profile(
-        decoder(6), TOKENS, loss=cross_entropy, targets=TOKENS, measure=False
+        decoder(6), TOKENS, loss_fn=cross_entropy, targets=TOKENS, measure=False
     )
     iterations = profile.layers[:6]
     assert [x.name for x in iterations] == [f"layer {i}" for i in range(6)]
@@ -136,7 +136,7 @@ def test_iterations_are_sections_with_the_costs_of_their_equals() -> None:
 @pytest.mark.slow
 def test_equal_iterations_are_measured_once() -> None:
     profile = jpipe.profile(
-        decoder(6), TOKENS, loss=cross_entropy, targets=TOKENS, rounds=1
+        decoder(6), TOKENS, loss_fn=cross_entropy, targets=TOKENS, rounds=1
     )
     times = {(x.forward, x.backward) for x in profile.layers[1:6]}
     assert len(times) == 1
@@ -145,7 +145,7 @@ def test_equal_iterations_are_measured_once() -> None:
         TOKENS,
         optax.sgd(0.1),
         num_devices=2,
-        loss=cross_entropy,
+        loss_fn=cross_entropy,
         targets=TOKENS,
         profile=profile,
     )
@@ -209,7 +209,7 @@ def test_plans_of_models_with_state_beside_a_scan(is_planned: bool) -> None:
             Normalized(),
             X,
             optax.sgd(0.1),
-            loss=ref.mse,
+            loss_fn=ref.mse,
             targets=np.ones((8, 3)),
             **{**OPTIONS, "num_devices": 2},
         )
@@ -225,7 +225,7 @@ def test_plans_of_models_with_state_beside_a_scan(is_planned: bool) -> None:
 def test_iterations_of_many_layers_are_joined_to_sections() -> None:
     """A section is no less than a part of what one of many stages computes."""
     profile = jpipe.profile(
-        decoder(150), TOKENS, loss=cross_entropy, targets=TOKENS, measure=False
+        decoder(150), TOKENS, loss_fn=cross_entropy, targets=TOKENS, measure=False
     )
     assert 60 <= len(profile.layers) < 100
     assert profile.layers[1].name.startswith("layers ")

@@ -14,6 +14,7 @@ import jpipe
 from jpipe._partition import _remat_mode
 
 from .. import reference as ref
+from ..listing import program_of
 from ..slow import slow_except
 
 MODES = [mode.name for mode in _remat_mode.MODES]
@@ -67,7 +68,7 @@ def found(name, mode, schedule="1f1b"):
         pipe = jpipe.pipeline(layers, 3, balance=[2, 1], remat=mode, schedule=schedule)
         find = pipe.value_and_grad(ref.mse)
         value = find(pipe.init(KEY, x), x, jnp.ones((6, 5, 4)), rngs=KEY)
-        return pipe.plan, jax.device_get(value)
+        return find.plan, jax.device_get(value)
 
 
 @pytest.mark.parametrize("name", slow_except({"loops", "rules"}, LAYERS))
@@ -107,8 +108,9 @@ def test_equal_stages_keep_what_the_mode_of_each_says():
     def held(*remat):
         pipe = build(*remat)
         # Its program says what is kept, and need not run.
-        pipe.value_and_grad(ref.mse).program(variables, x, jnp.ones((6, 4)))
-        return [stage.residual_bytes for stage in pipe.plan.stages[1:3]]
+        find = pipe.value_and_grad(ref.mse)
+        program_of(find, variables, x, jnp.ones((6, 4)))
+        return [stage.residual_bytes for stage in find.plan.stages[1:3]]
 
     most, least = held("none", "none"), held("full", "full")
     assert all(a > b for a, b in zip(most, least, strict=True))
@@ -141,12 +143,12 @@ def test_masks_are_kept_and_no_backward_draws_them_again(schedule):
         find = pipe.value_and_grad(ref.mse)
         given = pipe.init(KEY, x), x, jnp.ones((8, 4))
         found[remat] = find(*given, rngs=KEY)
-        report = pipe.compile(find, *given, rngs=KEY)
+        report = find.compile(*given, rngs=KEY)
         stage = [p for p in report.programs if p.name.startswith("stage0_")]
         flops[remat] = sum(p.flops for p in stage if "forward" not in p.name)
         if remat == "min_cut":
             # What each of two products is given, and a byte for each entry of a mask.
-            assert pipe.plan.stages[0].residuals[remat] <= 2 * rows * (4 + 1)
+            assert find.plan.stages[0].residuals[remat] <= 2 * rows * (4 + 1)
     ref.assert_close(found["min_cut"], found["none"], ref.FLOAT32)
     # A draw takes a hundred operations for each element, one of 16 products 2.
     assert flops["min_cut"] <= flops["none"] + 20 * rows
@@ -171,7 +173,7 @@ def test_the_sums_of_a_long_chain_are_not_computed_again_from_its_start():
         pipe = jpipe.pipeline(layers, 4, balance=[depth, 1], remat=remat)
         value_and_grad = pipe.value_and_grad(ref.mse)
         variables = pipe.init(KEY, x)
-        report = pipe.compile(value_and_grad, variables, x, targets)
+        report = value_and_grad.compile(variables, x, targets)
         flops[remat] = next(
             program.flops
             for program in report.programs
@@ -182,7 +184,7 @@ def test_the_sums_of_a_long_chain_are_not_computed_again_from_its_start():
             row = 2 * WIDTH * 4  # of a micro-batch of two examples
             # The input, the result of each product, and one sum of the stream in 12.
             rows = 1 + depth + depth / 12
-            assert pipe.plan.stages[0].residuals[remat] <= rows * row
+            assert value_and_grad.plan.stages[0].residuals[remat] <= rows * row
     ref.assert_close(grads["min_cut"], grads["none"], ref.FLOAT32)
     assert flops["min_cut"] <= 2 * flops["none"]
 

@@ -150,8 +150,9 @@ def compiled(layers, schedule="zb_h1", **options):
     x = jnp.ones((2 * ROWS, WIDTH))
     pipe = jpipe.pipeline(layers, 2, schedule=schedule, **options)
     variables = pipe.init(jax.random.key(0), x)
-    report = pipe.compile(pipe.value_and_grad(ref.mse), variables, x, x)
-    return pipe.plan, {program.name: program.flops for program in report.programs}
+    find = pipe.value_and_grad(ref.mse)
+    report = find.compile(variables, x, x)
+    return find.plan, {program.name: program.flops for program in report.programs}
 
 
 def products(wrap, remat):

@@ -16,6 +16,7 @@ import pytest
 import jpipe
 
 from .. import reference as ref
+from ..listing import program_of
 from ..slow import slow, slow_except
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -257,7 +258,7 @@ def test_a_loss_in_chunks_hands_over_no_logits_that_it_computes_again(
     loss = in_chunks(turn)
     grad_fn = jpipe.value_and_grad(loss, 2, schedule="zb_h1")
     assert_equals_plain_jax(grad_fn, loss, head_params())
-    program = grad_fn.program(head_params(), X)
+    program = program_of(grad_fn, head_params(), X)
     logits_bytes = 8 * ROWS // 2 * NUM_CLASSES
     assert (logits_bytes in program.nbytes) != recomputes
 

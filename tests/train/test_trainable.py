@@ -152,8 +152,9 @@ def measured(trainable, **options):
     layers = [ref.dense(5) for _ in range(6)]
     pipe = jpipe.pipeline(layers, 4, devices=jax.devices()[:6], **options)
     state = state_of(pipe, SGD, trainable)
-    timeline = pipe.profile_step(state, (X, X), ref.mse, trainable=trainable)
-    rows = re.findall(r"rank (\d) \|(.*)\|", str(pipe))
+    step = pipe.train_step(ref.mse, SGD, trainable=trainable)
+    timeline = step.profile(state, X, X)
+    rows = re.findall(r"rank (\d) \|(.*)\|", str(step))
     ran = {rank + op for rank, row in rows for op in re.findall("[BIW]", row)}
     return pipe, ran, timeline.costs
 

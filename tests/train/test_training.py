@@ -19,6 +19,7 @@ import jpipe
 from jpipe._arguments import _cache
 
 from .. import reference as ref
+from ..listing import program_of
 
 # Its programs are tried once: XLA need not optimize them.
 pytestmark = pytest.mark.usefixtures("quick")
@@ -68,13 +69,14 @@ def test_a_folder_without_a_state_cannot_be_restored(state):
 
 def test_a_donated_state_is_refused_wherever_it_is_used(small):
     state = small.init_train_state(KEY, X, TX)
-    variables, batch = state.variables, (X, TARGETS)
-    small.train_step(ref.mse, TX)(state, X, TARGETS)
+    variables = state.variables
+    step = small.train_step(ref.mse, TX)
+    step(state, X, TARGETS)
     for use in (
         lambda: small.apply(variables, X),
         lambda: small.place(state),
         lambda: small.place(variables),
-        lambda: small.profile_step(state, batch, ref.mse),
+        lambda: step.profile(state, X, TARGETS),
         lambda: small.value_and_grad(ref.mse)(variables, X, TARGETS),
         lambda: small.init_train_state(KEY, X, TX, variables=variables),
     ):
@@ -169,7 +171,7 @@ def test_a_step_of_many_sizes_keeps_the_programs_of_the_newest(small, monkeypatc
     state, step = small.init_train_state(KEY, X, tx), small.train_step(ref.mse, tx)
     sizes = range(2, 7)
     programs = [
-        weakref.ref(step.program(state, X[:size], TARGETS[:size])) for size in sizes
+        weakref.ref(program_of(step, state, X[:size], TARGETS[:size])) for size in sizes
     ]
     gc.collect()
     assert [program() is not None for program in programs] == [False] * 3 + [True] * 2
@@ -201,7 +203,7 @@ def test_an_update_writes_each_new_leaf_over_its_old_one_and_copies_none():
     pipe = jpipe.pipeline([ref.dense(64), ref.dense(64), ref.dense(4)], 2)
     state = pipe.init_train_state(KEY, X, tx)
     largest_bytes = max(leaf.nbytes for leaf in jax.tree.leaves(state.params))
-    report = pipe.compile(pipe.train_step(ref.mse, tx), state, X, TARGETS)
+    report = pipe.train_step(ref.mse, tx).compile(state, X, TARGETS)
     updates = [x for x in report.programs if "optimizer_update" in x.name]
     assert updates
     assert all(x.workspace_bytes < largest_bytes for x in updates)

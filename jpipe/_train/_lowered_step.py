@@ -1,0 +1,244 @@
+"""A training step for one signature of state and batch, as one program.
+
+    (*state, *x, *targets) -> (*state, loss, *aux)
+
+It is the schedule, the update of each parameter where it is, and the keys of the step.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from .._arguments import _microbatch, _signature, _stacked, _variables
+from .._arguments._cache import RecentCache
+from .._instructions._garbage_collector import pause_collector
+from .._instructions._graph import OUTSIDE, Graph, Value
+from .._instructions._program import Program
+from .._jaxprs import _jaxpr
+from .._jaxprs._computation import Computation
+from .._layers import _rng
+from .._pipelined._specialization import Specialization
+from .._placed._mirrored_places import ArgumentLeaf
+from ._optimizer import Optimizer
+from ._train_state import StateOrigin, TrainState, set_origin
+
+PyTree = Any
+
+
+class SignatureIndices:
+    """``(structure, leaves) -> index`` of the signature of a state."""
+
+    def __init__(self) -> None:
+        # (structure, keys of the avals, memories) of a state -> index
+        self._indices = RecentCache[Any, int]()
+        self._next_index = itertools.count()
+
+    def __call__(self, structure: Any, leaves: Sequence[Any]) -> int:
+        """Returns the index of a state's structure, avals and memories."""
+        avals = _signature.aval_keys(leaves)
+        signature = structure, avals, _signature.memory_key(leaves)
+        if signature not in self._indices:
+            self._indices[signature] = next(self._next_index)
+        return self._indices[signature]
+
+
+class LoweredStep:
+    """A step for one signature of state and batch, as one program.
+
+    Args:
+      specialization: the loss and its gradients for one signature.
+      optimizer: the update.
+      state: a state of this signature.
+      signature_indices: the indices of signatures in the step.
+      has_aux: True if the loss function returns aux beside the loss.
+      donate: True if the step overwrites its state.
+
+    Attributes:
+      specialization: likewise.
+      optimizer: likewise.
+      variable_indices: the index of each leaf of the variables among those of a state
+        that `open_state` returns.
+      program: ``(*state, *x, *targets) -> (*state, loss, *aux)``, of these leaves.
+    """
+
+    def __init__(
+        self,
+        specialization: Specialization,
+        optimizer: Optimizer,
+        state: TrainState,
+        *,
+        signature_indices: SignatureIndices,
+        has_aux: bool,
+        donate: bool,
+    ) -> None:
+        self.specialization = specialization
+        self.optimizer = optimizer
+        self._signature_indices = signature_indices
+        self._has_aux = has_aux
+        state = self.open_state(state)
+        self._structure = jax.tree.structure(state)
+        # A state whose leaves are their indices.
+        indices = jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
+        self.variable_indices = jax.tree.leaves(indices.variables)
+        # That of the states that it returns, after the first one.
+        self._signature_index: int | None = None
+        self.program = self._lower(state, indices, donate=donate)
+
+    def open_state(self, state: TrainState) -> TrainState:
+        """A user's state, with a node of pieces for each leaf in pieces."""
+        if not self.specialization.layout.pieces:
+            return state
+        variables = self.specialization.layout.open_params(state.variables)
+        return state.replace(
+            params=_variables.params(variables),
+            opt_state=self.optimizer.open_state(state.opt_state),
+            model_state=_variables.model_state(variables),
+        )
+
+    @pause_collector()
+    def _lower(self, state: TrainState, indices: Any, *, donate: bool) -> Program:
+        """Writes the step into a graph.
+
+        Args:
+          state: a state, with nodes of pieces.
+          indices: a state whose leaves are their indices.
+          donate: True if the step overwrites its state.
+        """
+        layout = self.specialization.layout
+        graph = self.specialization.placement.graph()
+        inputs = self._add_state(graph, state, indices, donate=donate)
+        variables = [inputs[i] for i in self.variable_indices]
+        x, targets, _ = self.specialization.batch.args
+        batch = self.specialization.batch_arguments(graph, (x, targets))
+
+        rng_indices = jax.tree.leaves(indices.rng)
+        rngs_and_step = [*(inputs[i] for i in rng_indices), inputs[indices.step]]
+        advance = Computation(
+            "advance", _advance, [graph.specs[value] for value in rngs_and_step]
+        )
+        first_place = self.specialization.placement.place(0)
+        *rngs, next_step = graph.call_in_processes(advance, first_place, rngs_and_step)
+
+        loss, aux, grads, changed = self.specialization.into(
+            graph, variables, [*batch, *rngs]
+        )
+
+        param_indices = jax.tree.leaves(indices.params)
+        pairs = zip(param_indices, layout.is_param_trained, strict=True)
+        trained_indices = [i for i, is_trained in pairs if is_trained]
+        updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
+        updated = self.optimizer.update.into(
+            graph,
+            [
+                *(inputs[i] for i in updated_indices),
+                *(grads[i] for i in layout.params if i in grads),
+            ],
+        )
+
+        # index of a leaf of the state -> its new value
+        new_state: dict[int, Any] = dict(enumerate(inputs))
+        new_state |= zip(updated_indices, updated, strict=True)
+        for leaf, value in changed.items():
+            new_state[self.variable_indices[leaf]] = value
+        new_state[indices.step] = graph.bring_to_processes(next_step)
+        metrics = map(graph.bring_to_processes, graph.as_own_arrays([*loss, *aux]))
+        return Program(graph, [*new_state.values(), *metrics])
+
+    def _add_state(
+        self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
+    ) -> list[Value]:
+        """Adds the leaves of a state, in order, to the arguments of a graph."""
+        # index of a leaf of the state -> its spec, and its place
+        leaves: dict[int, ArgumentLeaf] = {}
+        layout = self.specialization.layout
+        for index, spec, place, sharding in zip(
+            self.variable_indices,
+            layout.specs,
+            layout.places,
+            layout.shardings,
+            strict=True,
+        ):
+            leaves[index] = ArgumentLeaf(
+                "state", (), spec, place=place, sharding=sharding
+            )
+        opt_state_indices = jax.tree.leaves(indices.opt_state)
+        leaves |= zip(opt_state_indices, self.optimizer.state, strict=True)
+        # Keys and the number of the step come from outside, and are not overwritten.
+        rng_indices = jax.tree.leaves(indices.rng)
+        scalars = dict(zip(rng_indices, jax.tree.leaves(state.rng), strict=True))
+        scalars[indices.step] = state.step
+        for index, array in scalars.items():
+            spec = _jaxpr.spec(jax.typeof(array))
+            leaves[index] = ArgumentLeaf("state", (), spec, place=OUTSIDE)
+
+        arguments: list[Value] = []
+        for path, index in jax.tree_util.tree_leaves_with_path(indices):
+            leaf = leaves[index]
+            argument = graph.argument(
+                leaf.value,
+                leaf.place,
+                name=f"state{jax.tree_util.keystr(path)}",
+                donated=donate and index not in scalars,
+                sharding=leaf.sharding,
+            )
+            arguments.append(argument)
+        return arguments
+
+    def result(
+        self, outputs: Sequence[Any], train_step: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state and the metrics that a step returns, from the program's outputs.
+
+        Args:
+          outputs: the outputs.
+          train_step: the step, which the state remembers: see `StateOrigin`.
+        """
+        num_leaves = self._structure.num_leaves
+        inner_leaves = outputs[:num_leaves]
+        leaves = inner_leaves
+        state = jax.tree.unflatten(self._structure, inner_leaves)
+        if self.specialization.layout.pieces:
+            state = _stacked.close_tree(state)
+            leaves = jax.tree.leaves(state)
+        if self._signature_index is None:  # weak types may differ from the input's
+            structure = jax.tree.structure(state)
+            self._signature_index = self._signature_indices(structure, leaves)
+        origin = StateOrigin(
+            train_step=weakref.ref(train_step),
+            signature_index=self._signature_index,
+            leaves=leaves,
+            inner_leaves=inner_leaves,
+        )
+        set_origin(state, origin)
+
+        loss, aux, _ = self.specialization.split_outputs(outputs[num_leaves:])
+        metrics = {"loss": loss}
+        if self._has_aux:
+            metrics["aux"] = aux
+        return state, metrics
+
+
+def make_optimizer(
+    tx: optax.GradientTransformation, state: TrainState, specialization: Specialization
+) -> Optimizer:
+    """Makes the optimizer of the parameters of a state."""
+    layout = specialization.layout
+    specs = _microbatch.array_specs(state.variables, "params")
+    return Optimizer(
+        tx,
+        params=_variables.params(layout.open_params(specs)),
+        trained=layout.is_param_trained,
+        placement=specialization.placement,
+        locations=layout.param_locations,
+        opt_state=state.opt_state,
+    )
+
+
+def _advance(*rngs_and_step: jax.Array) -> tuple[jax.Array, ...]:
+    """The keys of a step, and the number of the next one."""
+    *rngs, step = rngs_and_step
+    return *_rng.step_keys(rngs, step), step + 1
