@@ -52,7 +52,7 @@ class LossMethods(FormerNames):
 
     @outside_of_meshes
     def __str__(self) -> str:
-        if self._pipelined_model.num_stages is None:
+        if not self._pipelined_model.is_divided:
             return f"{self!r}\n{UNKNOWN}"
         reason = self._pipelined_loss.unchecked
         warning = f"\nthe loss was not checked: {reason}" if reason else ""

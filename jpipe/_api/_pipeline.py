@@ -106,7 +106,7 @@ class Pipeline(CustomLoop, FormerNames):
 
     @outside_of_meshes
     def __str__(self) -> str:
-        if self._pipelined_model.num_stages is None:
+        if not self._pipelined_model.is_divided:
             return f"{self!r}\n{UNKNOWN}"
         return str(self.plan)
 

@@ -84,6 +84,11 @@ class PipelinedModel:
         """The number of stages; ``None`` before a model is divided."""
         return self.partition.num_stages
 
+    @property
+    def is_divided(self) -> bool:
+        """True if it is known where each stage begins."""
+        return self.model.is_list or self.partition.cuts is not None
+
     @cached_property
     def placement(self) -> StagePlacement:
         """The schedule, and the devices of the stages.
@@ -117,7 +122,7 @@ class PipelinedModel:
         Raises:
           ValueError: if the pipeline is of a model that was not divided yet.
         """
-        if self.num_stages is None:
+        if not self.is_divided:
             raise ValueError(UNKNOWN)
         return describe(self._info(last), self._forecast)
 
@@ -128,9 +133,11 @@ class PipelinedModel:
                 forward.last_specialization for forward in self._forwards.values()
             ]
             last = last or next(filter(None, forwards), None)
-            if last is None:  # stages were decided by a plan, or for a loss
-                return PipelineInfo(self.placement, [()] * len(self.placement.stages))
-            return describe_function(last)
+            if last is not None:
+                return describe_function(last)
+            # A plan has the cuts, or a loss was divided.
+            names = [()] * len(self.placement.stages)
+            return PipelineInfo(self.placement, names, cuts=self.partition.cuts)
 
         names = [group.layer_names for group in self.placement.stages]
         skips = [

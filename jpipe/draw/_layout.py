@@ -97,7 +97,7 @@ def _to_timeline(drawn: Any) -> Timeline:
     if not isinstance(drawn, Timeline):
         raise TypeError(
             f"a {type(drawn).__name__} is not a timeline: draw a Schedule, such as "
-            f"pipe.schedule, or what Schedule.simulate, profile_step or jpipe.plan "
+            f"pipe.schedule, or what Schedule.simulate, step.profile or jpipe.plan "
             f"returns"
         )
     return drawn

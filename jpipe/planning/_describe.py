@@ -15,6 +15,7 @@ from .._instructions._memory import peak_residual_bytes
 from .._instructions._sharding import StageMesh
 from .._jaxprs import _work
 from .._jaxprs._jaxpr import nbytes, specs
+from .._partition._cut_points import CutPoints
 from .._partition._param_layout import ParamLayout
 from .._partition._stage_placement import StagePlacement
 from .._pipelined._specialization import Specialization
@@ -39,6 +40,7 @@ class PipelineInfo(NamedTuple):
       skips: the name, source and target of each long skip connection.
       modules: the names of the modules in each stage, if ``names`` are those of
         sections.
+      cuts: the cut points of a model of which no mini-batch was divided yet.
     """
 
     placement: StagePlacement
@@ -48,6 +50,7 @@ class PipelineInfo(NamedTuple):
     specialization: Specialization | None = None
     skips: Sequence[tuple[str, int, int]] = ()
     modules: Sequence[Sequence[str]] = ()
+    cuts: CutPoints | None = None
 
     @property
     def training_step(self) -> Specialization | None:
@@ -113,7 +116,7 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         skips=tuple(info.skips),
         forecast=forecast,
         data=placement.num_shards,
-        cuts=None if specialization is None else specialization.cuts,
+        cuts=info.cuts if specialization is None else specialization.cuts,
         param_shapes=None if info.layout is None else info.layout.param_shapes,
     )
 

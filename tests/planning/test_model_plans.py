@@ -231,6 +231,22 @@ def test_a_plan_of_some_parameters_is_of_those_that_are_trained(double):
     assert 2 * trained_bytes < optimizer_bytes <= 2 * trained_bytes + 32
 
 
+def test_a_pipeline_has_the_cuts_of_a_model_that_a_loss_divided(double):
+    pipe = jpipe.pipeline(MODEL, 2, num_stages=2)
+    find = pipe.value_and_grad(loss_fn)
+    for function in (pipe, find):
+        assert "known once it was initialized or called" in str(function)
+        with pytest.raises(ValueError, match="known once it was initialized or called"):
+            _ = function.plan
+    specs = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
+    program_of(find, specs, TOKENS, TOKENS)
+    assert pipe.plan.cuts == find.plan.cuts
+    again = jpipe.pipeline(MODEL, plan=jpipe.Plan.from_json(pipe.plan.to_json()))
+    assert again.plan.cuts == find.plan.cuts
+    assert again.plan.schedule == find.plan.schedule
+    assert str(again) == str(pipe)
+
+
 def test_sections_end_at_boundary_marks():
     def model(x):
         for _ in range(3):
