@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class LossMethods(FormerNames):
-    """What a function of a loss knows besides how it is called.
+    """The plan, the description and the check of a function of a loss.
 
     Args:
       pipelined_model: the model.

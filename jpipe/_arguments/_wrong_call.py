@@ -29,7 +29,7 @@ def explain_call(
     Args:
       usage: the call as users type it, such as ``step(state, x, targets)``.
       advice_on: name of an argument that it does not take -> what to type.
-      surplus: what to type where there are too many arguments by position.
+      surplus: the advice where there are too many arguments by position.
     """
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -30,7 +30,7 @@ REACHED_BY = {
     "_arguments/_trainable": "matrix train",
     "_arguments/_wrong_call": "errors/test_calls.py",
     "_check": "check/test_loss_check.py check",
-    "_check/_layer_checker": "check/test_layer_check.py",
+    "_check/_layer_checker": "check/test_layer_check.py check/test_report.py",
     "_command": "command processes/test_launch.py",
     "_instructions": "instructions matrix stage train mesh",
     "_instructions/_graph": "instructions/test_result_aliasing.py matrix instructions",
@@ -113,6 +113,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_check/_layer_checker": [
         ("self._functions.setdefault(function.fingerprint, function)", "function"),
+        ("grad if is_trained else None", "grad"),
     ],
     "_check/_loss_check": [
         ("n / sum(sizes) for n", "0.5 for n"),
