@@ -453,7 +453,7 @@ FORMER = {
     "variables is a method, a function ... step.compile(state, x, targets)": (
         lambda pipe, step, args: pipe.compile(pipe.apply, args)
     ),
-    "variables is <jpipe.TrainStep: mse ... , a function ... step.compile(state, x, targets)": (
+    "variables is <jpipe.TrainStep: mse ... a function ... step.compile(state, x, t": (
         lambda pipe, step, args: pipe.compile(step, args)
     ),
     "type compile, with the arguments of a call": (
