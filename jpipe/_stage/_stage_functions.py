@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from .._jaxprs import _jaxpr, _loops
+from .._jaxprs import _inlining, _jaxpr, _loops
 from .._jaxprs._computation import (
     Argument,
     ArgumentOrResult,
@@ -232,7 +232,7 @@ class StageFunctions:
             sum_spec(var.aval) for var in self.slice.weights[: self.slice.num_trained]
         ]
         grads = self._vjp_parts.backward.out_avals[: self.slice.num_trained]
-        closed, _ = _jaxpr.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
+        closed, _ = _inlining.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
         return closed
 
     @property

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _jaxpr, _min_cut
+from .._jaxprs import _inlining, _jaxpr, _min_cut
 from .._partition import _remat
 from .._partition._remat_mode import RematMode
 
@@ -92,7 +92,7 @@ def split_vjp(
         pullback_trees.append(pullback_tree)
         return outputs, other_outputs, pullback_leaves
 
-    closed, results = _jaxpr.trace(run_forward, differentiated, fixed)
+    closed, results = _inlining.trace(run_forward, differentiated, fixed)
     outputs, other_outputs, _ = results
     pullback_tree = pullback_trees[-1]
     num_outputs = len(outputs) + len(other_outputs)
@@ -116,7 +116,7 @@ def split_vjp(
         (loss,) = outputs
         return pullback([_loss_cotangent(loss.dtype, *cotangents)])
 
-    backward, _ = _jaxpr.trace(
+    backward, _ = _inlining.trace(
         run_backward,
         differentiated,
         fixed,

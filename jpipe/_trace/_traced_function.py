@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend import core
 
 from .._arguments._objective import as_loss_weight
-from .._jaxprs import _jaxpr, _min_cut
+from .._jaxprs import _inlining, _jaxpr, _min_cut
 from .._jaxprs._counted_rows import scan_along_counted
 from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
@@ -298,7 +298,7 @@ def trace_function(
 
     index_spec = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
-        closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
+        closed, (_, _, aux) = _inlining.trace(run, params, tuple(args), index_spec)
     closed = _boundaries.read_first_marks(closed)
     num_params = len(jax.tree.leaves(params))
     # First, as refs hide what follows from what, and what nobody reads would hold
