@@ -128,25 +128,25 @@ class Partition:
           num_params: the number of parameters that all functions have.
 
         Returns:
-          The cut points, and for each trace the indices of the equations with which the
-          stages but the first begin.
+          The cut points, ``None`` for a list; and size -> the index of the first
+          equation of each stage but the first.
 
         Raises:
           ValueError: if a plan is of a function of other parameters.
         """
         if self._groups is not None:
             num_cuts = len(self._groups) - 1
-            positions = dict[int, list[int]]()
+            stage_starts = dict[int, list[int]]()
             for size, traced in traced_functions.items():
                 stage_ends = _boundaries.stage_ends(traced.closed)
-                positions[size] = [stage_ends[stage] for stage in range(num_cuts)]
-            return None, positions
+                stage_starts[size] = [stage_ends[stage] for stage in range(num_cuts)]
+            return None, stage_starts
 
         first_size, first = next(iter(traced_functions.items()))
         cuts = self.cuts
         num_traced_stages = self.num_traced_stages
         if cuts is None:
-            first_positions = _balanced_cuts.choose_cuts(
+            first_starts = _balanced_cuts.choose_stage_starts(
                 first,
                 self.config.num_stages,
                 most_stages=num_traced_stages,
@@ -154,7 +154,7 @@ class Partition:
             )
             cuts = CutPoints.from_trace(
                 first,
-                first_positions,
+                first_starts,
                 num_params=num_params,
                 num_traced_stages=num_traced_stages,
                 division=self.division or WHOLE,
@@ -168,19 +168,19 @@ class Partition:
         if self._is_lasting:
             self.cuts = cuts
 
-        positions = {first_size: cuts.find_positions(first)}
+        stage_starts = {first_size: cuts.find_stage_starts(first)}
         # Programs of other sizes are more like the first one than what was cut before.
         cuts_of_first = CutPoints.from_trace(
             first,
-            positions[first_size],
+            stage_starts[first_size],
             num_params=num_params,
             num_traced_stages=num_traced_stages,
             division=self.division or WHOLE,
         )
         for size, traced in traced_functions.items():
             if size != first_size:
-                positions[size] = cuts_of_first.find_positions(traced)
-        return cuts, positions
+                stage_starts[size] = cuts_of_first.find_stage_starts(traced)
+        return cuts, stage_starts
 
     # ------------------------------------------------------------------------- owners
 

@@ -216,12 +216,12 @@ class PipelinedFunction:
                 traced_functions, inner_specs, batch, runs=runs
             )
             count = len(is_trained)
-            cuts, positions = self._partition.cut(traced_functions, count)
-            num_stages = len(positions[batch.sizes[0]]) + 1
+            cuts, stage_starts = self._partition.cut(traced_functions, count)
+            num_stages = len(stage_starts[batch.sizes[0]]) + 1
             placement = self._partition.placement(num_stages)
             stages = Stages(
                 traced_functions=traced_functions,
-                cuts=positions,
+                stage_starts=stage_starts,
                 sizes=batch.sizes,
                 remat=placement.remat,
                 trained=is_trained,

@@ -127,15 +127,15 @@ class PlannedModel:
                 one_microbatch, one_stage, cuts=whole
             )
         traced = specialization.stages.traced()
-        positions = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
+        section_starts = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
         cuts = CutPoints.from_trace(
             traced,
-            positions,
+            section_starts,
             num_params=len(specialization.layout.specs),
             num_traced_stages=_NUM_SECTIONS,
             division=division,
         )
-        return cuts.select(range(len(positions)))
+        return cuts.select(range(len(section_starts)))
 
     def _specialize(
         self, request: Request, choice: Choice, *, cuts: CutPoints | None
