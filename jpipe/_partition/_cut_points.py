@@ -27,7 +27,7 @@ from jax.extend import core
 
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._trace import _boundaries
-from .._trace._layer_scans import WHOLE, ScanDivision
+from .._trace._layer_scans import UNDIVIDED, ScanDivision
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
 
@@ -99,7 +99,7 @@ class CutPoints:
         *,
         num_params: int,
         num_traced_stages: int,
-        division: ScanDivision = WHOLE,
+        division: ScanDivision = UNDIVIDED,
     ) -> "CutPoints":
         """The cuts of a program.
 
@@ -136,7 +136,7 @@ class CutPoints:
 
     @classmethod
     def without_cuts(
-        cls, num_traced_stages: int, division: ScanDivision = WHOLE
+        cls, num_traced_stages: int, division: ScanDivision = UNDIVIDED
     ) -> "CutPoints":
         """The cuts of a program in one stage: none."""
         return cls(

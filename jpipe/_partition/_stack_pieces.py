@@ -14,7 +14,7 @@ import numpy as np
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._messages import WarnOnce
 from .._trace import _boundaries, _eqn_order
-from .._trace._layer_scans import WHOLE, LayerScan, ScanDivision, find_layer_scans
+from .._trace._layer_scans import UNDIVIDED, LayerScan, ScanDivision, find_layer_scans
 from .._trace._traced_function import TracedFunction
 from . import _balanced_cuts
 from ._cut_points import count_reads_before
@@ -39,7 +39,7 @@ def choose_division(
     """
     layer_scans = _find_divided_scans(traced, most_stages)
     if not layer_scans:
-        return WHOLE
+        return UNDIVIDED
     trial = _Trial(traced, layer_scans, most_stages, divide)
     best_sizes = trial.sizes_of_stages()
     largest_allowed = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)

@@ -6,7 +6,7 @@ There is one `Specialization` for each signature of the arguments. It is cached 
 that it depends on, so that a second call of the same signature traces nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from .._arguments import _microbatch, _signature, _stacked, _variables
 from .._arguments._batch import Batch, explain_sizes
 from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
+from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
 from .._partition._param_layout import ParamLayout
-from .._partition._partition import Partition
+from .._partition._partition import Partition, StageAssignment
 from .._partition._planned_shapes import check_planned_shapes
 from .._partition._stage_placement import StagePlacement
 from .._stage import _stacked_params
@@ -83,7 +84,8 @@ class PipelinedFunction:
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns the layout of parameters, the same for all functions of a partition.
 
-        The partition is that of a list of layers, or is lasting.
+        The partition is that of a list of layers, or its functions share their cuts. If
+        none of them was cut yet, this one is.
 
         Args:
           params: the parameters, or specs of them.
@@ -96,12 +98,11 @@ class PipelinedFunction:
         """
         self._check_planned(params)
         partition = self._partition
-        is_divided = self.last_specialization is not None
-        if partition.owner_stages(params) is None and not is_divided:
-            # Dividing decides the owners; the result is kept for `plan` to describe.
-            self.last_specialization = self.divide(params, args)
         owner_stages = partition.owner_stages(params)
-        assert owner_stages is not None
+        if owner_stages is None:
+            # Until a function was called, `plan` describes this.
+            self.last_specialization = self.divide(params, args)
+            return self.last_specialization.layout
         assert partition.num_stages is not None
         specs = _microbatch.array_specs(params, "params")
         count = len(jax.tree.leaves(specs))
@@ -114,6 +115,7 @@ class PipelinedFunction:
         return self._layout(
             partition.placement(partition.num_stages),
             _stacked.open_tree(specs, partition.pieces),
+            pieces=partition.pieces,
             owner_stages=owner_stages,
             is_trained=[False] * len(owner_stages),
         )
@@ -123,13 +125,14 @@ class PipelinedFunction:
         placement: StagePlacement,
         specs: PyTree,
         *,
+        pieces: Mapping[int, Pieces],
         owner_stages: Sequence[int],
         is_trained: Sequence[bool],
     ) -> ParamLayout:
         return ParamLayout(
             placement,
             specs,
-            pieces=self._partition.pieces,
+            pieces=pieces,
             owner_stages=owner_stages,
             shardings=self._spec.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
@@ -207,16 +210,17 @@ class PipelinedFunction:
             explain_sizes(batch),
             _batch_norm.merge_statistics(are_merged=are_merged),
         ):
-            traced_functions = trace_sizes(spec, self._partition, specs, batch)
+            traced_functions, division = trace_sizes(
+                spec, self._partition, specs, batch
+            )
             self._check_planned(specs)
-            pieces = self._partition.pieces
-            is_trained = _stacked.repeat_for_pieces(is_trained, pieces)
-            inner_specs = _stacked.open_tree(specs, pieces)
+            is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
+            inner_specs = _stacked.open_tree(specs, division.params)
             traced_functions, state = self._find_state(
                 traced_functions, inner_specs, batch, runs=runs
             )
             count = len(is_trained)
-            cuts, stage_starts = self._partition.cut(traced_functions, count)
+            cuts, stage_starts = self._partition.cut(traced_functions, division, count)
             num_stages = len(stage_starts[batch.sizes[0]]) + 1
             placement = self._partition.placement(num_stages)
             stages = Stages(
@@ -228,12 +232,15 @@ class PipelinedFunction:
                 owner_stages=self._partition.owner_stages(specs) or (),
                 state=state,
             )
-            owner_stages = stages.owner_stages[:count]
-            self._partition.keep_owner_stages(owner_stages)
+            assignment = StageAssignment(
+                cuts, division, owner_stages=tuple(stages.owner_stages[:count])
+            )
+            self._partition.keep_first(assignment)
             layout = self._layout(
                 placement,
                 inner_specs,
-                owner_stages=owner_stages,
+                pieces=division.params,
+                owner_stages=assignment.owner_stages,
                 is_trained=is_trained,
             )
             _stacked_params.check_stacked_params(

@@ -15,7 +15,7 @@ from .._layers import _batch_norm
 from .._partition._partition import Partition
 from .._partition._stack_pieces import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
-from .._trace._layer_scans import WHOLE, ScanDivision, divide_scans
+from .._trace._layer_scans import UNDIVIDED, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
@@ -24,7 +24,7 @@ PyTree = Any
 
 def trace_sizes(
     spec: FunctionSpec, partition: Partition, params: PyTree, batch: Batch
-) -> dict[int, TracedFunction]:
+) -> tuple[dict[int, TracedFunction], ScanDivision]:
     """Traces a function on micro-batches of each size.
 
     Args:
@@ -34,7 +34,8 @@ def trace_sizes(
       batch: the mini-batch.
 
     Returns:
-      The traces by these sizes, that of the first micro-batch first.
+      The traces by these sizes, that of the first micro-batch first; and the pieces in
+      which scans over layers and their parameters are.
     """
     traced_functions = {}
     for size in dict.fromkeys(batch.sizes):
@@ -53,31 +54,22 @@ def trace_sizes(
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         traced_functions[size] = traced
-    traced_functions = _in_pieces(spec, partition, params, traced_functions)
-    traced_functions = _traced_function.with_equal_arrays(traced_functions)
-    if partition.moves_equations:
-        traced_functions = _eqn_order.sink_equations(traced_functions)
-    return _eqn_order.unify_eqn_kinds(traced_functions)
-
-
-def _in_pieces(
-    spec: FunctionSpec,
-    partition: Partition,
-    params: PyTree,
-    traced_functions: dict[int, TracedFunction],
-) -> dict[int, TracedFunction]:
-    """Divides scans over stacked layers, in the pieces that the first function has."""
-    if partition.division is None:
-        first = next(iter(traced_functions.values()))
-        partition.division = choose_division(
+    division = partition.division
+    if division is None:
+        first = traced_functions[batch.sizes[0]]
+        division = choose_division(
             first,
             partition.num_traced_stages,
             lambda division: _divide_scans(spec, params, first, division),
         )
-    return {
-        size: _divide_scans(spec, params, traced, partition.division)
+    traced_functions = {
+        size: _divide_scans(spec, params, traced, division)
         for size, traced in traced_functions.items()
     }
+    traced_functions = _traced_function.with_equal_arrays(traced_functions)
+    if partition.moves_equations:
+        traced_functions = _eqn_order.sink_equations(traced_functions)
+    return _eqn_order.unify_eqn_kinds(traced_functions), division
 
 
 def _divide_scans(
@@ -87,7 +79,7 @@ def _divide_scans(
     division: ScanDivision,
 ) -> TracedFunction:
     """A function with its scans in pieces; state that it writes is in pieces too."""
-    if division == WHOLE:
+    if division == UNDIVIDED:
         return traced
     names = [
         f"{spec.params_name}{jax.tree_util.keystr(path)}"

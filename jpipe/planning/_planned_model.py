@@ -33,7 +33,7 @@ from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._stage._stage_names import name_stages
-from .._trace._layer_scans import WHOLE
+from .._trace._layer_scans import UNDIVIDED
 from ..schedules import gpipe
 from ._describe import describe, describe_function
 from ._plan import Plan
@@ -121,7 +121,7 @@ class PlannedModel:
         one_stage = _one_layer_per_stage(1)
         _, specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
         division = divide_by_iteration(specialization.stages.traced(), _NUM_SECTIONS)
-        if division != WHOLE:
+        if division != UNDIVIDED:
             whole = CutPoints.without_cuts(_NUM_SECTIONS, division)
             _, specialization, _ = self._specialize(
                 one_microbatch, one_stage, cuts=whole
