@@ -1,8 +1,22 @@
 """Traces a function on micro-batches of each size, and makes the traces ready to cut.
 
-The steps for each size: trace, restrict meshes to places, count local inputs, scale the
-loss. Then for all: close over equal arrays, sink equations to their first readers, and
-agree on which equations run once per step.
+For each size, in this order:
+
+1. trace;
+2. restrict meshes to places: a program that names devices is refused before more is
+   done with it;
+3. tell what of the batch is captured, and count inputs that one stage alone reads: by
+   these all later passes tell what follows from examples, and what may be copied;
+4. scale the loss, and separate its penalty: this rewrites scans that carry the loss,
+   which step 5 counts.
+
+Then for all sizes together:
+
+5. divide scans over layers, in the same pieces;
+6. close over equal arrays, as steps 7 and 8 compare programs by their equations;
+7. sink equations to their first readers, the last step that moves any; not in a list,
+   whose marks tell the stage of each;
+8. agree, equation by equation, on which ones run once per step.
 """
 
 from dataclasses import replace

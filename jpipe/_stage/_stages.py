@@ -322,13 +322,12 @@ class Stages:
         """Finds the functions of an equal stage, or makes them."""
         key = self.structural_key(stage_index, microbatch), mode
         if key not in self._distinct_functions:
-            divisors = None
-            if self.traced().has_loss and stage_index == self._last:
-                divisors = specs(
-                    self.traced().loss_weight if self.has_loss_divisor else []
-                )
+            loss_weight = self.traced().loss_weight if self.has_loss_divisor else []
             self._distinct_functions[key] = StageFunctions(
-                self.slice_of(stage_index, microbatch), mode=mode, divisors=divisors
+                self.slice_of(stage_index, microbatch),
+                mode=mode,
+                is_loss=self.traced().has_loss and stage_index == self._last,
+                divisors=specs(loss_weight),
             )
         return self._distinct_functions[key]
 
