@@ -1,6 +1,5 @@
 """Finds parameters that a loss closes over: as constants they have no gradient."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,48 +13,46 @@ from ._specialization import Specialization
 PyTree = Any
 
 
-def check_captured_params(
-    params: PyTree,
-    specialization: Specialization,
-    *,
-    model: Model | None,
-    warnings: WarnOnce,
+def warn_of_captured_params(
+    params: PyTree, specialization: Specialization, warnings: WarnOnce
 ) -> None:
-    """Checks that a loss closes over no array by which it is differentiated.
+    """Warns of parameters that a loss function closes over.
+
+    `jax.value_and_grad` takes them as constants too, and a penalty on the distance from
+    the start closes over the parameters that it starts from.
 
     Args:
       params: the parameters of the call.
       specialization: the function, traced for them.
-      model: the model that has these variables; ``None`` for the parameters of a loss
-        function. There this is a warning: `jax.value_and_grad` takes them as constants
-        too, and a penalty on the distance from the start closes over the parameters
-        that it starts from.
       warnings: the warnings of the function.
+    """
+    if captured := _captured_leaves(params, specialization, tree_name="params"):
+        warnings(
+            "closures",
+            f"the loss closes over {', '.join(captured)}, which it is given as "
+            f"parameters too; as under jax.value_and_grad they are constants there and "
+            f"have no gradient: read them from the first argument, or give copies, "
+            f"jax.tree.map(jnp.copy, params), where constants are meant",
+        )
+
+
+def check_captured_params(
+    params: PyTree, specialization: Specialization, model: Model
+) -> None:
+    """Checks that the loss of a model closes over no variable that has a gradient.
+
+    Args:
+      params: the variables of the call.
+      specialization: the function, traced for them.
+      model: the model that has these variables.
 
     Raises:
       TypeError: with the parameters that modules or their loss close over.
     """
-    traced = specialization.stages.traced()
-    if not traced.has_loss or not traced.captured_arrays:
+    constant_ids = _constant_ids(specialization)
+    if not constant_ids:
         return
-    constant_ids = set(map(id, traced.captured_arrays))
-    tree_name = "variables" if model else "params"
-    captured = _captured_leaves(
-        specialization.layout.open_params(params),
-        specialization.layout.is_leaf_trained,
-        constant_ids=constant_ids,
-        tree_name=tree_name,
-    )
-    if model is None:
-        if captured:
-            warnings(
-                "closures",
-                f"the loss closes over {', '.join(captured)}, which it is given as "
-                f"parameters too; as under jax.value_and_grad they are constants there "
-                f"and have no gradient: read them from the first argument, or give "
-                f"copies, jax.tree.map(jnp.copy, params), where constants are meant",
-            )
-        return
+    captured = _captured_leaves(params, specialization, tree_name="variables")
     for index, layer in enumerate(model.layers):
         layer_name = model.label.format(index)
         captured += _captured_variables(layer, constant_ids, layer_name)
@@ -70,18 +67,24 @@ def check_captured_params(
     )
 
 
+def _constant_ids(specialization: Specialization) -> set[int]:
+    """The ids of the arrays that a function with a loss closes over."""
+    traced = specialization.stages.traced()
+    return set(map(id, traced.captured_arrays)) if traced.has_loss else set()
+
+
 def _captured_leaves(
-    params: PyTree,
-    is_leaf_trained: Sequence[bool],
-    *,
-    constant_ids: set[int],
-    tree_name: str,
+    params: PyTree, specialization: Specialization, *, tree_name: str
 ) -> list[str]:
     """The trained parameters of the call that are among the constants."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    constant_ids = _constant_ids(specialization)
+    if not constant_ids:
+        return []
+    layout = specialization.layout
+    leaves = jax.tree_util.tree_leaves_with_path(layout.open_params(params))
     return [
         f"{tree_name}{jax.tree_util.keystr(path)}"
-        for (path, leaf), is_trained in zip(leaves, is_leaf_trained, strict=True)
+        for (path, leaf), is_trained in zip(leaves, layout.is_leaf_trained, strict=True)
         if is_trained and id(leaf) in constant_ids
     ]
 

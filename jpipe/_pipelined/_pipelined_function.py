@@ -24,12 +24,8 @@ from .._partition._planned_shapes import check_planned_shapes
 from .._partition._stage_placement import StagePlacement
 from .._stage import _stacked_params
 from .._stage._stages import Stages
-from .._trace._discarded_state import check_discarded_state
 from .._trace._microbatch_outputs import MicrobatchOutputs
-from .._trace._state_updates import StateUpdate, drop_unwritten_aux, find_updates
-from .._trace._traced_function import TracedFunction
-from . import _captured_params
-from ._function_spec import FunctionSpec, StateUse
+from ._function_spec import FunctionSpec
 from ._specialization import Specialization
 from ._tracing import trace_sizes, trace_whole
 
@@ -136,7 +132,7 @@ class PipelinedFunction:
             owner_stages=owner_stages,
             shardings=self._spec.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
-            has_collections=self._spec.model is not None,
+            has_collections=self._spec.has_collections,
             name=self._spec.params_name,
             advice=self._spec.advice,
         )
@@ -146,7 +142,7 @@ class PipelinedFunction:
             params,
             self._partition.config.planned_shapes,
             name=self._spec.params_name,
-            has_collections=self._spec.model is not None,
+            has_collections=self._spec.has_collections,
         )
 
     # -------------------------------------------------------------------------- build
@@ -162,9 +158,7 @@ class PipelinedFunction:
             if spec.check is not None:
                 spec.check(params, args)
             specialization = self.build(params, batch)
-        _captured_params.check_captured_params(
-            params, specialization, model=spec.model, warnings=self._partition.warnings
-        )
+        spec.check_captured(params, specialization, self._partition.warnings)
         return specialization
 
     @contextmanager
@@ -216,8 +210,8 @@ class PipelinedFunction:
             self._check_planned(specs)
             is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
             inner_specs = _stacked.open_tree(specs, division.params)
-            traced_functions, state = self._find_state(
-                traced_functions, inner_specs, batch, runs=runs
+            traced_functions, state = spec.find_state(
+                traced_functions, inner_specs, runs=runs
             )
             count = len(is_trained)
             cuts, stage_starts = self._partition.cut(traced_functions, division, count)
@@ -261,46 +255,6 @@ class PipelinedFunction:
             aux=spec.aux_of(stages.traced()),
             joins=joins,
         )
-
-    def _find_state(
-        self,
-        traced_functions: dict[int, TracedFunction],
-        specs: PyTree,
-        batch: Batch,
-        *,
-        runs: bool,
-    ) -> tuple[dict[int, TracedFunction], StateUpdate]:
-        """Finds the state that a function writes.
-
-        Args:
-          traced_functions: micro-batch size -> its trace.
-          specs: the parameters, with nodes for those in pieces.
-          batch: the mini-batch.
-          runs: True if it has enough examples to run.
-
-        Returns:
-          The traces without aux that could be written and is returned unchanged, and
-          the state.
-        """
-        spec = self._spec
-        state = StateUpdate()
-        if spec.model is None:
-            return traced_functions, state
-
-        first = traced_functions[batch.sizes[0]]
-        first_index, leaves = spec.state_leaves(first, specs)
-        if spec.state_use is StateUse.RETURN:
-            state = find_updates(first, first_index, leaves)
-        elif spec.state_use is StateUse.WARN and runs:
-            check_discarded_state(
-                first, first_index, leaves, variables=specs, train=spec.train
-            )
-        for size, traced in traced_functions.items():
-            first_index, leaves = spec.state_leaves(traced, specs)
-            traced_functions[size] = drop_unwritten_aux(
-                traced, first_index, leaves, state=state
-            )
-        return traced_functions, state
 
     def _results(
         self, stages: Stages, specs: PyTree, batch: Batch

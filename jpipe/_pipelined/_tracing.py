@@ -64,7 +64,7 @@ def trace_sizes(
             closed=closed,
             captures_batch=all(axis is None for axis in batch.axes),
         )
-        traced = _with_local_inputs(spec, traced, batch.microbatch_specs(size))
+        traced = spec.count_inputs(traced, batch.microbatch_specs(size))
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         traced_functions[size] = traced
@@ -143,32 +143,7 @@ def _trace(
         has_aux=spec.has_aux,
         has_loss=spec.has_loss,
         is_weighted=spec.reduction == "weighted",
-        # A model draws from the keys of a step, which are an argument; a key among its
-        # variables is the same for all micro-batches. A function may have no keys but
-        # those among its parameters.
-        folds_params=spec.model is None,
-    )
-
-
-def _with_local_inputs(
-    spec: FunctionSpec, traced: TracedFunction, args: Any
-) -> TracedFunction:
-    """Counts the leaves of the input, and those that the first or last stage reads.
-
-    Args:
-      spec: the function.
-      traced: its trace.
-      args: specs of the arguments; for a model the input, maybe targets, and keys.
-    """
-    if spec.model is None:
-        return traced
-    local_args = ()
-    if spec.model.is_list:
-        local_args = args[:2] if spec.has_loss else args[:1]
-    return replace(
-        traced,
-        num_model_inputs=len(jax.tree.leaves(args[0])),
-        num_uncopied_inputs=len(jax.tree.leaves(local_args)),
+        folds_params=spec.folds_params,
     )
 
 
@@ -180,7 +155,7 @@ def _with_scaled_loss(
     # reduction -> scale
     scales = {"mean": size / batch.num_examples, "sum": 1.0, "weighted": 1.0}
     scale = scales.get(spec.reduction, share)
-    if spec.model is not None:
+    if not spec.may_have_penalty:
         return _penalty.scale_loss(traced, scale)
     is_split = [axis is not None for axis in batch.axes]
     return _penalty.separate_penalty(
