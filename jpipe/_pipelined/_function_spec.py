@@ -1,7 +1,7 @@
 """A function of parameters and a mini-batch, and all that a pipeline knows of it.
 
-LossFunction     of a user: it reads parameters and any arguments
-ModelFunction    of a model: its outputs, or a loss of them
+It is a `LossFunction` of a user, which reads parameters and any arguments, or a
+`ModelFunction`, the outputs of a model or a loss of them.
 """
 
 import abc
@@ -64,7 +64,7 @@ class FunctionSpec(abc.ABC):
       explain: ``(error, params, args)``; raises a better error than one that was raised
         on these parameters and arguments.
       params_name: the name of the parameters in errors.
-      axes_advice: what errors say of the axes of arguments.
+      axes_advice: the advice on the axes of arguments in errors.
       has_collections: True if state stands beside the parameters.
       folds_params: True if keys among the parameters are folded for each micro-batch.
       may_have_penalty: True if the loss may have terms that follow from no example.
