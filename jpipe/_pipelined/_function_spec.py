@@ -93,13 +93,6 @@ class FunctionSpec:
         else:
             self.model.entries(params)
 
-    def note_order(
-        self, error: Exception, params: PyTree, args: Sequence[PyTree]
-    ) -> None:
-        """Adds a note to an error if parameters may not be the first argument."""
-        if self.model is None:
-            _call.note_order(error, params, args)
-
     def batch(
         self,
         args: Sequence[PyTree],

@@ -159,9 +159,8 @@ class PipelinedFunction:
             if spec.check is not None:
                 spec.check(params, args)
             specialization = self.build(params, batch)
-        _captured_params.check_captured_params(
-            params, specialization, model=spec.model, warnings=self._partition.warnings
-        )
+        if spec.model is not None:
+            _captured_params.check_captured_params(params, specialization, spec.model)
         return specialization
 
     @contextmanager
@@ -172,7 +171,6 @@ class PipelinedFunction:
         except Exception as error:
             if self._spec.explain is not None:
                 self._spec.explain(error, params, args)
-            self._spec.note_order(error, params, args)
             raise
 
     def _batch(self, args: Sequence[PyTree], *, allows_unsplit: bool = False) -> Batch:
