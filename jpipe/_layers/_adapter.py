@@ -22,9 +22,9 @@ _PARTITION = "params, static = eqx.partition(module, eqx.is_inexact_array)"
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer made of two functions, for models that are not Flax.
+    """Two functions as a layer, for models that are not Flax: ``Layer(init, apply)``.
 
-    `jpipe.layer` makes a layer of a method of a Flax module.
+    Of a method of a Flax module `jpipe.layer` makes a layer.
 
     Attributes:
       init: ``(key, x) -> variables``: a mapping with the trainable pytree under
