@@ -19,7 +19,6 @@ from .._instructions._sharding import Sharding
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._layers import _rng
 from .._lower._join import Join
-from .._messages import WarnOnce
 from .._model._model import Model
 from .._partition import _param_sharding
 from .._partition._stage_placement import StagePlacement
@@ -32,7 +31,7 @@ from .._trace._state_updates import (
     find_updates,
 )
 from .._trace._traced_function import TracedFunction
-from ._captured_params import check_captured_params, warn_of_captured_params
+from ._captured_params import check_captured_params
 from ._specialization import Specialization
 
 PyTree = Any
@@ -101,22 +100,13 @@ class FunctionSpec(abc.ABC):
         """
 
     @abc.abstractmethod
-    def check_captured(
-        self, params: PyTree, specialization: Specialization, warnings: WarnOnce
-    ) -> None:
-        """Checks that the function closes over no array by which it is differentiated.
+    def check_captured(self, params: PyTree, specialization: Specialization) -> None:
+        """Checks what the function closes over.
 
         Args:
           params: the parameters of the call.
           specialization: the function, traced for them.
-          warnings: the warnings of the function.
         """
-
-    @abc.abstractmethod
-    def note_order(
-        self, error: Exception, params: PyTree, args: Sequence[PyTree]
-    ) -> None:
-        """Adds a note to an error if parameters may not be the first argument."""
 
     @abc.abstractmethod
     def axes_and_names(self, args: Sequence[PyTree]) -> tuple[Any, Sequence[str]]:
@@ -247,17 +237,8 @@ class LossFunction(FunctionSpec):
         """Checks that a tree may be one of parameters."""
         _variables.check_params(params)
 
-    def check_captured(
-        self, params: PyTree, specialization: Specialization, warnings: WarnOnce
-    ) -> None:
-        """Warns of parameters that the function closes over."""
-        warn_of_captured_params(params, specialization, warnings)
-
-    def note_order(
-        self, error: Exception, params: PyTree, args: Sequence[PyTree]
-    ) -> None:
-        """Adds a note to an error if parameters may not be the first argument."""
-        _call.note_order(error, params, args)
+    def check_captured(self, params: PyTree, specialization: Specialization) -> None:
+        """Checks nothing: parameters from outside are constants, as for JAX."""
 
     def axes_and_names(self, args: Sequence[PyTree]) -> tuple[Any, Sequence[str]]:
         """The axes and names of positional arguments, and of those by name."""
@@ -312,16 +293,9 @@ class ModelFunction(FunctionSpec):
         """Checks that a tree may be one of the variables of the model."""
         self.model.entries(params)
 
-    def check_captured(
-        self, params: PyTree, specialization: Specialization, warnings: WarnOnce
-    ) -> None:
+    def check_captured(self, params: PyTree, specialization: Specialization) -> None:
         """Checks that neither modules nor their loss close over variables."""
         check_captured_params(params, specialization, self.model)
-
-    def note_order(
-        self, error: Exception, params: PyTree, args: Sequence[PyTree]
-    ) -> None:
-        """Adds no note: that variables come first, `check_params` has told."""
 
     def axes_and_names(self, args: Sequence[PyTree]) -> tuple[Any, Sequence[str]]:
         """The axes and names of the input, maybe targets, and keys."""

@@ -158,7 +158,7 @@ class PipelinedFunction:
             if spec.check is not None:
                 spec.check(params, args)
             specialization = self.build(params, batch)
-        spec.check_captured(params, specialization, self._partition.warnings)
+        spec.check_captured(params, specialization)
         return specialization
 
     @contextmanager
@@ -169,7 +169,6 @@ class PipelinedFunction:
         except Exception as error:
             if self._spec.explain is not None:
                 self._spec.explain(error, params, args)
-            self._spec.note_order(error, params, args)
             raise
 
     def _batch(self, args: Sequence[PyTree], *, allows_unsplit: bool = False) -> Batch:
