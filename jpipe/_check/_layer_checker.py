@@ -221,7 +221,7 @@ class LayerChecker:
         apply = functools.partial(
             self._apply, layer.sequence, [*previous.skips], out_keys
         )
-        with _inactive_parts.collect_notes() as switch_notes:
+        with _inactive_parts.collect_notes(train=self._train) as switch_notes:
             specs = jax.eval_shape(apply, inputs, nondiff_args)
         # Batch norms of Flax normalize each micro-batch by itself, as is intended: for
         # comparisons they return their input.

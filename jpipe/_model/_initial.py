@@ -25,6 +25,7 @@ from .._instructions._compiler import (
 from .._instructions._sharding import WHOLE
 from .._jaxprs import (
     _dataflow,
+    _inlining,
     _jaxpr,
     _scans,
     _sharding_constraints,
@@ -272,7 +273,7 @@ def _function_of_key(closed: core.ClosedJaxpr, key_spec: Any) -> _KeyFunction:
     """
     other_specs = [*map(_jaxpr.spec, closed.in_avals[1:])]
     run = core.jaxpr_as_fun(_jaxpr.recomputation(closed, closed.jaxpr.outvars, []))
-    on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(other_specs)), key_spec)
+    on_zeros, _ = _inlining.trace(lambda key: run(key, *zeros(other_specs)), key_spec)
     return _KeyFunction(*lift_folded_numbers(on_zeros))
 
 

@@ -90,7 +90,7 @@ class ScanDivision(NamedTuple):
     scans: Mapping[int, Sequence[int]]
 
 
-WHOLE = ScanDivision(params={}, scans={})
+UNDIVIDED = ScanDivision(params={}, scans={})
 
 
 def find_layer_scans(

@@ -33,7 +33,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _dataflow, _eqn_source, _jaxpr, _scans
+from .._jaxprs import _dataflow, _eqn_source, _inlining, _jaxpr, _scans
 from ._traced_function import TracedFunction
 
 # Primitives that are linear in all of their operands together, for scalars.
@@ -162,7 +162,7 @@ def _open_sums(
                     f"micro-batch; return this term beside the loss, and add it outside"
                 )
         if calls:
-            closed = _jaxpr.inline_eqns(closed, calls)
+            closed = _inlining.inline_eqns(closed, calls)
         elif scans:
             closed = _jaxpr.rewrite(closed, lambda eqn, scans=scans: scans.get(id(eqn)))
         else:

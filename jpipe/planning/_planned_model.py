@@ -33,7 +33,7 @@ from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._stage._stage_names import name_stages
-from .._trace._layer_scans import WHOLE
+from .._trace._layer_scans import UNDIVIDED
 from ..schedules import gpipe
 from ._describe import describe, describe_function
 from ._plan import Plan
@@ -121,21 +121,21 @@ class PlannedModel:
         one_stage = _one_layer_per_stage(1)
         _, specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
         division = divide_by_iteration(specialization.stages.traced(), _NUM_SECTIONS)
-        if division != WHOLE:
+        if division != UNDIVIDED:
             whole = CutPoints.without_cuts(_NUM_SECTIONS, division)
             _, specialization, _ = self._specialize(
                 one_microbatch, one_stage, cuts=whole
             )
         traced = specialization.stages.traced()
-        positions = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
+        section_starts = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
         cuts = CutPoints.from_trace(
             traced,
-            positions,
+            section_starts,
             num_params=len(specialization.layout.specs),
             num_traced_stages=_NUM_SECTIONS,
             division=division,
         )
-        return cuts.select(range(len(positions)))
+        return cuts.select(range(len(section_starts)))
 
     def _specialize(
         self, request: Request, choice: Choice, *, cuts: CutPoints | None

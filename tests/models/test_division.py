@@ -307,6 +307,10 @@ def tied(params, x):
 
 
 def test_large_parameters_that_are_read_by_slices_are_warned_of():
+    """A GPT in plain JAX: blocks made by ``jax.vmap(init)``, read in a Python loop.
+
+    Each stage would hold all blocks, and more stages would save no memory.
+    """
     stacked = {"w": jnp.ones((4, 64, 64)), "b": jnp.ones((4, 64))}
     _, said = placed(indexed, stacked)
     (message,) = said

@@ -70,6 +70,7 @@ REACHED_BY = {
     "_partition/_stack_pieces": "loss_functions/test_layer_scan_forms.py",
     "_partition/_param_sharding": "train/test_reductions.py matrix instructions stage mesh",
     "_pipelined": "loss_functions/test_value_and_grad.py loss_functions models pipelined",
+    "_pipelined/_function_spec": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_pipelined/_pipelined_function": "layers loss_functions models matrix mesh",
     "_pipelined/_tracing": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_placed": "test_transparency.py train",
@@ -310,6 +311,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_pipelined/_tracing": [
         ("size / batch.num_examples", "size / sum(batch.sizes)"),
+    ],
+    "_pipelined/_function_spec": [
         ("local_args = args[:2] if", "local_args = args[:0] if"),
     ],
     "_placed/_mirrored_places": [
