@@ -31,9 +31,11 @@ _PARTS_OF_STAGE = 8
 # So much more than an even share of the work is worth a warning.
 _UNEVEN = 1.25
 # An equation of fewer operations takes less than the start of the program that it is
-# in, some microseconds: there is nothing to balance.
+# in: there is nothing to balance. On one core `jax.jit(lambda x: x + 1)(jnp.ones(8))`
+# takes 3.7 microseconds, by `timeit`: about so many operations at 1e10 a second.
 _LEAST_WORK = 2**15
-# Gaps that so much more bytes cross than the best gap nearby are as good.
+# Gaps that so much more bytes cross than the best gap nearby are as good: a loss that
+# adds a number of each layer, such as an expert's, has one more cross each later gap.
 _AS_FEW_BYTES = 1.01
 
 

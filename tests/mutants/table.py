@@ -299,6 +299,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_partition/_balanced_cuts": [
         ("change[reader + 1] -=", "change[reader] -="),
         ("max(self.largest_cost, cost)", "self.largest_cost + cost"),
+        ("_AS_FEW_BYTES = 1.01", "_AS_FEW_BYTES = 1.0"),
         ("scans[next_scan - 1] + 1", "0"),
         ("cost_before[index] + reach), last + 1)", "np.inf), last + 1)"),
     ],
