@@ -163,7 +163,7 @@ class _Sums:
         self._enters = enters
         # variable of a sum -> the operands that it is the sum of
         self._terms: dict[core.Var, list[Any]] = {}
-        # id of an equation -> the indices of its results that are sums, and those inside
+        # id of an equation -> the indices of its results that are sums; the sums inside
         self._entered: dict[int, tuple[set[int], _Sums]] = {}
         # id of such an equation -> its operands that are terms
         self._entered_terms: dict[int, list[Any]] = {}
@@ -274,7 +274,7 @@ class _Sums:
                 )
 
     def _operands_of_examples(self, eqn: core.JaxprEqn) -> list[bool]:
-        """One bool per operand; True if it follows from an example, in any iteration."""
+        """One bool per operand; True if it follows from an example in any iteration."""
         is_of_examples = [*map(self._is_of_examples, eqn.invars)]
         carry = _jaxpr.carry_slice(eqn)
         carries = zip(is_of_examples[carry], eqn.outvars, strict=False)
@@ -344,7 +344,6 @@ class _Sums:
           pairs: variable -> its pair, of inputs that have both parts; gets those of
             the sums.
         """
-
         has_pairs = self.has_penalty or bool(pairs)
 
         def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:

@@ -8,8 +8,8 @@ of words as others are, only the trace tells that it is one:
     next_key = add key 1            words that are returned
 
 Such an input is folded wherever it is read. What the function returns of its words by
-arithmetic alone, as the state of a generator, is what one device returns. All else, such
-as keys that are split from it, is folded, as it is of a typed key.
+arithmetic alone, as the state of a generator, is what one device returns. All else,
+such as keys that are split from it, is folded, as it is of a typed key.
 """
 
 import itertools
