@@ -92,6 +92,7 @@ with_jvp.defjvp(lambda primals, tangents: jax.jvp(layer, primals, tangents))
 with_vjp = jax.custom_vjp(layer)
 with_vjp.defvjp(lambda h, w: jax.vjp(layer, h, w), lambda vjp, grads: vjp(grads))
 
+
 def from_penalty(weights, x):
     """The loss is added to the penalty, layer by layer."""
 
@@ -151,7 +152,7 @@ def in_ref(weights, x):
 def through_checkpoint(weights, x):
     """It takes a sum that has a penalty, and adds another."""
     total = stacked(weights, x)
-    return jax.checkpoint(lambda total, w: 2 * total + norm(w))(total, weights)
+    return jax.checkpoint(lambda total, w: 2 * total + norm(w))(total, weights[0])
 
 
 FORMS = {
