@@ -279,7 +279,12 @@ def prologue_jaxpr(
     values = dict[core.Var, None]()
     for stage in stages:
         values |= dict.fromkeys(var for var in stage.weights if var not in params)
-    needed = _jaxpr.dce_jaxpr(traced.closed, [*values, *traced.penalty])
-    eqns = [eqn for eqn in needed.jaxpr.eqns if not eqn.effects]
-    jaxpr = needed.jaxpr.replace(invars=traced.params, eqns=eqns, effects=set())
+    outvars = [*values, *traced.penalty]
+    jaxpr = traced.closed.jaxpr
+    jaxpr = jaxpr.replace(
+        invars=traced.params,
+        outvars=outvars,
+        eqns=_jaxpr.needed_eqns(jaxpr, outvars, stored=[]),
+        effects=set(),
+    )
     return core.ClosedJaxpr(jaxpr, traced.closed.consts)

@@ -379,13 +379,14 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("np.asarray(x.val, x", "np.asarray(0 * x.val, x"),
     ],
     "_trace/_penalty": [
-        ("jnp.asarray(scale, data.dtype), *aux", "jnp.asarray(1, data.dtype), *aux"),
+        ("data *= jnp.asarray(scale, data.dtype)", "data *= jnp.asarray(1, data.dtype)"),
         ("data + penalty * jnp.asarray(share, data.dtype)", "data + penalty"),
         ("len(factors) == 1", "len(factors) >= 1"),
         (" and not is_divisor", ""),
-        ("if adds_up else traced.closed", "if False else traced.closed"),
-        ("if _goes_along_examples(eqn, is_of_examples):", "if False:"),
-        ("parts={carried_sum: penalty}", "parts={}"),
+        ("enters=adds_up", "enters=False"),
+        ("if is_scan and any(is_of_examples[carry.stop :]):", "if False:"),
+        ("            indices |= more\n", "            break\n"),
+        ("not sums.is_inside and ", ""),
     ],
     "_trace/_raw_keys": [
         ("wrap(args[i]), args[-1])", "wrap(args[i]), 0)"),
