@@ -379,7 +379,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("np.asarray(x.val, x", "np.asarray(0 * x.val, x"),
     ],
     "_trace/_penalty": [
-        ("data *= jnp.asarray(scale, data.dtype)", "data *= jnp.asarray(1, data.dtype)"),
+        (
+            "data *= jnp.asarray(scale, data.dtype)",
+            "data *= jnp.asarray(1, data.dtype)",
+        ),
         ("data + penalty * jnp.asarray(share, data.dtype)", "data + penalty"),
         ("len(factors) == 1", "len(factors) >= 1"),
         (" and not is_divisor", ""),
