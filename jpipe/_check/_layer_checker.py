@@ -64,7 +64,7 @@ class Activations:
     """The arrays that go from one layer to later ones.
 
     Attributes:
-      passed: what the last layer passes, for all examples at once.
+      passed: the values that the last layer passes, for all examples at once.
       axes: the axis of the examples in each of its leaves; ``None`` for a leaf that
         belongs to no example.
       microbatch_values: for each leaf that belongs to no example the values of all
@@ -83,7 +83,7 @@ class _LayerInputs:
 
     Attributes:
       params: the parameters of each layer whose variables it reads.
-      activations: what the layer before it passes.
+      activations: the values that the layer before it passes.
     """
 
     params: list[PyTree]
@@ -112,7 +112,7 @@ class _Outputs:
     """The results of a layer.
 
     Attributes:
-      activations: what it passes.
+      activations: the values that it passes.
       state: the variables that it may have changed, by their paths.
     """
 

@@ -151,12 +151,12 @@ class Sequential:
 
         Args:
           entries: the variables, one entry per layer.
-          passed: what the layer before it passes.
+          passed: the values that the layer before it passes.
           rngs: the keys of the micro-batch, or ``None``.
           train: True in training.
 
         Returns:
-          What it passes, and for each layer the collections that may have changed.
+          The values that it passes, and for each layer the collections that may have changed.
         """
         last = len(self.layers) - 1
         layer = self.layers[last]

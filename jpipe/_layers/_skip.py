@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a layer passes to later ones.
+    """The values that a layer passes to later ones.
 
     Attributes:
       x: its output.

@@ -2,7 +2,7 @@
 
 construction     stages, devices, schedule
 variables        parameters and bytes of each stage
-first trace      work and sent bytes of each stage
+first trace      work and sent bytes of each stage, skip connections
 training step    residuals, compiled actions, peaks
 """
 

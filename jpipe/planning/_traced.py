@@ -56,7 +56,7 @@ class TracedLayers:
         return _variables.params(tree.unflatten(range(tree.num_leaves)))
 
     @property
-    def outputs(self) -> list[Any]:
+    def results(self) -> list[Any]:
         """Specs of the results of the last layer, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.traced().aux[0])
 
@@ -118,6 +118,18 @@ class TracedLayers:
             if var in previous_outputs
         ]
 
+    def outputs(self, layer: int) -> list[Any]:
+        """The outputs of a layer that the next layer that reads any of them reads.
+
+        Layers between them hand them on.
+        """
+        outputs = self._layer_outputs[layer]
+        for reader in range(layer + 1, len(self.names)):
+            inputs = self.stages.slice_of(reader).input_activations
+            if any(var in outputs for var in inputs):
+                return [var for var in inputs if var in outputs]
+        return []
+
     def skip_inputs(self, layer: int) -> dict[tuple[int, str], list[Any]]:
         """The variables that it reads of earlier layers, by these and by name."""
         inputs = set(self.inputs(layer))
@@ -139,9 +151,9 @@ class TracedLayers:
         return [var for var in variables if self.stages.has_gradient(var, 0)]
 
     def is_output(self, source: int, variables: Sequence[Any]) -> bool:
-        """True if the layer behind the source reads these variables too."""
+        """True if the next layer that reads of the source reads these variables too."""
         outputs = self._layer_outputs[source]
-        read_next = {outputs[var] for var in self.inputs(source + 1)}
+        read_next = {outputs[var] for var in self.outputs(source)}
         return all(outputs[var] in read_next for var in variables)
 
     @cached_property

@@ -522,6 +522,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
     ],
+    "planning/_traced": [
+        ("reader in range(layer + 1, len(self.names))", "reader in [layer + 1]"),
+    ],
     "planning/_verify": [
         ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
         (

@@ -58,6 +58,15 @@ def test_a_skip_that_is_the_output_of_its_layer_is_marked_so():
         assert skip.is_output == is_output
 
 
+def test_a_layer_that_hands_its_input_on_leaves_the_output_to_the_next_reader():
+    layers = [jnp.sin, lambda x: x, jnp.tanh]
+    made = jpipe.profile(layers, X, num_microbatches=1, measure=False)
+    assert made.layers[0].output_bytes == X.nbytes
+    (skip,) = made.skips
+    assert (skip.source, skip.target, skip.is_output) == (0, 2, True)
+    assert made.costs([1, 2]).skips == ()
+
+
 def test_an_entry_of_a_dictionary_is_a_skip_past_the_layers_that_hand_it_on():
     def use(d):
         return d["h"] + d["kept"]
