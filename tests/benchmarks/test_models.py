@@ -68,7 +68,8 @@ CUTS = [
         *small_unet,
         [16, 27, 31, 44, 22, 57, 27, 17],
         [112_320, 700_416, 6_193_152, *[106_168_320] * 2, 12_976_128, 331_776, 36_896],
-        {(1, 6): 2, (3, 4): 1, (3, 5): 1, (2, 5): 1},
+        # Stage 1 ends with a layer that hands its input on, straight to stage 2.
+        {(1, 6): 2, (1, 2): 1, (3, 4): 1, (3, 5): 1, (2, 5): 1},
     ),
     slow(
         partial(profile, amoebanet, 18, 256),
