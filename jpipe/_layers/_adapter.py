@@ -2,7 +2,7 @@
 
 import functools
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,6 @@ class LayerAdapter:
         a module of nnx, or else the variables.
       init: ``(key, x) -> variables`` of a `Layer`; ``None`` of all others.
       module: the module whose method is called, where the source is a `MethodLayer`.
-      namespace: the namespace of the names that it stashes and pops.
       graphdef: the `flax.nnx.graphdef` of an nnx module when it was listed.
     """
 
@@ -71,7 +70,6 @@ class LayerAdapter:
     call: Callable[..., PyTree]
     init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
-    namespace: Hashable = None
     graphdef: Any = None
 
     @property
@@ -210,10 +208,8 @@ def _adapt_layer(source: Any) -> LayerAdapter:
     """Adapts one object of the user's list, which was checked to be a layer."""
     if isinstance(source, _skip.Isolated):
         adapter = _adapt_layer(source.layer)
-        namespace = source.namespace
-        if adapter.namespace is not None:
-            namespace = (source.namespace, adapter.namespace)
-        return replace(adapter, namespace=namespace)
+        in_namespace = _skip.namespace_scope(source.namespace)
+        return replace(adapter, call=in_namespace(adapter.call))
     if isinstance(source, Layer):
         return _adapt_functions(source)
     if isinstance(source, MethodLayer):

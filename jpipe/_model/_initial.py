@@ -71,7 +71,6 @@ class Initial:
     Attributes:
       specs: specs of the variables, for each layer.
       draws: True if any of them follows from the key.
-      routes: the skip connections between stages.
 
     Raises:
       ValueError: with the variables that would follow from values of the input.
@@ -84,11 +83,8 @@ class Initial:
         spec: PyTree,
         fixed_entries: Sequence[PyTree] | None = None,
     ) -> None:
-        routes: list[Any] = []
-
         def init(key: chex.PRNGKey, x: PyTree, fixed_entries: PyTree) -> Any:
             initialized = layers.init(key, x, fixed_entries)
-            routes[:] = initialized.routes
             return tuple(jax.tree.map(strong, tuple(initialized.entries)))
 
         if fixed_entries is None:
@@ -102,7 +98,6 @@ class Initial:
             closed, specs, fixed_specs, is_list=layers.parent.is_list
         )
         self._function = _function_of_key(closed, key_spec)
-        self.routes = tuple(routes)
         self.draws = bool(_jaxpr.used_inputs(self._function.closed)[0])
 
         # A module of nnx holds values already: these are its initial variables.

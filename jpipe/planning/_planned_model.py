@@ -19,7 +19,6 @@ from .._instructions._progress import Progress
 from .._instructions._transfer import AbstractDevice
 from .._layers._adapter import adapt_layers, is_model
 from .._layers._layer_group import group_layers
-from .._layers._skip import skip_name
 from .._layers._text import abbreviate
 from .._model._model import Model
 from .._partition import _balanced_cuts
@@ -81,7 +80,7 @@ class PlannedModel:
                 if self._sections is None:
                     self._sections = self._find_sections(one_microbatch)
                 num_layers = len(self._sections.positions) + 1
-            model, specialization, variables = self._specialize(
+            _, specialization, variables = self._specialize(
                 one_microbatch, _one_layer_per_stage(num_layers), cuts=self._sections
             )
             if self._is_model:
@@ -90,10 +89,7 @@ class PlannedModel:
                     abbreviate(names) or f"section {index}"
                     for index, names in enumerate(modules)
                 ]
-            skips = {}
-            if model.is_list:
-                skips = model.name_skips(specialization.stages)
-            return TracedLayers(tuple(self._names), specialization, variables, skips)
+            return TracedLayers(tuple(self._names), specialization, variables)
 
     def describe_step(self, request: Request, choice: Choice) -> Plan:
         """Describes a training step on abstract devices, without a forecast."""
@@ -108,10 +104,7 @@ class PlannedModel:
         info = describe_function(specialization)
         if not model.is_list:
             return describe(info._replace(names=names, modules=info.names))
-        skips = [
-            (skip_name(route.key), route.source, route.target) for route in model.routes
-        ]
-        return describe(info._replace(names=names, skips=skips))
+        return describe(info._replace(names=names))
 
     def _find_sections(self, one_microbatch: Request) -> CutPoints:
         """Finds the gaps of a model that few bytes cross."""

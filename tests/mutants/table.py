@@ -255,9 +255,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_layers/_skip": [
         (
-            "(frame.namespace, name)\n    if key not in",
-            "(None, name)\n    if key not in",
+            "Key(name, _namespace.get())\n    if key not in",
+            "Key(name, None)\n    if key not in",
         ),
+        ("namespace if outer is None else (outer, namespace)", "namespace"),
     ],
     "_lower/_epilogue": [
         ("loss_grad = np.ones((), graph", "loss_grad = np.zeros((), graph"),
@@ -291,10 +292,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("[array[shard] for", "[array[0] for"),
     ],
     "_model/_model": [
-        (
-            "        skips |= {key: marked[number] for number, key in numbered.items()}\n",
-            "",
-        ),
+        ("if next_stages in ([], [stage]):", "if not next_stages:"),
     ],
     "_partition/_balanced_cuts": [
         ("change[reader + 1] -=", "change[reader] -="),
@@ -366,9 +364,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("dtype.itemsize < 4", "dtype.itemsize < 2"),
     ],
     "_trace/_boundaries": [
-        ("] = stage, tree", "] = stage, 0"),
+        ("names.get(var) or name", "name"),
         ("value if was_marked else marked", "marked"),
-        ("[numbers[0]] = index + 1", "[numbers[0]] = index"),
+        ("[int(stage)] = index + 1", "[int(stage)] = index"),
         (" and not is_mark(eqns[index + 1])", ""),
     ],
     "_trace/_eqn_order": [
@@ -461,6 +459,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_describe": [
         ("and (output, place) not in sent", ""),
         ("place != placement.place(source, 0) and ", ""),
+        ("stage > source + 1", "stage > source"),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
@@ -530,6 +529,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
+    ],
+    "planning/_traced": [
+        ("reader in range(layer + 1, len(self.names))", "reader in [layer + 1]"),
     ],
     "planning/_verify": [
         ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
