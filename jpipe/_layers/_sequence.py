@@ -156,7 +156,8 @@ class Sequential:
           train: True in training.
 
         Returns:
-          The values that it passes, and for each layer the collections that may have changed.
+          The values that it passes, and for each layer the collections that may have
+          changed.
         """
         last = len(self.layers) - 1
         layer = self.layers[last]
