@@ -95,8 +95,8 @@ def test_layers_are_traced_once_each_for_variables_a_step_and_the_check_of_a_los
         pipe.value_and_grad(ref.mse).program(pipe.init(KEY, X), X, TARGETS)
         return len(Counted.calls)
 
-    # Flax calls each to make its variables, in the trace of a step, and for twice as many
-    # examples: what grows has a row for each.
+    # Flax calls each to make its variables, in the trace of a step, and for twice as
+    # many examples: what grows has a row for each.
     assert (calls(1), calls(5)) == (3, 15)
 
 
