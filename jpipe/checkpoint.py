@@ -65,11 +65,11 @@ def save(
 
     Raises:
       FileExistsError: if the folder exists.
-      OSError: if it cannot be written; the state that was there still is.
+      OSError: if it cannot be written, or is a file; the state that was there still is.
       TypeError: with the leaves that are neither arrays nor numbers that can be saved,
         or if there are no leaves; if ``path`` is no path.
       ValueError: if a step overwrote the state; if several processes are not at the
-        same step, or save different states.
+        same step, or save different states; if the path has a bracket, ``[``.
       RuntimeError: if one of several processes cannot do its part.
 
     Example:
@@ -87,6 +87,10 @@ def save(
       0
     """
     folder = _folder(path, "save", "state")
+    if "[" in str(folder):
+        raise ValueError(f"{folder} has a bracket: Orbax could not read it again")
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; give the path of a folder")
     _variables.check_alive(jax.tree.leaves(state))
     is_multi_process = jax.process_count() > 1
     if is_multi_process:  # each piece is sent by the process that has it
@@ -447,7 +451,9 @@ def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _path_text(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """The keys of a path, as one text, another for each path."""
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return "/".join(key.replace("/", r"\/") for key in keys)
 
 
 def _leaf_text(leaf: Any) -> str:

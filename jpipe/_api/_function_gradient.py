@@ -19,7 +19,7 @@ from .._messages import WarnOnce
 from .._partition._partition import Partition
 from .._partition._stage_placement import StagePlacement
 from .._pipelined._feed import Feed
-from .._pipelined._function_spec import FunctionSpec
+from .._pipelined._function_spec import LossFunction
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._placed._mesh_context import outside_of_meshes
 from .._trace._microbatch_outputs import MicrobatchOutputs
@@ -81,7 +81,7 @@ class FunctionGradient(CustomLoop, FormerNames):
             args, kwargs = self._join_args(params, trees)
             return function(*args, **kwargs)
 
-        self._spec = FunctionSpec(
+        self._spec = LossFunction(
             call,
             make_joins,
             argnums=self._argnums,

@@ -265,9 +265,8 @@ class Pipeline(CustomLoop, FormerNames):
         are compared as they are merged. All random numbers that follow from ``rngs``
         are the middle one: a dropout drops nothing.
         Everything is computed on the device of the first stage, one layer after the
-        other. A dropout, batch norm or attention that is off in training, since an
-        argument on the way to it was left at its default, is noted beside its layer
-        with the line to type.
+        other. A dropout, batch norm or attention of Flax that is off in training, since
+        no switch reached it, is noted beside its layer.
 
         `TrainStep.check` checks the loss too.
 

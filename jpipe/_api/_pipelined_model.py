@@ -15,7 +15,6 @@ from .._arguments._trainable import Trainable
 from .._instructions import _transfer
 from .._layers import _rng
 from .._layers._adapter import check_unchanged
-from .._layers._skip import skip_name
 from .._model._initial import Initial, strong
 from .._model._model import Model
 from .._partition._param_layout import ParamLayout
@@ -128,11 +127,9 @@ class PipelinedModel:
 
     def _info(self, last: Specialization | None) -> PipelineInfo:
         """The facts about a pipeline that is divided: see `plan`."""
+        forwards = [forward.last_specialization for forward in self._forwards.values()]
+        last = last or next(filter(None, forwards), None)
         if not self.model.is_list:
-            forwards = [
-                forward.last_specialization for forward in self._forwards.values()
-            ]
-            last = last or next(filter(None, forwards), None)
             if last is not None:
                 return describe_function(last)
             # A plan has the cuts, or a loss was divided.
@@ -140,20 +137,16 @@ class PipelinedModel:
             return PipelineInfo(self.placement, names, cuts=self.partition.cuts)
 
         names = [group.layer_names for group in self.placement.stages]
-        skips = [
-            (skip_name(route.key), route.source, route.target)
-            for route in self.model.routes
-        ]
         if last is not None:
-            return describe_function(last)._replace(names=names, skips=skips)
+            return describe_function(last)._replace(names=names)
         if self.checks.specs is None:
-            return PipelineInfo(self.placement, names, skips=skips)
+            return PipelineInfo(self.placement, names)
 
         layout = self.layout(self.checks.specs)
         params_of_stage: list[list[int]] = [[] for _ in names]
         for index, owner in enumerate(layout.owner_stages):
             params_of_stage[owner].append(index)
-        return PipelineInfo(self.placement, names, layout, params_of_stage, skips=skips)
+        return PipelineInfo(self.placement, names, layout, params_of_stage)
 
     # ------------------------------------------------------------ pipelined functions
 

@@ -158,7 +158,7 @@ def pipeline(
     config = configure(options, layers=None if is_one_model else adapters)
 
     groups = None if config.balance is None else group_layers(adapters, config.balance)
-    partition = Partition(config, groups, is_lasting=is_one_model)
+    partition = Partition(config, groups, shares_cuts=is_one_model)
     axes = Axes(in_axes, target_axes, out_axes)
     model = Model(adapters, axes, partition.stage_of_layer)
     forecast = getattr(plan, "forecast", None)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from .._layers import _rng
 from .._layers._inputs import Inputs
-from .._layers._text import shape_text
 from . import _microbatch
 from ._batch import Batch
 from ._microbatch import BatchArgument
@@ -115,16 +114,6 @@ def _as_arrays(tree: PyTree, axes: Any, name: str) -> PyTree:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape")
-
-
-def note_order(error: Exception, params: PyTree, args: Sequence[PyTree]) -> None:
-    """Notes that parameters come first, where one array stands for them."""
-    is_leaf = jax.tree.structure(params) == jax.tree.structure(0)
-    if is_leaf and any(len(jax.tree.leaves(tree)) > 1 for tree in args[:-1]):
-        error.add_note(
-            f"params come first, as in grad_fn(params, x); they are "
-            f"{shape_text(params)}"
-        )
 
 
 # ------------------------------------------------------------------ any mini-batch

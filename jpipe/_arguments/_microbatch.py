@@ -196,7 +196,6 @@ def count_examples(
         )
     if len(set(leaf_sizes.values())) > 1:
         hints = hints or _hint_on_lists(arguments, leaf_sizes.values())
-        hints = hints or _hint_on_rows(arguments, min(leaf_sizes.values()))
         advice = "".join([*hints, f"\n{advice}"])
         raise_all("leaves differ in batch size", descriptions.values(), advice=advice)
     name, size = next(iter(leaf_sizes.items()))
@@ -239,20 +238,6 @@ def _hint_on_lists(
             return [
                 f"\n{name} is a {type(specs).__name__} of {len(specs)} arrays of one "
                 f"shape; are these the examples? np.stack({name}) is one array of them"
-            ]
-    return []
-
-
-def _hint_on_rows(arguments: Sequence[BatchArgument], size: int) -> list[str]:
-    """Advice on the first leaf with a multiple of ``size`` rows, in a list."""
-    for name, leaf, axis in _batched_leaves(arguments):
-        num_rows = leaf.shape[0] if axis == 0 else 0
-        if size and num_rows > size and num_rows % size == 0:
-            rows_per_example = num_rows // size
-            shape = (size, rows_per_example, *leaf.shape[1:])
-            return [
-                f"\n{name} has {rows_per_example} rows for each of {size} examples? "
-                f"Its .reshape{shape} is split like these"
             ]
     return []
 

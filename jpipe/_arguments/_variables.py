@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax import core
 
 from .._jaxprs._jaxpr import is_inexact
@@ -13,8 +14,6 @@ from .._layers._linen import is_boxed
 from .._layers._parent import Parent
 from .._layers._variable_paths import (
     Names,
-    flatten_variables,
-    nest_variables,
     variable_text,
 )
 from .._messages import raise_all
@@ -60,9 +59,9 @@ def check_layers(
     entries = list(variables)
     if duplicates:
         for i, entry in enumerate(variables):
-            leaves = flatten_variables(entry).items()
+            leaves = flatten_mapping(entry).items()
             unique = {n: leaf for n, leaf in leaves if (i, n) not in duplicates}
-            entries[i] = nest_variables(unique)
+            entries[i] = unflatten_mapping(unique)
     check_model_variables(
         dict(zip(entry_names, specs, strict=True)),
         dict(zip(entry_names, entries, strict=True)),
@@ -90,18 +89,18 @@ def _align_shared(
     # variable of the parent -> its locations in the user's variables
     locations: dict[Names, list[_Location]] = {}
     for i, entry in enumerate(variables):
-        for names in flatten_variables(entry):
+        for names in flatten_mapping(entry):
             locations.setdefault(parent.parent_path(i, names), []).append((i, names))
 
     specs: list[dict[Names, PyTree]] = [{} for _ in expected]
     duplicates: dict[_Location, _Location] = {}
     for i, entry in enumerate(expected):
-        for names, spec in flatten_variables(entry).items():
+        for names, spec in flatten_mapping(entry).items():
             first, *more = locations.get(parent.parent_path(i, names), [(i, names)])
             layer, path = first
             specs[layer][path] = spec
             duplicates |= dict.fromkeys(more, first)
-    return [nest_variables(entry) for entry in specs], duplicates
+    return [unflatten_mapping(entry) for entry in specs], duplicates
 
 
 def check_model_variables(
@@ -290,8 +289,8 @@ def _other_containers(
     """One sentence for each list in place of a mapping, as those of nnx.List."""
     faults: list[str] = []
     for name, entry in variables.items():
-        expected_names = flatten_variables(expected[name])
-        for names, value in flatten_variables(entry).items():
+        expected_names = flatten_mapping(expected[name])
+        for names, value in flatten_mapping(entry).items():
             if names not in expected_names:
                 faults.append(
                     f"{variable_text(name, names)} is a {type(value).__name__}, the "

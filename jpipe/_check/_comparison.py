@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.nnx.traversals import flatten_mapping
 
 from .._jaxprs._jaxpr import is_inexact
 from .._layers._text import shape_text
-from .._layers._variable_paths import flatten_variables
 
 PyTree = Any
 
@@ -129,7 +129,7 @@ def comparable_state(state: Mapping[str, PyTree]) -> dict[str, Any]:
     Each variance beside a mean, as of a batch norm, is replaced by the mean square:
     that of all examples is the mean of those of the micro-batches.
     """
-    leaves = flatten_variables(state)
+    leaves = flatten_mapping(state)
     for path, leaf in leaves.items():
         mean = leaves.get((*path[:-1], "mean"))
         if path[0] == "batch_stats" and path[-1] == "var" and mean is not None:

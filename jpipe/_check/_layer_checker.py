@@ -15,6 +15,7 @@ returns nothing; and it can be traced for a micro-batch only if all layers can.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ import numpy as np
 
 from .._arguments._objective import Objective
 from .._jaxprs._jaxpr import is_inexact
-from .._layers import _batch_norm, _inactive_parts, _median_prng, _rng, _skip
+from .._layers import _batch_norm, _inactive_parts, _median_prng, _rng
 from .._layers._parent import Entries
 from .._layers._sequence import Sequential
+from .._layers._skip import Passed
 from . import _loss_check
 from ._comparison import (
     Difference,
@@ -62,16 +64,14 @@ class Activations:
     """The arrays that go from one layer to later ones.
 
     Attributes:
-      x: the output of the last layer, for all examples at once.
-      skips: the values that were stashed and not popped yet, likewise.
-      axes: the axis of the examples in each leaf of ``x`` and of the skips; ``None``
-        for a leaf that belongs to no example.
+      passed: the values that the last layer passes, for all examples at once.
+      axes: the axis of the examples in each of its leaves; ``None`` for a leaf that
+        belongs to no example.
       microbatch_values: for each leaf that belongs to no example the values of all
         micro-batches, along a new first axis; ``None`` for leaves of examples.
     """
 
-    x: PyTree
-    skips: Mapping[_skip.Key, PyTree]
+    passed: Passed
     axes: Sequence[int | None]
     microbatch_values: Sequence[Any]
 
@@ -83,11 +83,11 @@ class _LayerInputs:
 
     Attributes:
       params: the parameters of each layer whose variables it reads.
-      activations: its input, and the values that it may pop.
+      activations: the values that the layer before it passes.
     """
 
     params: list[PyTree]
-    activations: tuple[PyTree, list[PyTree]]
+    activations: Passed
 
 
 @jax.tree_util.register_dataclass
@@ -112,11 +112,11 @@ class _Outputs:
     """The results of a layer.
 
     Attributes:
-      activations: its output, and the values that may be popped after it.
+      activations: the values that it passes.
       state: the variables that it may have changed, by their paths.
     """
 
-    activations: tuple[PyTree, list[PyTree]]
+    activations: Passed
     state: list[PyTree]
 
 
@@ -131,7 +131,7 @@ class _OutputsAtOnce:
     """
 
     comparable: _Outputs
-    activations: tuple[PyTree, list[PyTree]]
+    activations: Passed
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ class LayerChecker:
         tolerance: float | None,
     ) -> None:
         self._activations = Activations(
-            x=jax.tree.map(to_host, x),
-            skips={},
+            passed=Passed(jax.tree.map(to_host, x), OrderedDict()),
             axes=axes,
             microbatch_values=[None] * len(axes),
         )
@@ -211,7 +210,7 @@ class LayerChecker:
         entries = jax.tree.map(to_host, layer.entries)
         inputs = _LayerInputs(
             params=_params_of(entries),
-            activations=(previous.x, [*previous.skips.values()]),
+            activations=previous.passed,
         )
         nondiff_args = _NondiffArgs(
             microbatch_values=[*previous.microbatch_values],
@@ -219,11 +218,8 @@ class LayerChecker:
             keys=self._keys,
         )
 
-        out_keys: list[_skip.Key] = []
-        apply = functools.partial(
-            self._apply, layer.sequence, [*previous.skips], out_keys
-        )
-        with _inactive_parts.collect_notes() as switch_notes:
+        apply = functools.partial(self._apply, layer.sequence)
+        with _inactive_parts.collect_notes(train=self._train) as switch_notes:
             specs = jax.eval_shape(apply, inputs, nondiff_args)
         # Batch norms of Flax normalize each micro-batch by itself, as is intended: for
         # comparisons they return their input.
@@ -256,7 +252,7 @@ class LayerChecker:
         leaf_reductions: list[Sequence[str]] = [("mean", "sum")] * len(out_axes)
         if reductions is not None:
             # Leaves of the output come before those of skips.
-            output_reductions = reductions(specs.activations[0])
+            output_reductions = reductions(specs.activations.x)
             leaf_reductions[: len(output_reductions)] = output_reductions
         compared, differences = self._compare(
             function,
@@ -268,11 +264,9 @@ class LayerChecker:
         )
         notes = [*self._notes(function, at_once, out_axes), *switch_notes]
 
-        y, skips = at_once.results.activations
         microbatch_leaves = jax.tree.leaves(in_microbatches.results.activations)
         self._activations = Activations(
-            x=y,
-            skips=dict(zip(out_keys, skips, strict=True)),
+            passed=at_once.results.activations,
             axes=out_axes,
             microbatch_values=[
                 leaf if axis is None else None
@@ -290,7 +284,7 @@ class LayerChecker:
             return CheckResult(name, notes=(self._stopped,))
         return _loss_check.check_loss(
             objective,
-            self._activations.x,
+            self._activations.passed.x,
             targets,
             output_axes=self._activations.axes,
             target_axes=target_axes,
@@ -302,8 +296,6 @@ class LayerChecker:
     def _apply(
         self,
         sequence: Sequential,
-        in_keys: Sequence[_skip.Key],
-        out_keys: list[_skip.Key],
         inputs: _LayerInputs,
         nondiff_args: _NondiffArgs,
         *,
@@ -313,15 +305,10 @@ class LayerChecker:
 
         Args:
           sequence: the layers.
-          in_keys: the keys of the values that it may pop.
-          out_keys: a list that becomes the keys of the values that may be popped after
-            it.
           inputs: its parameters and activations.
           nondiff_args: its other arguments.
           bypass: True if batch norms of Flax return their input.
         """
-        x, skips = inputs.activations
-        values = dict(zip(in_keys, skips, strict=True))
         with (
             jax.default_matmul_precision("highest"),
             _batch_norm.merge_statistics(are_merged=True),
@@ -330,12 +317,14 @@ class LayerChecker:
         ):
             pairs = zip(inputs.params, nondiff_args.state, strict=True)
             entries = [{**params, **state} for params, state in pairs]
-            y, changed = sequence.call_last(
-                entries, x, rngs=nondiff_args.keys, train=self._train, skips=values
+            passed, changed = sequence.call_last(
+                entries,
+                inputs.activations,
+                rngs=nondiff_args.keys,
+                train=self._train,
             )
-        out_keys[:] = values
         state = [comparable_state(collections) for collections in changed]
-        return _Outputs((y, [*values.values()]), state)
+        return _Outputs(passed, state)
 
     def _function(
         self,
@@ -482,12 +471,11 @@ class LayerChecker:
                 smallest_scale=_SMALLEST_SCALE * max_magnitude(param_grads),
             )
             inputs = self._activations
-            input_leaves = (inputs.x, [*inputs.skips.values()])
             add(
                 "gradients",
                 at_once=_with_names(at_once.gradient.activations),
                 in_microbatches=in_microbatches.gradient.activations,
-                axes=floating_axes(input_leaves, inputs.axes),
+                axes=floating_axes(inputs.passed, inputs.axes),
                 inputs_name="input",
             )
         return tuple(compared), tuple(differences)
@@ -517,10 +505,10 @@ class LayerChecker:
         return notes
 
 
-def _with_names(activations: tuple[PyTree, list[PyTree]]) -> PyTree:
+def _with_names(activations: Passed) -> PyTree:
     """Activations, in the same order, as a tree whose paths a user knows."""
-    x, skips = activations
-    return {"passed": x, "stashed": skips} if skips else x
+    x, stashed = activations
+    return {"passed": x, "stashed": stashed} if stashed else x
 
 
 def _advice(index: int, *, is_last: bool) -> str:

@@ -308,8 +308,8 @@ def probe(
         return [*loss, *terms], largest, differences
 
     try:
-        compare = _sharding_constraints.without_constraints(compare_parts)
-        traced = jax.jit(compare).trace(specs, targets)
+        function = _sharding_constraints.without_constraints(compare_parts)
+        traced = jax.jit(function).trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"
         lowered = traced.lower()
@@ -331,10 +331,12 @@ def probe(
         is_finite = True
         combined = sum(terms)
         fault = ""
-        # A part whose loss is no number differs from all examples, whose loss is one.
-        if not abs(loss - combined) <= limit * max(map(abs, [loss, *terms])):
-            fault = f"{combined:.6g}"
         scale = max(largest, default=0.0)
+        # A loss may be the rounding error of a sum of terms that cancel each other.
+        allowed = limit * max(map(abs, [loss, *terms])) + rounding * scale * count
+        # A part whose loss is no number differs from all examples, whose loss is one.
+        if not abs(loss - combined) <= allowed:
+            fault = f"{combined:.6g}"
         difference = max(differences, default=0.0)
         if not fault and np.isfinite(scale) and not difference <= limit * scale:
             fault = (

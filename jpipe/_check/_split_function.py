@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._jaxprs import _dataflow, _jaxpr, _sharding_constraints, _structural_key
+from .._jaxprs import (
+    _dataflow,
+    _inlining,
+    _jaxpr,
+    _sharding_constraints,
+    _structural_key,
+)
 from .._jaxprs._jaxpr import is_inexact
 from . import _comparison
 
@@ -65,8 +71,8 @@ class SplitFunction:
         inputs: PyTree,
         nondiff_args: PyTree,
     ) -> None:
-        closed, results = _jaxpr.trace(at_once, inputs, nondiff_args)
-        microbatch_closed, microbatch_results = _jaxpr.trace(
+        closed, results = _inlining.trace(at_once, inputs, nondiff_args)
+        microbatch_closed, microbatch_results = _inlining.trace(
             in_microbatches, inputs, nondiff_args
         )
         self.outputs, _ = results

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from . import _jaxpr, _sharding_constraints
+from . import _inlining, _jaxpr, _sharding_constraints
 
 Leaves = Sequence[Any]
 
@@ -96,7 +96,7 @@ class Computation:
         cls, name: str, run: Callable[..., Leaves], *specs: Any
     ) -> "Computation":
         """The computation of a function, traced on leaves of these specs."""
-        closed, _ = _jaxpr.trace(lambda *leaves: list(run(*leaves)), *specs)
+        closed, _ = _inlining.trace(lambda *leaves: list(run(*leaves)), *specs)
         return cls.from_jaxpr(name, closed)
 
 

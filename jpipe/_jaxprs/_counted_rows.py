@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from . import _jaxpr, _scans
+from . import _inlining, _jaxpr, _scans
 from ._explicit_dtypes import make_jaxpr
 
 
@@ -53,7 +53,7 @@ def _find_counted(closed: core.ClosedJaxpr, eqn: core.JaxprEqn) -> dict[int, int
     params: Any = eqn.params
     length: int = params["length"]
     carry = _jaxpr.carry_slice(eqn)
-    body = _jaxpr.open_checkpoints(params["jaxpr"])
+    body = _inlining.open_checkpoints(params["jaxpr"])
     body = _jaxpr.dce_jaxpr(body, body.jaxpr.outvars)
     # index of an operand -> its reads
     reads: dict[int, list[_RowRead]] = {}

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from . import _jaxpr
+from . import _inlining, _jaxpr
 
 _LINEAR_SOLVE = "custom_linear_solve"
 CUSTOM_RULES = frozenset([*_jaxpr.RULES, _LINEAR_SOLVE])
@@ -61,9 +61,9 @@ def _inline_rules(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
             return None
         return lambda operands: _evaluate(eqn, operands)
 
-    closed = _jaxpr.inline_calls(closed)
+    closed = _inlining.inline_calls(closed)
     has_solve = any(eqn.primitive.name == _LINEAR_SOLVE for eqn in closed.jaxpr.eqns)
-    return _jaxpr.inline_calls(_jaxpr.rewrite(closed, rule)) if has_solve else closed
+    return _inlining.inline_calls(_jaxpr.rewrite(closed, rule)) if has_solve else closed
 
 
 def _evaluate(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from . import _jaxpr, _sharding_constraints
+from . import _inlining, _jaxpr, _sharding_constraints
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -55,7 +55,7 @@ def find_invalid_value(
       The error to raise; ``None`` if no operation, run by itself, has such a result.
     """
     specs = map(_jaxpr.spec, leaves)
-    closed = _jaxpr.inline_calls(
+    closed = _inlining.inline_calls(
         jax.make_jaxpr(_sharding_constraints.without_constraints(function))(*specs)
     )
 

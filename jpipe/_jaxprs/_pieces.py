@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from . import _axis_maps, _custom_rules, _jaxpr
+from . import _axis_maps, _custom_rules, _inlining, _jaxpr
 from ._host_memory import in_memory_of
 
 # Loops, branches and calls that may be divided by pieces: see `_divided_bodies`.
@@ -253,7 +253,7 @@ def inlined_bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     """The bodies of a loop, a branch or a custom rule, with calls inlined."""
     if eqn.primitive.name in _custom_rules.CUSTOM_RULES:
         return [_custom_rules.trace_values(eqn)]
-    return [_jaxpr.inline_eqns(body, ()) for body in _jaxpr.bodies(eqn)]
+    return [_inlining.inline_eqns(body, ()) for body in _jaxpr.bodies(eqn)]
 
 
 def first_stacked(eqn: core.JaxprEqn) -> tuple[int, int]:

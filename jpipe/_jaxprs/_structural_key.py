@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from . import _jaxpr, _sharding_constraints
+from . import _inlining, _jaxpr, _sharding_constraints
 from ._explicit_dtypes import make_jaxpr
 
 # The names that jpipe gives to values tell them apart, not what they are; but for those
@@ -96,7 +96,7 @@ def _derivative_key(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
         closed = make_jaxpr(value_and_vjp)(operands, cotangents)
     except Exception:  # which is raised again where somebody differentiates it
         return IdentityKey(eqn)
-    return structural_key(_jaxpr.inline_calls(closed))
+    return structural_key(_inlining.inline_calls(closed))
 
 
 def _value_key(value: Any) -> Hashable:

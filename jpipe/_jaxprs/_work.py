@@ -4,7 +4,9 @@ from jax.extend import core
 
 from . import _flops, _jaxpr, _min_cut
 
-# So many operations take as long as to move a byte.
+# So many operations take as long as to move a byte: the machine balance of the roofline
+# model (Williams, Waterman and Patterson, 2009). By the data sheets of V100, A100 and
+# H200 it is 10 to 17 in float32, and ten times that for products in tensor cores.
 _OPERATIONS_PER_BYTE = 10
 
 

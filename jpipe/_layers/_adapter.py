@@ -2,7 +2,7 @@
 
 import functools
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from flax import nnx
 
 from .._jaxprs._jaxpr import zeros
 from .._messages import raise_all
-from . import _inactive_parts, _inputs, _linen, _nnx, _skip, _switches
+from . import _inputs, _linen, _nnx, _skip, _switches
 from ._method import MethodLayer
 
 PyTree = Any
@@ -22,9 +22,9 @@ _PARTITION = "params, static = eqx.partition(module, eqx.is_inexact_array)"
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer made of two functions, for models that are not Flax.
+    """Two functions as a layer, for models that are not Flax: ``Layer(init, apply)``.
 
-    `jpipe.layer` makes a layer of a method of a Flax module.
+    Of a method of a Flax module `jpipe.layer` makes a layer.
 
     Attributes:
       init: ``(key, x) -> variables``: a mapping with the trainable pytree under
@@ -62,7 +62,6 @@ class LayerAdapter:
         a module of nnx, or else the variables.
       init: ``(key, x) -> variables`` of a `Layer`; ``None`` of all others.
       module: the module whose method is called, where the source is a `MethodLayer`.
-      namespace: the namespace of the names that it stashes and pops.
       graphdef: the `flax.nnx.graphdef` of an nnx module when it was listed.
     """
 
@@ -71,7 +70,6 @@ class LayerAdapter:
     call: Callable[..., PyTree]
     init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
-    namespace: Hashable = None
     graphdef: Any = None
 
     @property
@@ -210,10 +208,8 @@ def _adapt_layer(source: Any) -> LayerAdapter:
     """Adapts one object of the user's list, which was checked to be a layer."""
     if isinstance(source, _skip.Isolated):
         adapter = _adapt_layer(source.layer)
-        namespace = source.namespace
-        if adapter.namespace is not None:
-            namespace = (source.namespace, adapter.namespace)
-        return replace(adapter, namespace=namespace)
+        in_namespace = _skip.namespace_scope(source.namespace)
+        return replace(adapter, call=in_namespace(adapter.call))
     if isinstance(source, Layer):
         return _adapt_functions(source)
     if isinstance(source, MethodLayer):
@@ -281,13 +277,7 @@ def _adapt_functions(layer: Layer) -> LayerAdapter:
         return dict(variables)
 
     def call(variables: PyTree, x: PyTree, rngs: Any, *, train: bool) -> PyTree:
-        function = layer.apply
-        leading_args = [variables]
-        describe = functools.partial(
-            _describe_call, layer.name, function, leading_args, x
-        )
-        with _inactive_parts.watching(describe, train=train):
-            return _switches.call(function, leading_args, x, rngs=rngs, train=train)
+        return _switches.call(layer.apply, [variables], x, rngs=rngs, train=train)
 
     return LayerAdapter(layer.name, layer, call=call, init=init)
 
@@ -320,29 +310,11 @@ def _check_variables(variables: Any) -> None:
 
 
 def _adapt_function(function: Callable[..., PyTree]) -> LayerAdapter:
-    name = _function_name(function)
-
     def call(variables: PyTree, x: PyTree, rngs: Any, *, train: bool) -> PyTree:
         del variables
-        describe = functools.partial(_describe_call, name, function, [], x)
-        with _inactive_parts.watching(describe, train=train):
-            return _switches.call(function, [], x, rngs=rngs, train=train)
+        return _switches.call(function, [], x, rngs=rngs, train=train)
 
-    return LayerAdapter(name, function, call=call)
-
-
-def _describe_call(
-    name: str, function: Callable[..., PyTree], leading_args: Sequence[Any], x: PyTree
-) -> _inactive_parts.LayerCall:
-    """A call of a function, for notes."""
-    parameters = _switches.open_parameters(function, len(leading_args), x)
-    switch_values = _switches.switch_values(parameters, train=True, rngs=None)
-    return _inactive_parts.LayerCall(
-        name=name,
-        parameters=parameters,
-        passed=[*switch_values],
-        kwargs_name=_switches.kwargs_name(function, parameters, x),
-    )
+    return LayerAdapter(_function_name(function), function, call=call)
 
 
 def _function_name(function: Callable[..., PyTree]) -> str:

@@ -37,8 +37,6 @@ _ADVICE: dict[tuple[type[Exception], str], str] = {
     "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}, as a "
     "lifted module with split_rngs={'dropout': True} needs it; of a train step in "
     "pipe.init_train_state(key, x, tx, rngs=...)",
-    (TypeError, "argument: 'rngs'"): "no keys were given: type rngs=key in the call of "
-    "the pipeline, or let the layer do without them in evaluation (rngs=None)",
 }
 
 

@@ -1,8 +1,7 @@
 """Flax linen modules as layers."""
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +9,7 @@ import chex
 import jax
 from flax import linen
 
-from . import _batch_norm, _inactive_parts, _switches
+from . import _batch_norm, _switches
 from ._patches import patched
 
 PyTree = Any
@@ -99,47 +98,13 @@ def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
             function = method
 
         may_change = train and module.is_mutable_collection("batch_stats")
-        describe = functools.partial(
-            _describe_call, module, method, x, parameters=parameters, values=values
-        )
-        with (
-            _inactive_parts.watching(describe, train=train),
-            _batch_norm.intercept_batch_norms(may_change=may_change),
-        ):
+        with _batch_norm.intercept_batch_norms(may_change=may_change):
             bound = _switches.bind_call(
                 function, [module], x, parameters=parameters, values=values
             )
             return bound()
 
     return call
-
-
-def _describe_call(
-    module: linen.Module,
-    method: _switches.Method,
-    x: PyTree,
-    *,
-    parameters: Sequence[inspect.Parameter],
-    values: Mapping[str, Any],
-) -> _inactive_parts.LayerCall:
-    """A call of a bound module, for notes."""
-    if not isinstance(method, str):
-        return _inactive_parts.LayerCall(
-            name=getattr(method, "__name__", "a function"),
-            parameters=parameters,
-            passed=[*values],
-            kwargs_name=_switches.kwargs_name(method, parameters, x),
-            path=(),
-        )
-    called = _switches.called_function(module, method)
-    return _inactive_parts.LayerCall(
-        name=f"{type(called.module).__name__}.{method}",
-        parameters=parameters,
-        passed=[*values],
-        kwargs_name=_switches.kwargs_name(called.function, parameters, x),
-        form=_switches.layer_passing_a_switch(x, method),
-        path=getattr(called.module, "path", ()),
-    )
 
 
 def _open_parameters(

@@ -19,9 +19,10 @@ class MethodLayer:
 
 
 def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> MethodLayer:
-    """A layer that calls a method of a module, or a function of it.
+    """A method of a Flax module as a layer, or a function that calls the module.
 
-    With the same module elsewhere in the list, the two share parameters.
+    `jpipe.Layer` makes a layer of two functions, without Flax. Layers with the same
+    module share its parameters.
 
     Args:
       module: a linen or nnx module.

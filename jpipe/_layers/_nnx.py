@@ -4,14 +4,13 @@ An nnx module holds its values itself. A pipeline keeps them outside, by collect
 path, and builds a new module from them in each trace: that of the user is only read.
 """
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 
-from . import _batch_norm, _inactive_parts, _nnx_rngs, _nnx_values, _switches
+from . import _batch_norm, _nnx_rngs, _nnx_values, _switches
 
 PyTree = Any
 _ATTRIBUTES = ("deterministic", "use_running_average")
@@ -61,12 +60,8 @@ def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
         parameters = _open_parameters(module, method, x, keep_frozen=train)
         values = _switches.switch_values(parameters, train=train, rngs=call_rngs)
         graphdef = _nnx_values.split(module).graphdef
-        describe = functools.partial(
-            _describe_call, module, method, x, parameters=parameters, values=values
-        )
 
         with (
-            _inactive_parts.watching(describe, train=train),
             _batch_norm.intercept_batch_norms(may_change=train and _has_norms(module)),
             _nnx_rngs.explain_missing_keys(missing_streams),
         ):
@@ -96,30 +91,6 @@ def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:
 def _has_norms(module: nnx.Module) -> bool:
     nodes = (node for _, node in nnx.iter_graph(module, graph=True))
     return any(isinstance(node, nnx.BatchStat) for node in nodes)
-
-
-def _describe_call(
-    module: nnx.Module,
-    method: _switches.Method,
-    x: PyTree,
-    *,
-    parameters: Sequence[inspect.Parameter],
-    values: Mapping[str, Any],
-) -> _inactive_parts.LayerCall:
-    """A call of a module, for notes."""
-    if isinstance(method, str):
-        function = _switches.called_function(module, method).function
-        form = _switches.layer_passing_a_switch(x, method)
-    else:
-        function = method
-        form = ""
-    return _inactive_parts.LayerCall(
-        name=module_name(module),
-        parameters=parameters,
-        passed=[*values],
-        kwargs_name=_switches.kwargs_name(function, parameters, x),
-        form=form,
-    )
 
 
 def _can_be_viewed(path: Any, node: Any) -> bool:

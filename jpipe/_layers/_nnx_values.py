@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
 
 from .._messages import raise_all
 from ._linen_parent import path_in_layer
-from ._variable_paths import nest_variables
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -117,7 +117,7 @@ def _value(leaf: Any) -> PyTree:
 
 def values(module: nnx.Module) -> dict[str, PyTree]:
     """The values of a module: by collection, then nested as its attributes are."""
-    return nest_variables(
+    return unflatten_mapping(
         {
             (name, *path): _value(leaf)
             for path, leaf in split(module).leaves.items()

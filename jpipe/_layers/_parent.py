@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.core import DenyList
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
 from . import _batch_norm, _linen, _nnx, _nnx_values, _rng
 from ._adapter import LayerAdapter
 from ._linen_parent import LinenChild, LinenParent, module_path, path_in_layer
-from ._variable_paths import Names, flatten_variables, nest_variables
+from ._variable_paths import Names
 
 PyTree = Any
 Entries = Sequence[Mapping[str, PyTree]]
@@ -108,9 +109,9 @@ class Parent:
         """The variables of some layers as one tree under their parent."""
         leaves: dict[Names, PyTree] = {}
         for layer in layers:
-            for path, value in flatten_variables(entries[layer]).items():
+            for path, value in flatten_mapping(entries[layer]).items():
                 leaves[self.parent_path(layer, path)] = value
-        return nest_variables(leaves)
+        return unflatten_mapping(leaves)
 
     def _split_tree(
         self, layers: Sequence[int], tree: Mapping[str, PyTree], entries: Entries
@@ -125,22 +126,22 @@ class Parent:
         Returns:
           layer -> its entry.
         """
-        leaves = flatten_variables(tree)
+        leaves = flatten_mapping(tree)
         split: dict[int, dict[str, PyTree]] = {}
         for layer in layers:
             entry: dict[Names, PyTree] = {}
-            for path in flatten_variables(entries[layer]):
+            for path in flatten_mapping(entries[layer]):
                 parent_path = self.parent_path(layer, path)
                 if parent_path in leaves:
                     entry[path] = leaves[parent_path]
-            split[layer] = nest_variables(entry)
+            split[layer] = unflatten_mapping(entry)
         return split
 
     def move_to_owners(
         self, specs: Entries, entries: Entries
     ) -> list[Mapping[str, PyTree]]:
         """Moves checked variables into the entries in which they are among specs."""
-        leaves = flatten_variables(self._parent_tree([*self._prefix], entries))
+        leaves = flatten_mapping(self._parent_tree([*self._prefix], entries))
         moved: list[Mapping[str, PyTree]] = []
         for layer, expected in enumerate(specs):
             if layer not in self._prefix:
@@ -148,9 +149,9 @@ class Parent:
                 continue
             entry = {
                 path: leaves[self.parent_path(layer, path)]
-                for path in flatten_variables(expected)
+                for path in flatten_mapping(expected)
             }
-            moved.append(nest_variables(entry))
+            moved.append(unflatten_mapping(entry))
         return moved
 
     def held_entries(self, fixed_entries: Entries) -> list[dict[str, PyTree]]:
@@ -281,7 +282,7 @@ class Parent:
         # (first layer of a module, path) -> the layer in whose entry the variable is
         entry_layer: dict[tuple[int, Names], int] = {}
         for i in self._linen:
-            for path in flatten_variables(fixed_entries[i]):
+            for path in flatten_mapping(fixed_entries[i]):
                 entry_layer[self._first[i], path] = i
 
         def run_bound(bound: Any) -> Any:
@@ -294,7 +295,7 @@ class Parent:
             def after_layer(layer: int) -> None:
                 first = self._first[layer]
                 if layer in self._linen and first in shared:
-                    for path in flatten_variables(handles[layer].variables):
+                    for path in flatten_mapping(handles[layer].variables):
                         entry_layer.setdefault((first, path), layer)
 
             return run(handles, after_layer)
@@ -310,9 +311,9 @@ class Parent:
         entries: list[dict[Names, PyTree]] = [{} for _ in self._owners]
         for first in dict.fromkeys(self._first[i] for i in self._linen):
             module_variables = _subtree(variables, self._prefix[first])
-            for path, value in flatten_variables(module_variables).items():
+            for path, value in flatten_mapping(module_variables).items():
                 entries[entry_layer.get((first, path), first)][path] = value
-        return result, [nest_variables(entry) for entry in entries]
+        return result, [unflatten_mapping(entry) for entry in entries]
 
 
 def _subtree(tree: Mapping[str, PyTree], prefix: Names) -> dict[str, PyTree]:
@@ -341,9 +342,9 @@ def _in_old_shapes(
     Raises:
       ValueError: with each variable that is new, or has another shape.
     """
-    old = flatten_variables(variables)
+    old = flatten_mapping(variables)
     new: dict[Names, PyTree] = {}
-    for path, value in flatten_variables(updates).items():
+    for path, value in flatten_mapping(updates).items():
         new[path] = _without_new_axes(old[path], value) if path in old else value
 
     old_shapes = {path: jax.tree.map(np.shape, value) for path, value in old.items()}
@@ -362,7 +363,7 @@ def _in_old_shapes(
             f"{'; '.join(faults)}. A pipeline keeps arrays in the structure that they "
             f"were made in, in init or __init__; {_linen.NOT_SOWN_ADVICE}"
         )
-    return nest_variables(new)
+    return unflatten_mapping(new)
 
 
 def _without_new_axes(old: PyTree, new: PyTree) -> PyTree:

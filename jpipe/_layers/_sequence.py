@@ -19,16 +19,16 @@ from flax.errors import FlaxError
 
 from .._jaxprs import _jaxpr
 from .._messages import raise_all
-from . import _rng, _skip, _switches
+from . import _rng, _switches
 from ._adapter import LayerAdapter
 from ._advice import advice, layer_advice, missing_inputs
 from ._parent import Entries, Parent
+from ._skip import Passed, Skips, skip_scope
 from ._text import shape_text
 
 PyTree = Any
-# ``(index of a layer, its output, the values that may be popped after it) -> output``;
-# it may change the values.
-AfterLayer = Callable[[int, PyTree, dict[_skip.Key, PyTree]], PyTree]
+# ``(index of a layer, what it passes to later ones) -> what they take in its place``.
+AfterLayer = Callable[[int, Passed], Passed]
 
 
 class SequenceOutputs(NamedTuple):
@@ -38,12 +38,10 @@ class SequenceOutputs(NamedTuple):
       y: the output of the last layer.
       entries: one entry per layer: its initial variables, or the collections that it
         may have changed.
-      routes: the skip connections between stages.
     """
 
     y: PyTree
     entries: Sequence[PyTree]
-    routes: tuple[_skip.SkipRoute, ...]
 
 
 class Sequential:
@@ -51,7 +49,7 @@ class Sequential:
 
     Args:
       layers: the layers.
-      stage_of_layer: the index of the stage of each, for errors and skip connections.
+      stage_of_layer: the index of the stage of each, for errors.
       indices: the indices of the layers among those that the user listed; default: they
         are all layers.
       is_list: True if they are a list; else they are one model.
@@ -103,11 +101,11 @@ class Sequential:
             return self._call_all(x, call)
 
         with self._explain_model_errors(x, train=False):
-            (y, routes), linen_entries = self.parent.init(key, fixed_entries, run)
+            y, linen_entries = self.parent.init(key, fixed_entries, run)
         for i, linen_entry in enumerate(linen_entries):
             if linen_entry:
                 entries[i] = linen_entry
-        return SequenceOutputs(y, entries, routes)
+        return SequenceOutputs(y, entries)
 
     def __call__(
         self,
@@ -136,31 +134,30 @@ class Sequential:
             return self._call_all(x, call, after_layer)
 
         with self._explain_model_errors(x, train=train):
-            (y, routes), changed = self.parent(entries, rngs, run, train=train)
-        return SequenceOutputs(y, changed, routes)
+            y, changed = self.parent(entries, rngs, run, train=train)
+        return SequenceOutputs(y, changed)
 
     def call_last(
         self,
         entries: Entries,
-        x: PyTree,
+        passed: Passed,
         *,
         rngs: _rng.Rngs,
         train: bool,
-        skips: dict[_skip.Key, PyTree],
-    ) -> tuple[PyTree, Sequence[PyTree]]:
+    ) -> tuple[Passed, Sequence[PyTree]]:
         """Applies the last layer alone: see `Pipeline.check`.
 
         The others are there for the variables that it shares with them.
 
         Args:
           entries: the variables, one entry per layer.
-          x: its input.
+          passed: the values that the layer before it passes.
           rngs: the keys of the micro-batch, or ``None``.
           train: True in training.
-          skips: the values that it may pop; becomes those that may be popped after it.
 
         Returns:
-          Its output, and for each layer the collections that may have changed.
+          The values that it passes, and for each layer the collections that may have
+          changed.
         """
         last = len(self.layers) - 1
         layer = self.layers[last]
@@ -168,10 +165,11 @@ class Sequential:
         def run(handles: Sequence[Any]) -> Any:
             index = self._indices[last]
             keys = _rng.layer_rngs(rngs, index)
-            skip_layer = _skip.SkipLayer(index, layer.name, self._stage_of_layer[last])
-            scope = _skip.skip_scope(_skip.Skips(skips), skip_layer, layer.namespace)
-            with self._explain_layer_errors(last, x), scope:
-                return layer.call(handles[last], x, keys, train=train)
+            skips = Skips(passed.stashed.copy())
+            scope = skip_scope(skips, f"layer {index} ({layer.name})")
+            with self._explain_layer_errors(last, passed.x), scope:
+                y = layer.call(handles[last], passed.x, keys, train=train)
+            return Passed(y, skips.values)
 
         return self.parent(entries, rngs, run, train=train)
 
@@ -180,7 +178,7 @@ class Sequential:
         x: PyTree,
         call: Callable[[int, PyTree], PyTree],
         after_layer: AfterLayer | None = None,
-    ) -> tuple[PyTree, tuple[_skip.SkipRoute, ...]]:
+    ) -> PyTree:
         """Calls the layers one after the other.
 
         Args:
@@ -189,23 +187,23 @@ class Sequential:
           after_layer: the function that is called after each layer of a list.
 
         Returns:
-          The output of the last layer, and the skip connections between stages.
+          The output of the last layer.
 
         Raises:
           ValueError: if the skip connections do not fit.
         """
         if not self.is_list:
-            return call(0, x), ()
-        skips = _skip.Skips()
+            return call(0, x)
+        skips = Skips()
         for i, layer in enumerate(self.layers):
-            skip_layer = _skip.SkipLayer(i, layer.name, self._stage_of_layer[i])
             with self._explain_layer_errors(i, x), jax.named_scope(layer.name):
-                with _skip.skip_scope(skips, skip_layer, layer.namespace):
+                with skip_scope(skips, f"layer {i} ({layer.name})"):
                     x = call(i, x)
                 _check_output(i, layer, x)
             if after_layer is not None:
-                x = after_layer(i, x, skips.values)
-        return jax.tree.map(jnp.asarray, x), skips.routes()
+                x, skips.values = after_layer(i, Passed(x, skips.values))
+        skips.check_popped()
+        return jax.tree.map(jnp.asarray, x)
 
     @contextmanager
     def _explain_model_errors(self, x: PyTree, *, train: bool) -> Iterator[None]:

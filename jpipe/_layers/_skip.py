@@ -1,10 +1,16 @@
 """Long skip connections: values that go from one layer straight to a later one.
 
-A layer stashes a value under a name and a later layer pops it. In the one trace of all
-layers that is a dictionary: the stage that pops a value reads a variable of the stage
-that stashes it, with nothing in between. Routes are for errors, marks and plans.
+    layer 0   stash("a", y)     passes  x, {"a": y}
+    layer 1                     passes  x, {"a": y}
+    layer 2   pop("a")          passes  x, {}
+
+A layer stashes a value under a name and a later layer pops it: between them it is an
+entry of a dictionary that is passed along with the output. In the one trace of all
+layers the stage that pops it reads a variable of the stage that computes it, as it
+reads what an output hands on: see `_trace/_boundaries`.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,39 +22,35 @@ from jax.extend.core import get_opaque_trace_state
 from .._messages import raise_all
 
 PyTree = Any
-# The namespace of the layer and the name of the value.
-Key = tuple[Hashable, Hashable]
 
 
-class SkipLayer(NamedTuple):
-    """A layer that stashes or pops.
+class Key(NamedTuple):
+    """The key of a value; its text is the name in messages and plans.
 
     Attributes:
-      layer_index: its index in the list.
-      name: its name, for messages.
-      stage: the index of its stage.
+      name: the name that was passed to `stash`.
+      namespace: the namespace of the layer; ``None`` if it has none.
     """
 
-    layer_index: int
-    name: str
-    stage: int
+    name: Hashable
+    namespace: Hashable
 
-    def __str__(self) -> str:
-        return f"layer {self.layer_index} ({self.name})"
+    def __repr__(self) -> str:
+        if self.namespace is None:
+            return repr(self.name)
+        return f"{self.name!r} of {self.namespace!r}"
 
 
-class SkipRoute(NamedTuple):
-    """A value that goes from one stage to another.
+class Passed(NamedTuple):
+    """The values that a layer passes to later ones.
 
     Attributes:
-      key: its namespace and name.
-      source: the index of the stage that stashes it.
-      target: the index of the stage that pops it.
+      x: its output.
+      stashed: the values that were stashed and not popped yet. The keys need no order.
     """
 
-    key: Key
-    source: int
-    target: int
+    x: PyTree
+    stashed: OrderedDict[Key, PyTree]
 
 
 @dataclass
@@ -61,12 +63,12 @@ class Skips:
       popped: the layer that popped each value.
     """
 
-    values: dict[Key, PyTree] = field(default_factory=dict)
-    stashed: dict[Key, SkipLayer] = field(default_factory=dict)
-    popped: dict[Key, SkipLayer] = field(default_factory=dict)
+    values: OrderedDict[Key, PyTree] = field(default_factory=OrderedDict)
+    stashed: dict[Key, str] = field(default_factory=dict)
+    popped: dict[Key, str] = field(default_factory=dict)
 
-    def routes(self) -> tuple[SkipRoute, ...]:
-        """The values that go to another stage, once all layers were applied.
+    def check_popped(self) -> None:
+        """Checks, once all layers were applied, that all values were popped.
 
         Raises:
           ValueError: with the values that no layer popped.
@@ -74,45 +76,50 @@ class Skips:
         raise_all(
             "the skip connections do not fit",
             [
-                f"{skip_name(key)} is stashed by {layer} and never popped"
+                f"{key} is stashed by {layer} and never popped"
                 for key, layer in self.stashed.items()
                 if key not in self.popped
             ],
         )
-        return tuple(
-            SkipRoute(key, layer.stage, self.popped[key].stage)
-            for key, layer in self.stashed.items()
-            if layer.stage != self.popped[key].stage
-        )
 
 
 class _SkipFrame(NamedTuple):
-    """The layer that is being applied: its namespace, and its trace."""
+    """The layer that is being applied, and its trace."""
 
     skips: Skips
-    layer: SkipLayer
-    namespace: Hashable
+    layer: str
     trace: Any
 
 
 _current: ContextVar[_SkipFrame | None] = ContextVar("jpipe_skip_frame", default=None)
+_namespace: ContextVar[Hashable] = ContextVar("jpipe_skip_namespace", default=None)
 
 
 @contextmanager
-def skip_scope(skips: Skips, layer: SkipLayer, namespace: Hashable) -> Iterator[None]:
+def skip_scope(skips: Skips, layer: str) -> Iterator[None]:
     """The scope of the call of a layer, in which `stash` and `pop` work.
 
     Args:
       skips: the skip connections so far, which the layer changes.
-      layer: the layer.
-      namespace: its namespace.
+      layer: its index and name, for messages.
     """
     trace = get_opaque_trace_state(convention="flax")
-    token = _current.set(_SkipFrame(skips, layer, namespace, trace))
+    token = _current.set(_SkipFrame(skips, layer, trace))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def namespace_scope(namespace: Hashable) -> Iterator[None]:
+    """The scope in which the names of `stash` and `pop` are in a namespace."""
+    outer = _namespace.get()
+    token = _namespace.set(namespace if outer is None else (outer, namespace))
+    try:
+        yield
+    finally:
+        _namespace.reset(token)
 
 
 def stash(name: Hashable, x: PyTree) -> None:
@@ -149,11 +156,10 @@ def stash(name: Hashable, x: PyTree) -> None:
     """
     frame = _frame("stash", name, "return the value from it and stash it outside")
     skips = frame.skips
-    key = (frame.namespace, name)
+    key = Key(name, _namespace.get())
     if key in skips.stashed:
         raise ValueError(
-            f"{skip_name(key)} is stashed twice: by {skips.stashed[key]} and "
-            f"{frame.layer}"
+            f"{key} is stashed twice: by {skips.stashed[key]} and {frame.layer}"
         )
     skips.stashed[key] = frame.layer
     skips.values[key] = x
@@ -174,13 +180,11 @@ def pop(name: Hashable) -> PyTree:
     """
     frame = _frame("pop", name, "pop it outside and pass it in")
     skips = frame.skips
-    key = (frame.namespace, name)
+    key = Key(name, _namespace.get())
     if key not in skips.values:
         popper = skips.popped.get(key)
         reason = f"popped by {popper} before" if popper else "not stashed before"
-        raise ValueError(
-            f"{skip_name(key)} is popped by {frame.layer}, and was {reason}"
-        )
+        raise ValueError(f"{key} is popped by {frame.layer}, and was {reason}")
     skips.popped[key] = frame.layer
     return skips.values.pop(key)
 
@@ -246,9 +250,3 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
       (2,)
     """
     return Isolated(layer, namespace)
-
-
-def skip_name(key: Key) -> str:
-    """The name of a value in messages and plans."""
-    namespace, name = key
-    return repr(name) if namespace is None else f"{name!r} of {namespace!r}"

@@ -132,55 +132,6 @@ def open_parameters(
     ]
 
 
-def kwargs_name(
-    function: Callable[..., Any], parameters: Iterable[inspect.Parameter], x: PyTree
-) -> str:
-    """The name of the ``**kwargs`` in which a function may look for a switch.
-
-    Args:
-      function: the function.
-      parameters: its open parameters.
-      x: the input.
-
-    Returns:
-      The name; empty if there is none, if it begins with an underscore (it is ignored),
-      if the user set arguments by a `functools.partial` or a bool in `jpipe.inputs`,
-      and for functions of Flax.
-    """
-    inner = inspect.unwrap(function)
-    _, named_inputs = _inputs.call_arguments(x)
-    is_set_by_user = isinstance(inner, functools.partial) or any(
-        isinstance(value, bool) for value in named_inputs.values()
-    )
-    is_of_flax = str(getattr(inner, "__module__", "")).startswith("flax.")
-    if is_set_by_user or is_of_flax:
-        return ""
-
-    for parameter in parameters:
-        is_ignored = parameter.name.startswith("_")
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD and not is_ignored:
-            return parameter.name
-    return ""
-
-
-def layer_passing_a_switch(x: PyTree, method: str) -> str:
-    """The text of a layer that passes a switch on to a method of a module.
-
-    Args:
-      x: the input.
-      method: the name of the method.
-
-    Returns:
-      The text to type, with ``{}`` for the argument.
-    """
-    inputs, named_inputs = _inputs.call_arguments(x)
-    names = ["x"] if len(inputs) == 1 else [f"x{i}" for i in range(len(inputs))]
-    params = ", ".join(["module", *names, *named_inputs, "train"])
-    args = ", ".join([*names, *(f"{name}={name}" for name in named_inputs), "{}"])
-    function = "module" if method == "__call__" else f"module.{method}"
-    return f"jpipe.layer(module, lambda {params}: {function}({args}))"
-
-
 def is_set_on_module(module: Any, name: str) -> bool:
     """True if a switch is set as an attribute of a linen module, or of its class."""
     fields = getattr(module, "__dataclass_fields__", {})

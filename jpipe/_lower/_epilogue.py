@@ -307,14 +307,14 @@ class Epilogue:
         # argument unchanged is that argument, see `Graph.call`: new state that is a
         # parameter or a constant is not stacked.
         is_stacked = [
-            jax.tree.map(lambda value: graph.shardings[value].stacked, sums)
-            for sums in replicas
+            jax.tree.map(lambda value: graph.shardings[value].stacked, values)
+            for values in replicas
         ]
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            replicas = jax.tree.unflatten(tree, arrays)
+            replica_sums = jax.tree.unflatten(tree, arrays)
             shards = list[StageSums]()
-            for sums, flags in zip(replicas, is_stacked, strict=True):
+            for sums, flags in zip(replica_sums, is_stacked, strict=True):
                 losses = self._unstack(sums.loss, flags.loss)
                 states = self._unstack(sums.state, flags.state)
                 for d in range(num_shards):
@@ -325,8 +325,8 @@ class Epilogue:
                             state=states[d::num_shards],
                         )
                     )
-            sums = reduce_sums(replicas, shards, state, is_stacked=num_shards > 1)
-            return jax.tree.leaves(sums)
+            total = reduce_sums(replica_sums, shards, state, is_stacked=num_shards > 1)
+            return jax.tree.leaves(total)
 
         values = graph.call(
             Computation("reduce_sums", run, [graph.specs[value] for value in first]),

@@ -100,7 +100,7 @@ class Lowering:
         # (stage, microbatch) -> all that the next backward reads but its sums: operands
         # and residuals of the forward, then cotangents or the loss divisor, and what I
         # stores for W
-        self._residuals: dict[Cell, Values] = {}
+        self._backward_operands: dict[Cell, Values] = {}
         # (number of cotangents, shape, dtype) -> the function that adds them
         self._cotangent_sums: dict[Any, Computation] = {}
         self._stage_names = [str(stage) for stage in placement.stages]
@@ -345,7 +345,7 @@ class Lowering:
 
         self._keep_outputs(stage, m, results)
         residuals = results[num_outputs:end_residuals]
-        self._residuals[stage, m] = [*inputs, *residuals]
+        self._backward_operands[stage, m] = [*inputs, *residuals]
         self._sums.keep_forward_sums(stage, m, results[end_residuals:end])
         return results[end:]
 
@@ -359,7 +359,7 @@ class Lowering:
         grad_sums_or_residuals = results[num_input_grads:]
 
         if action.op == INPUT:
-            self._residuals[stage, m] += grad_sums_or_residuals
+            self._backward_operands[stage, m] += grad_sums_or_residuals
         else:
             self._sums.keep_grad_sums(stage, m, grad_sums_or_residuals)
 
@@ -405,7 +405,7 @@ class Lowering:
         backward_results = self._keep_forward(
             action, functions, inputs=inputs, results=results
         )
-        self._residuals[stage, m] += output_grads
+        self._backward_operands[stage, m] += output_grads
         self._keep_backward(action, functions, backward_results)
 
     def _backward(self, action: Action) -> None:
@@ -415,10 +415,10 @@ class Lowering:
         stage, m = _cell(action)
         functions = self._functions(action)
         if action.op != WEIGHT:
-            self._residuals[stage, m] += self._output_grads(action)
+            self._backward_operands[stage, m] += self._output_grads(action)
 
         function = functions.backward_adding(action.op)
-        operands = [*self._residuals[stage, m], *self._grad_sums(action)]
+        operands = [*self._backward_operands[stage, m], *self._grad_sums(action)]
         shardings = self._backward_shardings(action, function)
         results = self._call(function, action, operands, shardings)
         self._keep_backward(action, functions, results)

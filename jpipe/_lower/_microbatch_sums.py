@@ -20,7 +20,7 @@ from jax.extend import core
 from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding
-from .._jaxprs import _jaxpr
+from .._jaxprs import _inlining, _jaxpr
 from .._jaxprs._computation import Argument, ArgumentOrResult, Computation, Result
 from .._partition._stage_placement import StagePlacement
 from .._stage._stage_functions import Accumulation
@@ -197,7 +197,7 @@ class MicrobatchSums:
 
         share_spec = jax.ShapeDtypeStruct((), jnp.result_type(float))
         share_specs = [share_spec] if state.has_means else []
-        closed, _ = _jaxpr.trace(
+        closed, _ = _inlining.trace(
             add, sum_specs, [_spec_of_term(term) for term in terms], share_specs
         )
 

@@ -25,6 +25,7 @@ from .._instructions._compiler import (
 from .._instructions._sharding import WHOLE
 from .._jaxprs import (
     _dataflow,
+    _inlining,
     _jaxpr,
     _scans,
     _sharding_constraints,
@@ -70,7 +71,6 @@ class Initial:
     Attributes:
       specs: specs of the variables, for each layer.
       draws: True if any of them follows from the key.
-      routes: the skip connections between stages.
 
     Raises:
       ValueError: with the variables that would follow from values of the input.
@@ -83,11 +83,8 @@ class Initial:
         spec: PyTree,
         fixed_entries: Sequence[PyTree] | None = None,
     ) -> None:
-        routes: list[Any] = []
-
         def init(key: chex.PRNGKey, x: PyTree, fixed_entries: PyTree) -> Any:
             initialized = layers.init(key, x, fixed_entries)
-            routes[:] = initialized.routes
             return tuple(jax.tree.map(strong, tuple(initialized.entries)))
 
         if fixed_entries is None:
@@ -101,7 +98,6 @@ class Initial:
             closed, specs, fixed_specs, is_list=layers.parent.is_list
         )
         self._function = _function_of_key(closed, key_spec)
-        self.routes = tuple(routes)
         self.draws = bool(_jaxpr.used_inputs(self._function.closed)[0])
 
         # A module of nnx holds values already: these are its initial variables.
@@ -272,7 +268,7 @@ def _function_of_key(closed: core.ClosedJaxpr, key_spec: Any) -> _KeyFunction:
     """
     other_specs = [*map(_jaxpr.spec, closed.in_avals[1:])]
     run = core.jaxpr_as_fun(_jaxpr.recomputation(closed, closed.jaxpr.outvars, []))
-    on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(other_specs)), key_spec)
+    on_zeros, _ = _inlining.trace(lambda key: run(key, *zeros(other_specs)), key_spec)
     return _KeyFunction(*lift_folded_numbers(on_zeros))
 
 

@@ -21,13 +21,13 @@ from .._arguments._batch import Axes, Batch, explain_sizes
 from .._arguments._cache import RecentCache
 from .._arguments._trainable import Trainable
 from .._instructions._sharding import Sharding
-from .._layers import _batch_norm, _linen, _rng, _skip, _switches
+from .._layers import _batch_norm, _linen, _rng, _switches
 from .._layers._adapter import LayerAdapter, check_unchanged
 from .._layers._sequence import Sequential
+from .._layers._skip import Passed
 from .._partition import _param_sharding
 from .._partition._partition import Partition
 from .._partition._stage_placement import StagePlacement
-from .._stage._stages import Stages
 from .._trace import _boundaries
 from ._initial import Initial
 
@@ -50,7 +50,6 @@ class Model:
       is_list: True if it is a list.
       stage_of_layer: the stage of each layer; for a model 0, whatever its cuts.
       parent: the modules in it.
-      routes: the skip connections between stages, of the last trace.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Model:
         self.layers = layers
         self.axes = axes
         self.is_list = stage_of_layer is not None
-        self.routes: Sequence[_skip.SkipRoute] = ()
         self.stage_of_layer = [0] if stage_of_layer is None else stage_of_layer
         self._sequence = Sequential(layers, self.stage_of_layer, is_list=self.is_list)
         self.parent = self._sequence.parent
@@ -173,9 +171,6 @@ class Model:
           fixed_entries: variables of each layer that are taken as they are: see
             `Initial`.
           key: a key like the one that draws them, typed or raw; default: typed.
-
-        Raises:
-          ValueError: if skip connections do not fit.
         """
         key_like: Any = _rng.key_spec() if key is None else key
         (x,) = batch.first
@@ -186,7 +181,6 @@ class Model:
         if signature not in self._initial:
             with explain_sizes(batch):
                 initial = Initial(self._sequence, key_like, x, fixed_entries)
-            self.routes = initial.routes
             self._initial[signature] = initial
         return self._initial[signature]
 
@@ -229,59 +223,26 @@ class Model:
     ) -> tuple[PyTree, PyTree]:
         """Returns the output and the collections that may have changed, as Flax."""
         entries = variables
-        mark_ends = None
-        if self.is_list:
-            mark_ends = _EndMarks(self.stage_of_layer)
-        else:
+        if not self.is_list:
             check_unchanged(self.layers, self.label)
             entries = (variables,)
         try:
             outputs = self._sequence(
-                entries, x, rngs, train=train, after_layer=mark_ends
+                entries, x, rngs, train=train, after_layer=self._mark_stage_end
             )
         except Exception as error:
             if not self.is_list:
                 _refuse_writes(error, self.layers[0].owner, variables, x, train=train)
             raise
-        self.routes = outputs.routes
         return outputs.y, self.from_entries(outputs.entries)
 
-    def name_skips(self, stages: Stages) -> dict[Any, str]:
-        """Returns the name of each value that a skip connection brings to a stage."""
-        marked = _boundaries.marked_variables(stages.traced().closed)
-        return {
-            var: _skip.skip_name(self.routes[number - 1].key)
-            for var, (_, number) in marked.items()
-            if number
-        }
-
-
-class _EndMarks:
-    """Marks the trees that leave a stage: its output, and what it stashed for later.
-
-    Args:
-      stage_of_layer: the stage of each layer.
-    """
-
-    def __init__(self, stage_of_layer: Sequence[int]) -> None:
-        self._stage_of_layer = stage_of_layer
-        # key of a tree that was stashed in an earlier stage -> its number in the marks
-        self._stashed: dict[_skip.Key, int] = {}
-
-    def __call__(self, layer: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:
-        stage, *next_stages = self._stage_of_layer[layer : layer + 2]
+    def _mark_stage_end(self, layer: int, passed: Passed) -> Passed:
+        """Marks what a layer passes to later ones, if it is the last of its stage."""
+        stage, *next_stages = self.stage_of_layer[layer : layer + 2]
         if next_stages in ([], [stage]):
-            return x
-
-        new_keys = [key for key in skips if key not in self._stashed]
-        numbered = dict(enumerate(new_keys, len(self._stashed) + 1))
-        self._stashed |= {key: number for number, key in numbered.items()}
-
-        x = jax.tree.map(jnp.asarray, x)
-        trees = {0: x} | {number: skips[key] for number, key in numbered.items()}
-        marked = _boundaries.mark_stage_end(stage, trees)
-        skips |= {key: marked[number] for number, key in numbered.items()}
-        return marked[0]
+            return passed
+        passed = jax.tree.map(jnp.asarray, passed)
+        return Passed(*_boundaries.mark_stage_end(stage, passed))
 
 
 def _check_collections(entries: Sequence[PyTree]) -> None:

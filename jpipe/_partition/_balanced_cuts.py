@@ -1,10 +1,10 @@
 """Chooses the cuts of a program: at marks, or where it balances and few bytes cross.
 
-A cut is a *gap* between two equations, the index of the one behind it, with which a
-stage begins. Without marks, the candidates are the gaps that fewer bytes cross than
-gaps nearby. Among these an exact dynamic program finds the cuts whose largest stage is
-smallest, and of several such cuts the ones that fewest bytes cross. With C the cost of
-the equations before each candidate,
+A cut is a *gap* between two equations. The index of the one behind it, with which a
+stage begins, is the *stage start*. Without marks, the candidates are the gaps that
+fewer bytes cross than gaps nearby. Among these an exact dynamic program finds the cuts
+whose largest stage is smallest, and of several such cuts the ones that fewest bytes
+cross. With C the cost of the equations before each candidate,
 
     best[s + 1, j] = min over i < j of max(best[s, i], C[j] - C[i])
 
@@ -31,13 +31,15 @@ _PARTS_OF_STAGE = 8
 # So much more than an even share of the work is worth a warning.
 _UNEVEN = 1.25
 # An equation of fewer operations takes less than the start of the program that it is
-# in, some microseconds: there is nothing to balance.
+# in: there is nothing to balance. On one core `jax.jit(lambda x: x + 1)(jnp.ones(8))`
+# takes 3.7 microseconds, by `timeit`: about so many operations at 1e10 a second.
 _LEAST_WORK = 2**15
-# Gaps that so much more bytes cross than the best gap nearby are as good.
+# Gaps that so much more bytes cross than the best gap nearby are as good: a loss that
+# adds a number of each layer, such as an expert's, has one more cross each later gap.
 _AS_FEW_BYTES = 1.01
 
 
-def choose_cuts(
+def choose_stage_starts(
     traced: TracedFunction,
     num_stages: int | None,
     *,
@@ -66,7 +68,7 @@ def choose_cuts(
         gaps = _Gaps.find(traced, limit)
         if num_stages not in (None, gaps.num_stages):
             raise ValueError(_too_many_stages(traced, num_stages, gaps.num_stages))
-        return _balanced_cuts(traced, gaps, warnings)
+        return _balance_stages(traced, gaps, warnings)
     if num_stages not in (None, len(marks) + 1):
         advice = ""
         if find_scans(traced, 1 / num_stages):
@@ -96,10 +98,10 @@ def find_scans(traced: TracedFunction, least_share: float) -> list[int]:
     ]
 
 
-def largest_stage_cost(traced: TracedFunction, cuts: Sequence[int]) -> float:
+def largest_stage_cost(traced: TracedFunction, stage_starts: Sequence[int]) -> float:
     """The operations of the stage that has most of them."""
     cost_before = [0, *accumulate(_stage_costs(traced))]
-    ends = [0, *cuts, len(cost_before) - 1]
+    ends = [0, *stage_starts, len(cost_before) - 1]
     return max(
         cost_before[end] - cost_before[begin] for begin, end in itertools.pairwise(ends)
     )
@@ -160,26 +162,26 @@ class _StageDivision:
     Attributes:
       largest_cost: the cost of the most expensive stage.
       num_bytes: the bytes that cross the cuts.
-      cuts: the indices of the equations with which the stages but the first begin.
+      stage_starts: the index of the first equation of each stage but the first.
     """
 
     largest_cost: float
     num_bytes: int = 0
-    cuts: tuple[int, ...] = ()
+    stage_starts: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[float, int, tuple[int, ...]]:
         """The order of preference: balance, then bytes, then the earliest cuts."""
-        return self.largest_cost, self.num_bytes, self.cuts
+        return self.largest_cost, self.num_bytes, self.stage_starts
 
     def with_last_stage(
-        self, cut: int, cost: float, num_bytes: int
+        self, start: int, cost: float, num_bytes: int
     ) -> "_StageDivision":
-        """The same stages, and one more behind them that begins at a cut."""
+        """The same stages, and one more behind them from an equation on."""
         return _StageDivision(
             largest_cost=max(self.largest_cost, cost),
             num_bytes=self.num_bytes + num_bytes,
-            cuts=(*self.cuts, cut),
+            stage_starts=(*self.stage_starts, start),
         )
 
 
@@ -222,10 +224,10 @@ class _Gaps:
             num_stages = len(candidates) + 1
 
 
-def _balanced_cuts(
+def _balance_stages(
     traced: TracedFunction, gaps: _Gaps, warnings: WarnOnce
 ) -> list[int]:
-    """The cuts whose largest stage is smallest: see the head of the file."""
+    """The starts of the stages whose largest one is smallest: see the head."""
     costs = _stage_costs(traced)
     cost_before = [0, *accumulate(costs)]
     ends = [*gaps.candidates, len(costs)]
@@ -238,7 +240,7 @@ def _balanced_cuts(
             for i, begin in enumerate(ends[:j]):
                 divisions.append(
                     best[i].with_last_stage(
-                        cut=begin,
+                        start=begin,
                         cost=cost_before[end] - cost_before[begin],
                         num_bytes=gaps.crossing[begin],
                     )
@@ -248,9 +250,9 @@ def _balanced_cuts(
             )
         best = best_with_one_more
 
-    cuts = list(best[-1].cuts)
-    _warn_of_large_equation(traced, costs, cuts, warnings)
-    return cuts
+    stage_starts = list(best[-1].stage_starts)
+    _warn_of_large_equation(traced, costs, stage_starts, warnings)
+    return stage_starts
 
 
 def _stage_costs(traced: TracedFunction) -> list[float]:
@@ -384,11 +386,11 @@ def _explain_indivisible(traced: TracedFunction, eqn: core.JaxprEqn) -> str:
 def _warn_of_large_equation(
     traced: TracedFunction,
     costs: Sequence[float],
-    cuts: Sequence[int],
+    stage_starts: Sequence[int],
     warnings: WarnOnce,
 ) -> None:
     """Warns of one equation because of which a stage has more than its share."""
-    ends = [0, *cuts, len(costs)]
+    ends = [0, *stage_starts, len(costs)]
     stages = [range(begin, end) for begin, end in itertools.pairwise(ends)]
     stage_costs = [sum(costs[stage.start : stage.stop]) for stage in stages]
     fullest = max(range(len(stages)), key=stage_costs.__getitem__)

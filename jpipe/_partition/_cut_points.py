@@ -13,7 +13,7 @@ the cut is the one as many equations of stages away from both reads:
     distances of the cut ||:    1 since the read of b (cos), 1 until that of c (mul)
 
 Where no gap agrees in all of this, the one that differs least is taken: see
-`CutPoints.find_positions`.
+`CutPoints.find_stage_starts`.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from jax.extend import core
 
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._trace import _boundaries
-from .._trace._layer_scans import WHOLE, ScanDivision
+from .._trace._layer_scans import UNDIVIDED, ScanDivision
 from .._trace._traced_function import EqnKind, TracedFunction
 from ._balanced_cuts import crossing_bytes
 
@@ -66,8 +66,8 @@ class CutPoints:
     """The cuts between the stages of a program.
 
     Attributes:
-      positions: the indices of the equations with which the stages but the first
-        begin.
+      positions: the stage starts in the trace that was cut: the index of the first
+        equation of each stage but the first.
       num_eqns: the number of equations.
       primitives_digest: a digest of their primitives: programs with the same ones are
         cut at the same indices.
@@ -95,31 +95,31 @@ class CutPoints:
     def from_trace(
         cls,
         traced: TracedFunction,
-        positions: Sequence[int],
+        stage_starts: Sequence[int],
         *,
         num_params: int,
         num_traced_stages: int,
-        division: ScanDivision = WHOLE,
+        division: ScanDivision = UNDIVIDED,
     ) -> "CutPoints":
         """The cuts of a program.
 
         Args:
           traced: the function that is cut.
-          positions: the indices of the equations with which stages begin.
+          stage_starts: the index of the first equation of each stage but the first.
           num_params: the number of its parameters that other traces have too.
           num_traced_stages: the number of stages for which it was traced.
           division: the pieces of its scans and parameters.
         """
-        if not positions:
+        if not stage_starts:
             return cls.without_cuts(num_traced_stages)
         reads_before = count_reads_before(traced, num_params)
         distances = _distances_to_reads(traced, reads_before)
         return cls(
-            positions=tuple(positions),
+            positions=tuple(stage_starts),
             num_eqns=len(traced.closed.jaxpr.eqns),
             primitives_digest=_digest_primitives(traced),
-            reads_before=tuple(tuple(reads_before[i].tolist()) for i in positions),
-            read_distances=tuple(distances[i] for i in positions),
+            reads_before=tuple(tuple(reads_before[i].tolist()) for i in stage_starts),
+            read_distances=tuple(distances[i] for i in stage_starts),
             total_reads=tuple(reads_before[-1].tolist()),
             num_traced_stages=num_traced_stages,
             pieces=_list_pieces(division),
@@ -136,7 +136,7 @@ class CutPoints:
 
     @classmethod
     def without_cuts(
-        cls, num_traced_stages: int, division: ScanDivision = WHOLE
+        cls, num_traced_stages: int, division: ScanDivision = UNDIVIDED
     ) -> "CutPoints":
         """The cuts of a program in one stage: none."""
         return cls(
@@ -219,7 +219,7 @@ class CutPoints:
             pieces=tuple(joined_pieces),
         )
 
-    def find_positions(self, traced: TracedFunction) -> list[int]:
+    def find_stage_starts(self, traced: TracedFunction) -> list[int]:
         """Finds the same cuts in another trace.
 
         At marks of the user, the cuts are there. Where the primitives are the same, so
@@ -232,7 +232,7 @@ class CutPoints:
         4. at the most similar share of the program.
 
         Returns:
-          The indices of the equations with which the stages but the first begin.
+          The index of the first equation of each stage but the first.
         """
         if not self.positions:
             return []
@@ -249,7 +249,7 @@ class CutPoints:
         distances = _distances_to_reads(traced, reads_before)
         crossing = crossing_bytes(traced)
         end = len(traced.closed.jaxpr.eqns)
-        positions = list[int]()
+        stage_starts = list[int]()
         for position, read_counts, cut_distances in zip(
             self.positions, self.reads_before, self.read_distances, strict=True
         ):
@@ -259,9 +259,9 @@ class CutPoints:
             # The cut is behind the one before it, and leaves an equation to each stage
             # after it. Without a loss, as in evaluation, it may be at the end: stages
             # of the loss alone have nothing to compute there.
-            num_stages_after = len(self.positions) - len(positions)
+            num_stages_after = len(self.positions) - len(stage_starts)
             last = end - num_stages_after if traced.has_loss else end
-            first = positions[-1] + 1 if positions else 1
+            first = stage_starts[-1] + 1 if stage_starts else 1
             ranked = [
                 (
                     read_differences[index],
@@ -272,8 +272,8 @@ class CutPoints:
                 )
                 for index in range(min(first, last), last + 1)
             ]
-            positions.append(min(ranked)[-1])
-        return positions
+            stage_starts.append(min(ranked)[-1])
+        return stage_starts
 
 
 def _list_pieces(division: ScanDivision) -> tuple[ParamPieces, ...]:

@@ -7,6 +7,7 @@ parameters of all functions of a model stay where they are.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from .._jaxprs._pieces import Pieces
 from .._layers._layer_group import LayerGroup
 from .._messages import WarnOnce
 from .._trace import _boundaries
-from .._trace._layer_scans import WHOLE
+from .._trace._layer_scans import UNDIVIDED, ScanDivision
 from .._trace._traced_function import TracedFunction
 from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
@@ -27,6 +28,22 @@ from ._stage_placement import StagePlacement, idle_process_devices
 PyTree = Any
 
 
+@dataclass(frozen=True)
+class StageAssignment:
+    """The stages that run the equations of a function and own its parameters.
+
+    Attributes:
+      cuts: the cut points; ``None`` for a list of layers, whose stages end at marks.
+      division: the pieces of scans over layers, and of the parameters that these go
+        along.
+      owner_stages: the owner stage of each parameter; each piece counts as one.
+    """
+
+    cuts: CutPoints | None
+    division: ScanDivision
+    owner_stages: tuple[int, ...]
+
+
 class Partition:
     """The cuts between stages, the owners of parameters, and the devices.
 
@@ -34,15 +51,12 @@ class Partition:
       config: the checked options.
       groups: the layers of each stage of a list; ``None``: the stages are found by
         cutting.
-      is_lasting: True if all functions are cut as the first one is, so that their
+      shares_cuts: True if all functions are cut as the first one is, so that their
         parameters stay where they are.
 
     Attributes:
       config: the checked options.
       stage_of_layer: the stage of each layer of a list; ``None``: found by cutting.
-      cuts: the cut points, after the first function was cut; ``None`` for a list.
-      division: the pieces of scans over layers, and of the parameters that these go
-        along; ``None`` before the first function was traced.
       warnings: the warnings of all functions in these stages.
     """
 
@@ -51,17 +65,16 @@ class Partition:
         config: PipelineConfig,
         groups: Sequence[LayerGroup] | None = None,
         *,
-        is_lasting: bool = False,
+        shares_cuts: bool = False,
     ) -> None:
         self.config = config
-        self.cuts = config.cuts
-        self.division = None if self.cuts is None else self.cuts.division
         self.warnings = WarnOnce(
             is_muted=any(isinstance(device, AbstractDevice) for device in config.ranks)
         )
         self._groups = groups
-        self._is_lasting = is_lasting
-        self._owner_stages: Sequence[int] | None = None
+        self._shares_cuts = shares_cuts
+        # The assignment of the first function; ``None`` before there is one.
+        self._first: StageAssignment | None = None
         # number of stages -> their devices and schedule
         self._placements: dict[int, StagePlacement] = {}
         self.stage_of_layer: tuple[int, ...] | None = None
@@ -85,6 +98,31 @@ class Partition:
         return getattr(self.config.ranks[0], "num_shards", 1)
 
     # --------------------------------------------------------------------------- cuts
+
+    def keep_first(self, assignment: StageAssignment) -> None:
+        """Keeps the assignment of the first function; that of any later one agrees."""
+        self._first = self._first or assignment
+
+    @property
+    def _shared(self) -> StageAssignment | None:
+        """The assignment of all functions, once it is known and if they share it."""
+        return self._first if self._shares_cuts else None
+
+    @property
+    def cuts(self) -> CutPoints | None:
+        """The cut points that functions share, once they are known; ``None``: none."""
+        return self.config.cuts if self._shared is None else self._shared.cuts
+
+    @property
+    def division(self) -> ScanDivision | None:
+        """The pieces of scans and parameters, once they are known.
+
+        All functions have those of the first, also if each is cut by itself: parameters
+        in pieces are arrays of their user.
+        """
+        if self._first is not None:
+            return self._first.division
+        return None if self.cuts is None else self.cuts.division
 
     @property
     def num_stages(self) -> int | None:
@@ -111,7 +149,7 @@ class Partition:
     @property
     def pieces(self) -> Mapping[int, Pieces]:
         """Index of a parameter -> its pieces, if a scan over layers goes along it."""
-        return (self.division or WHOLE).params
+        return (self.division or UNDIVIDED).params
 
     @property
     def moves_equations(self) -> bool:
@@ -119,34 +157,38 @@ class Partition:
         return self._groups is None
 
     def cut(
-        self, traced_functions: Mapping[int, TracedFunction], num_params: int
+        self,
+        traced_functions: Mapping[int, TracedFunction],
+        division: ScanDivision,
+        num_params: int,
     ) -> tuple[CutPoints | None, dict[int, list[int]]]:
         """Cuts a function.
 
         Args:
           traced_functions: micro-batch size -> trace.
+          division: the pieces in which its scans are.
           num_params: the number of parameters that all functions have.
 
         Returns:
-          The cut points, and for each trace the indices of the equations with which the
-          stages but the first begin.
+          The cut points, ``None`` for a list; and size -> the index of the first
+          equation of each stage but the first.
 
         Raises:
           ValueError: if a plan is of a function of other parameters.
         """
         if self._groups is not None:
             num_cuts = len(self._groups) - 1
-            positions = dict[int, list[int]]()
+            stage_starts = dict[int, list[int]]()
             for size, traced in traced_functions.items():
                 stage_ends = _boundaries.stage_ends(traced.closed)
-                positions[size] = [stage_ends[stage] for stage in range(num_cuts)]
-            return None, positions
+                stage_starts[size] = [stage_ends[stage] for stage in range(num_cuts)]
+            return None, stage_starts
 
         first_size, first = next(iter(traced_functions.items()))
         cuts = self.cuts
         num_traced_stages = self.num_traced_stages
         if cuts is None:
-            first_positions = _balanced_cuts.choose_cuts(
+            first_starts = _balanced_cuts.choose_stage_starts(
                 first,
                 self.config.num_stages,
                 most_stages=num_traced_stages,
@@ -154,10 +196,10 @@ class Partition:
             )
             cuts = CutPoints.from_trace(
                 first,
-                first_positions,
+                first_starts,
                 num_params=num_params,
                 num_traced_stages=num_traced_stages,
-                division=self.division or WHOLE,
+                division=division,
             )
         if cuts.positions and len(cuts.total_reads) != num_params:
             raise ValueError(
@@ -165,22 +207,20 @@ class Partition:
                 f"of parameters and state, and this one has {num_params}; make a plan "
                 f"of this one, by jpipe.plan"
             )
-        if self._is_lasting:
-            self.cuts = cuts
 
-        positions = {first_size: cuts.find_positions(first)}
+        stage_starts = {first_size: cuts.find_stage_starts(first)}
         # Programs of other sizes are more like the first one than what was cut before.
         cuts_of_first = CutPoints.from_trace(
             first,
-            positions[first_size],
+            stage_starts[first_size],
             num_params=num_params,
             num_traced_stages=num_traced_stages,
-            division=self.division or WHOLE,
+            division=division,
         )
         for size, traced in traced_functions.items():
             if size != first_size:
-                positions[size] = cuts_of_first.find_positions(traced)
-        return cuts, positions
+                stage_starts[size] = cuts_of_first.find_stage_starts(traced)
+        return cuts, stage_starts
 
     # ------------------------------------------------------------------------- owners
 
@@ -191,16 +231,11 @@ class Partition:
           specs: the parameters, or specs; for a list one entry per layer.
         """
         if self.stage_of_layer is None:
-            return self._owner_stages
+            return None if self._shared is None else self._shared.owner_stages
         owner_stages = list[int]()
         for stage, entry in zip(self.stage_of_layer, specs, strict=True):
             owner_stages += [stage] * len(jax.tree.leaves(entry))
         return owner_stages
-
-    def keep_owner_stages(self, owner_stages: Sequence[int]) -> None:
-        """Keeps the owner stages of one function for all others."""
-        if self._is_lasting:
-            self._owner_stages = owner_stages
 
     # ---------------------------------------------------------------------- placement
 

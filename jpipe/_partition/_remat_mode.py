@@ -4,7 +4,7 @@ No JAX is imported here: planning partitions profiles without it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # One of `jax.checkpoint_policies`, or a user's.
@@ -37,9 +37,11 @@ class RematMode:
     def recomputes(self) -> bool:
         """True if the backward computes anything of a micro-batch again.
 
-        What follows from weights alone is computed again in all modes.
+        So does every mode but `NONE`, and one that says the same by another name. What
+        follows from weights alone is computed again in all modes.
         """
-        return self.policy is not None or self.stores_fewest_bytes
+        same_name = replace(self, name=NONE.name, is_tried_by_plan=False)
+        return same_name != NONE
 
     @property
     def between_halves(self) -> "RematMode":

@@ -14,7 +14,7 @@ import numpy as np
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._messages import WarnOnce
 from .._trace import _boundaries, _eqn_order
-from .._trace._layer_scans import WHOLE, LayerScan, ScanDivision, find_layer_scans
+from .._trace._layer_scans import UNDIVIDED, LayerScan, ScanDivision, find_layer_scans
 from .._trace._traced_function import TracedFunction
 from . import _balanced_cuts
 from ._cut_points import count_reads_before
@@ -39,7 +39,7 @@ def choose_division(
     """
     layer_scans = _find_divided_scans(traced, most_stages)
     if not layer_scans:
-        return WHOLE
+        return UNDIVIDED
     trial = _Trial(traced, layer_scans, most_stages, divide)
     best_sizes = trial.sizes_of_stages()
     largest_allowed = _EQUAL_PIECES_COST * trial.largest_cost(best_sizes)
@@ -114,8 +114,8 @@ class _Trial:
             [(1,) * scan.length for scan in layer_scans]
         )
         self._finest_cut = self._cut(self._finest_division)
-        _, cuts = self._finest_cut
-        self.num_stages = len(cuts) + 1
+        _, stage_starts = self._finest_cut
+        self.num_stages = len(stage_starts) + 1
 
     def division(self, sizes_of_scans: Sequence[Sequence[int]]) -> ScanDivision:
         """The pieces of parameters and scans, for scans in pieces of such sizes."""
@@ -131,7 +131,7 @@ class _Trial:
     def sizes_of_stages(self) -> list[tuple[int, ...]]:
         """For each scan the numbers of iterations that stages run, if cut anywhere."""
         division = self._finest_division
-        traced, cuts = self._finest_cut
+        traced, stage_starts = self._finest_cut
         first_pieces = first_inner_indices(self._num_params, division.params)
         num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
         reads_before = count_reads_before(traced, self._num_params + num_pieces)
@@ -148,24 +148,24 @@ class _Trial:
                     params += [first_pieces[i] for i in scan.layer_params[iteration]]
                 # The scan reads all of them, and some may be read before it.
                 reader = max(first_readers[params])
-                stages.append(sum(cut <= reader for cut in cuts))
+                stages.append(sum(start <= reader for start in stage_starts))
             sizes_of_scans.append(tuple(len(list(run)) for _, run in groupby(stages)))
         return sizes_of_scans
 
     def largest_cost(self, sizes_of_scans: Sequence[Sequence[int]]) -> float:
         """The operations of the largest stage, for scans in pieces of such sizes."""
-        traced, cuts = self._cut(self.division(sizes_of_scans))
-        if len(cuts) + 1 < self.num_stages:  # the pieces are too few
+        traced, stage_starts = self._cut(self.division(sizes_of_scans))
+        if len(stage_starts) + 1 < self.num_stages:  # the pieces are too few
             return math.inf
-        return _balanced_cuts.largest_stage_cost(traced, cuts)
+        return _balanced_cuts.largest_stage_cost(traced, stage_starts)
 
     def _cut(self, division: ScanDivision) -> tuple[TracedFunction, list[int]]:
-        """The function with its scans in pieces, and its cuts."""
+        """The function with its scans in pieces, and the starts of its stages."""
         (traced,) = _eqn_order.sink_equations({0: self._divide(division)}).values()
-        cuts = _balanced_cuts.choose_cuts(
+        stage_starts = _balanced_cuts.choose_stage_starts(
             traced,
             None,
             most_stages=self.num_stages,
             warnings=WarnOnce(is_muted=True),
         )
-        return traced, cuts
+        return traced, stage_starts

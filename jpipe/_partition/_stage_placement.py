@@ -184,14 +184,6 @@ class StagePlacement:
                 names |= dict.fromkeys(device.mesh.axis_names)
         return tuple(names)
 
-    @cached_property
-    def stage_of_layer(self) -> tuple[int, ...]:
-        """The stage of each layer."""
-        stage_of_layer = list[int]()
-        for stage in self.stages:
-            stage_of_layer += [stage.index] * len(stage.layers)
-        return tuple(stage_of_layer)
-
 
 def idle_process_devices(devices: Collection[Device]) -> Iterator[Device]:
     """Yields a device of each process that has none of these, if they are of several.

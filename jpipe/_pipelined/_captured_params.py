@@ -1,13 +1,12 @@
 """Finds parameters that a loss closes over: as constants they have no gradient."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from .._layers import _nnx_values
 from .._layers._adapter import LayerAdapter
-from .._messages import WarnOnce, raise_all
+from .._messages import raise_all
 from .._model._model import Model
 from ._specialization import Specialization
 
@@ -15,22 +14,17 @@ PyTree = Any
 
 
 def check_captured_params(
-    params: PyTree,
-    specialization: Specialization,
-    *,
-    model: Model | None,
-    warnings: WarnOnce,
+    params: PyTree, specialization: Specialization, model: Model
 ) -> None:
-    """Checks that a loss closes over no array by which it is differentiated.
+    """Checks that the loss of a model closes over no variable that has a gradient.
+
+    A loss function of `jpipe.value_and_grad` may: to `jax.value_and_grad` too its
+    parameters from outside are constants, such as those from which a penalty starts.
 
     Args:
-      params: the parameters of the call.
+      params: the variables of the call.
       specialization: the function, traced for them.
-      model: the model that has these variables; ``None`` for the parameters of a loss
-        function. There this is a warning: `jax.value_and_grad` takes them as constants
-        too, and a penalty on the distance from the start closes over the parameters
-        that it starts from.
-      warnings: the warnings of the function.
+      model: the model that has these variables.
 
     Raises:
       TypeError: with the parameters that modules or their loss close over.
@@ -39,23 +33,7 @@ def check_captured_params(
     if not traced.has_loss or not traced.captured_arrays:
         return
     constant_ids = set(map(id, traced.captured_arrays))
-    tree_name = "variables" if model else "params"
-    captured = _captured_leaves(
-        specialization.layout.open_params(params),
-        specialization.layout.is_leaf_trained,
-        constant_ids=constant_ids,
-        tree_name=tree_name,
-    )
-    if model is None:
-        if captured:
-            warnings(
-                "closures",
-                f"the loss closes over {', '.join(captured)}, which it is given as "
-                f"parameters too; as under jax.value_and_grad they are constants there "
-                f"and have no gradient: read them from the first argument, or give "
-                f"copies, jax.tree.map(jnp.copy, params), where constants are meant",
-            )
-        return
+    captured = _captured_leaves(params, specialization, constant_ids)
     for index, layer in enumerate(model.layers):
         layer_name = model.label.format(index)
         captured += _captured_variables(layer, constant_ids, layer_name)
@@ -71,17 +49,14 @@ def check_captured_params(
 
 
 def _captured_leaves(
-    params: PyTree,
-    is_leaf_trained: Sequence[bool],
-    *,
-    constant_ids: set[int],
-    tree_name: str,
+    params: PyTree, specialization: Specialization, constant_ids: set[int]
 ) -> list[str]:
     """The trained parameters of the call that are among the constants."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    layout = specialization.layout
+    leaves = jax.tree_util.tree_leaves_with_path(layout.open_params(params))
     return [
-        f"{tree_name}{jax.tree_util.keystr(path)}"
-        for (path, leaf), is_trained in zip(leaves, is_leaf_trained, strict=True)
+        f"variables{jax.tree_util.keystr(path)}"
+        for (path, leaf), is_trained in zip(leaves, layout.is_leaf_trained, strict=True)
         if is_trained and id(leaf) in constant_ids
     ]
 

@@ -1,9 +1,14 @@
-"""A function of parameters and a mini-batch, and all that a pipeline knows of it."""
+"""A function of parameters and a mini-batch, and all that a pipeline knows of it.
 
+It is a `LossFunction` of a user, which reads parameters and any arguments, or a
+`ModelFunction`, the outputs of a model or a loss of them.
+"""
+
+import abc
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 from jax.tree_util import tree_leaves_with_path
@@ -17,11 +22,21 @@ from .._lower._join import Join
 from .._model._model import Model
 from .._partition import _param_sharding
 from .._partition._stage_placement import StagePlacement
+from .._trace._discarded_state import check_discarded_state
 from .._trace._microbatch_outputs import MicrobatchOutputs
-from .._trace._state_updates import StateLeaf
+from .._trace._state_updates import (
+    StateLeaf,
+    StateUpdate,
+    drop_unwritten_aux,
+    find_updates,
+)
 from .._trace._traced_function import TracedFunction
+from ._captured_params import check_captured_params
+from ._specialization import Specialization
 
 PyTree = Any
+# micro-batch size -> trace, that of the first micro-batch first
+TracedFunctions = dict[int, TracedFunction]
 
 
 class StateUse(enum.Enum):
@@ -33,27 +48,25 @@ class StateUse(enum.Enum):
 
 
 @dataclass(frozen=True)
-class FunctionSpec:
+class FunctionSpec(abc.ABC):
     """A function that is computed in stages.
 
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)``, or without a loss ``aux``,
-        its outputs; the last of ``args`` of a loss function is a dict of the arguments
-        by name.
+        its outputs.
       make_joins: ``results of micro-batches besides the loss -> join of each leaf``.
       in_axes: the axes of the examples in the arguments after ``params``.
       has_loss: True if it returns a loss, which is differentiated.
       has_aux: True if it returns something besides the loss.
       reduction: the loss over the examples: see `jpipe.value_and_grad`.
-      model: the model that it calls, if any: then its first argument after ``params``
-        is the input, and its aux a pair, of aux and the state that the model writes.
-      names: the names of the arguments in errors, for a model.
-      argnums: the indices of the arguments of a loss function that are its parameters.
-      state_use: the use of the state that the model writes.
-      train: True if the model runs as in training.
       check: checks parameters and arguments of a new signature, before it is built.
       explain: ``(error, params, args)``; raises a better error than one that was raised
         on these parameters and arguments.
+      params_name: the name of the parameters in errors.
+      axes_advice: the advice on the axes of arguments in errors.
+      has_collections: True if state stands beside the parameters.
+      folds_params: True if keys among the parameters are folded for each micro-batch.
+      may_have_penalty: True if the loss may have terms that follow from no example.
     """
 
     function: Callable[..., Any]
@@ -62,43 +75,46 @@ class FunctionSpec:
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
-    model: Model | None = None
-    names: Sequence[str] = ()
-    argnums: Sequence[int] = (0,)
-    state_use: StateUse = StateUse.RETURN
-    train: bool = True
     check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
     explain: Callable[[Exception, PyTree, Sequence[PyTree]], None] | None = None
 
-    @property
-    def params_name(self) -> str:
-        """The name of the parameters in errors."""
-        return "params" if self.model is None else "variables"
+    params_name: ClassVar[str]
+    axes_advice: ClassVar[str]
+    has_collections: ClassVar[bool]
+    folds_params: ClassVar[bool]
+    may_have_penalty: ClassVar[bool]
 
     @property
+    @abc.abstractmethod
     def advice(self) -> str:
         """The call to type where parameters are not in place."""
-        if self.model is None:
-            return "params = grad_fn.place(params, *args)"
-        return self.model.advice
 
+    # ---------------------------------------------------------------------- arguments
+
+    @abc.abstractmethod
     def check_params(self, params: PyTree) -> None:
         """Checks that a tree may be one of parameters: arguments may be exchanged.
 
         Raises:
           ValueError: if it is none.
         """
-        if self.model is None:
-            _variables.check_params(params)
-        else:
-            self.model.entries(params)
 
-    def note_order(
-        self, error: Exception, params: PyTree, args: Sequence[PyTree]
-    ) -> None:
-        """Adds a note to an error if parameters may not be the first argument."""
-        if self.model is None:
-            _call.note_order(error, params, args)
+    @abc.abstractmethod
+    def check_captured(self, params: PyTree, specialization: Specialization) -> None:
+        """Checks what the function closes over.
+
+        Args:
+          params: the parameters of the call.
+          specialization: the function, traced for them.
+        """
+
+    @abc.abstractmethod
+    def axes_and_names(self, args: Sequence[PyTree]) -> tuple[Any, Sequence[str]]:
+        """The axes of the examples in the arguments, and the names of these in errors.
+
+        Raises:
+          TypeError: if keys are none.
+        """
 
     def batch(
         self,
@@ -120,16 +136,7 @@ class FunctionSpec:
           ValueError: if they cannot be split.
           TypeError: if a leaf is not an array, or keys are none.
         """
-        names = self.names
-        in_axes = self.in_axes
-        axes_advice = _microbatch.MODEL_AXES_ADVICE
-        if self.model is None:
-            *positional, keywords = args
-            names = _call.argument_names(len(positional), self.argnums)
-            in_axes = _call.axes_of_call(in_axes, positional, keywords)
-            axes_advice = _microbatch.FUNCTION_AXES_ADVICE
-        elif args[-1] is not None:
-            _rng.check_rngs(args[-1])
+        in_axes, names = self.axes_and_names(args)
         return _call.batch(
             args,
             in_axes,
@@ -137,24 +144,30 @@ class FunctionSpec:
             num_microbatches=num_microbatches,
             num_shards=num_shards,
             allows_unsplit=allows_unsplit,
-            axes_advice=axes_advice,
+            axes_advice=self.axes_advice,
         )
 
+    @abc.abstractmethod
     def shardings(
         self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]
     ) -> list[Sharding]:
         """Returns the sharding of each parameter in its stage."""
-        if self.model is not None:
-            return self.model.shardings(placement, params, owner_stages)
-        devices = [placement.devices[stage] for stage in owner_stages]
-        return _param_sharding.tree_shardings(
-            placement, params, devices, inside=("params",)
-        )
+
+    # --------------------- traces: here of a function without state, of any arguments
+
+    def count_inputs(self, traced: TracedFunction, args: Any) -> TracedFunction:
+        """Counts the leaves of an input, and those that the first or last stage reads.
+
+        Args:
+          traced: a trace of the function.
+          args: specs of its arguments, of a micro-batch.
+        """
+        return traced
 
     def state_leaves(
         self, traced: TracedFunction, variables: PyTree
     ) -> tuple[int, list[StateLeaf]]:
-        """The state that the model may write.
+        """The state that the function may write.
 
         Args:
           traced: a trace of the function.
@@ -163,15 +176,23 @@ class FunctionSpec:
         Returns:
           The index in aux of the first leaf that may be written, and these leaves.
         """
-        if self.model is None:
-            return 0, []
-        aux, changed = traced.aux
-        paths = [path for path, _ in tree_leaves_with_path(variables)]
-        leaves = list[StateLeaf]()
-        for i in sorted(changed):
-            text = self.model.name_written(paths[i])
-            leaves.append(StateLeaf(i, path=paths[i], text=text))
-        return len(jax.tree.leaves(aux)), leaves
+        return 0, []
+
+    def find_state(
+        self, traced_functions: TracedFunctions, params: PyTree, *, runs: bool
+    ) -> tuple[TracedFunctions, StateUpdate]:
+        """Finds the state that the function writes.
+
+        Args:
+          traced_functions: the traces of the function.
+          params: specs of the parameters, with nodes for those in pieces.
+          runs: True if the mini-batch has enough examples to run.
+
+        Returns:
+          The traces without aux that could be written and is returned unchanged, and
+          the state.
+        """
+        return traced_functions, StateUpdate()
 
     def aux_in_pieces(
         self, traced: TracedFunction, pieces: Mapping[int, Pieces], *, num_params: int
@@ -183,8 +204,162 @@ class FunctionSpec:
           pieces: index of a parameter -> its pieces.
           num_params: the number of whole parameters.
         """
-        if self.model is None:
-            return traced.aux
+        return traced.aux
+
+    def aux_of(self, traced: TracedFunction) -> PyTree:
+        """Returns specs of aux (of outputs), without the state that is written."""
+        return traced.aux
+
+
+@dataclass(frozen=True)
+class LossFunction(FunctionSpec):
+    """A loss function of a user; its last argument is a dict of those by name.
+
+    Attributes:
+      argnums: the indices of the arguments that are its parameters.
+    """
+
+    argnums: Sequence[int] = (0,)
+
+    params_name = "params"
+    axes_advice = _microbatch.FUNCTION_AXES_ADVICE
+    has_collections = False
+    # It may have no keys but those among its parameters.
+    folds_params = True
+    may_have_penalty = True
+
+    @property
+    def advice(self) -> str:
+        """The call to type where parameters are not in place."""
+        return "params = grad_fn.place(params, *args)"
+
+    def check_params(self, params: PyTree) -> None:
+        """Checks that a tree may be one of parameters."""
+        _variables.check_params(params)
+
+    def check_captured(self, params: PyTree, specialization: Specialization) -> None:
+        """Checks nothing: parameters from outside are constants, as for JAX."""
+
+    def axes_and_names(self, args: Sequence[PyTree]) -> tuple[Any, Sequence[str]]:
+        """The axes and names of positional arguments, and of those by name."""
+        *positional, keywords = args
+        in_axes = _call.axes_of_call(self.in_axes, positional, keywords)
+        return in_axes, _call.argument_names(len(positional), self.argnums)
+
+    def shardings(
+        self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]
+    ) -> list[Sharding]:
+        """Returns the sharding of each parameter in its stage."""
+        devices = [placement.devices[stage] for stage in owner_stages]
+        return _param_sharding.tree_shardings(
+            placement, params, devices, inside=("params",)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFunction(FunctionSpec):
+    """The forward pass of a model, or its loss.
+
+    The first argument after the parameters is the input; aux is a pair, of aux (of
+    outputs) and the state that the model writes.
+
+    Attributes:
+      model: the model that it calls.
+      names: the names of the arguments in errors.
+      state_use: the use of the state that the model writes.
+      train: True if the model runs as in training.
+    """
+
+    model: Model
+    names: Sequence[str]
+    state_use: StateUse
+    train: bool
+
+    params_name = "variables"
+    axes_advice = _microbatch.MODEL_AXES_ADVICE
+    has_collections = True
+    # A model draws from the keys of a step, which are an argument; a key among its
+    # variables is the same for all micro-batches.
+    folds_params = False
+    # Its loss is one of outputs and targets.
+    may_have_penalty = False
+
+    @property
+    def advice(self) -> str:
+        """The call to type where parameters are not in place."""
+        return self.model.advice
+
+    def check_params(self, params: PyTree) -> None:
+        """Checks that a tree may be one of the variables of the model."""
+        self.model.entries(params)
+
+    def check_captured(self, params: PyTree, specialization: Specialization) -> None:
+        """Checks that neither modules nor their loss close over variables."""
+        check_captured_params(params, specialization, self.model)
+
+    def axes_and_names(self, args: Sequence[PyTree]) -> tuple[Any, Sequence[str]]:
+        """The axes and names of the input, maybe targets, and keys."""
+        if args[-1] is not None:
+            _rng.check_rngs(args[-1])
+        return self.in_axes, self.names
+
+    def shardings(
+        self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]
+    ) -> list[Sharding]:
+        """Returns the sharding of each variable in its stage."""
+        return self.model.shardings(placement, params, owner_stages)
+
+    def count_inputs(self, traced: TracedFunction, args: Any) -> TracedFunction:
+        """Counts the leaves of the input; of a list those that one stage alone reads.
+
+        Args:
+          traced: a trace of the function.
+          args: specs of the input, maybe targets, and keys.
+        """
+        local_args = ()
+        if self.model.is_list:
+            local_args = args[:2] if self.has_loss else args[:1]
+        return replace(
+            traced,
+            num_model_inputs=len(jax.tree.leaves(args[0])),
+            num_uncopied_inputs=len(jax.tree.leaves(local_args)),
+        )
+
+    def state_leaves(
+        self, traced: TracedFunction, variables: PyTree
+    ) -> tuple[int, list[StateLeaf]]:
+        """The state that the model may write, behind the index of its first leaf."""
+        aux, changed = traced.aux
+        paths = [path for path, _ in tree_leaves_with_path(variables)]
+        leaves = list[StateLeaf]()
+        for i in sorted(changed):
+            text = self.model.name_written(paths[i])
+            leaves.append(StateLeaf(i, path=paths[i], text=text))
+        return len(jax.tree.leaves(aux)), leaves
+
+    def find_state(
+        self, traced_functions: TracedFunctions, params: PyTree, *, runs: bool
+    ) -> tuple[TracedFunctions, StateUpdate]:
+        """Finds the state that the model writes."""
+        state = StateUpdate()
+        first = next(iter(traced_functions.values()))
+        first_index, leaves = self.state_leaves(first, params)
+        if self.state_use is StateUse.RETURN:
+            state = find_updates(first, first_index, leaves)
+        elif self.state_use is StateUse.WARN and runs:
+            check_discarded_state(
+                first, first_index, leaves, variables=params, train=self.train
+            )
+        written: TracedFunctions = {}
+        for size, traced in traced_functions.items():
+            first_index, leaves = self.state_leaves(traced, params)
+            written[size] = drop_unwritten_aux(traced, first_index, leaves, state=state)
+        return written, state
+
+    def aux_in_pieces(
+        self, traced: TracedFunction, pieces: Mapping[int, Pieces], *, num_params: int
+    ) -> PyTree:
+        """Specs of aux, and of state, each leaf in the pieces of its variable."""
         aux, changed = traced.aux
         inner_indices = first_inner_indices(num_params, pieces)
         # index of a leaf of the parameters, of which each piece is one -> its new value
@@ -195,5 +370,5 @@ class FunctionSpec:
         return aux, changed_inside
 
     def aux_of(self, traced: TracedFunction) -> PyTree:
-        """Returns specs of aux (of outputs), without the state that a model writes."""
-        return traced.aux if self.model is None else traced.aux[0]
+        """Returns specs of aux (of outputs), without the state that is written."""
+        return traced.aux[0]

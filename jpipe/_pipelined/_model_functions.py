@@ -12,12 +12,12 @@ from .._layers import _rng
 from .._lower import _join
 from .._model._model import Model
 from .._trace._microbatch_outputs import MicrobatchOutputs
-from ._function_spec import FunctionSpec, StateUse
+from ._function_spec import ModelFunction, StateUse
 
 PyTree = Any
 
 
-def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
+def forward_spec(model: Model, *, train: bool) -> ModelFunction:
     """``(variables, x, rngs) -> (outputs, changed)``; the changed state is dropped."""
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
@@ -30,7 +30,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
             _note_axes(error, model.axes)
             raise
 
-    return FunctionSpec(
+    return ModelFunction(
         call,
         make_joins,
         in_axes=(model.axes.in_axes, None),
@@ -44,7 +44,7 @@ def forward_spec(model: Model, *, train: bool) -> FunctionSpec:
 
 def loss_spec(
     model: Model, objective: Objective, outputs: list[PyTree], *, train: bool
-) -> FunctionSpec:
+) -> ModelFunction:
     """``(variables, x, targets, rngs) -> (loss, (aux, changed))``.
 
     Args:
@@ -66,7 +66,7 @@ def loss_spec(
     def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
         return _join.join_aux(objective.aux_axes, results)
 
-    return FunctionSpec(
+    return ModelFunction(
         call,
         make_joins,
         in_axes=(model.axes.in_axes, model.axes.target_axes, None),

@@ -6,7 +6,7 @@ There is one `Specialization` for each signature of the arguments. It is cached 
 that it depends on, so that a second call of the same signature traces nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,19 +16,16 @@ from .._arguments import _microbatch, _signature, _stacked, _variables
 from .._arguments._batch import Batch, explain_sizes
 from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
+from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
 from .._partition._param_layout import ParamLayout
-from .._partition._partition import Partition
+from .._partition._partition import Partition, StageAssignment
 from .._partition._planned_shapes import check_planned_shapes
 from .._partition._stage_placement import StagePlacement
 from .._stage import _stacked_params
 from .._stage._stages import Stages
-from .._trace._discarded_state import check_discarded_state
 from .._trace._microbatch_outputs import MicrobatchOutputs
-from .._trace._state_updates import StateUpdate, drop_unwritten_aux, find_updates
-from .._trace._traced_function import TracedFunction
-from . import _captured_params
-from ._function_spec import FunctionSpec, StateUse
+from ._function_spec import FunctionSpec
 from ._specialization import Specialization
 from ._tracing import trace_sizes, trace_whole
 
@@ -83,7 +80,8 @@ class PipelinedFunction:
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns the layout of parameters, the same for all functions of a partition.
 
-        The partition is that of a list of layers, or is lasting.
+        The partition is that of a list of layers, or its functions share their cuts. If
+        none of them was cut yet, this one is.
 
         Args:
           params: the parameters, or specs of them.
@@ -96,12 +94,11 @@ class PipelinedFunction:
         """
         self._check_planned(params)
         partition = self._partition
-        is_divided = self.last_specialization is not None
-        if partition.owner_stages(params) is None and not is_divided:
-            # Dividing decides the owners; the result is kept for `plan` to describe.
-            self.last_specialization = self.divide(params, args)
         owner_stages = partition.owner_stages(params)
-        assert owner_stages is not None
+        if owner_stages is None:
+            # Until a function was called, `plan` describes this.
+            self.last_specialization = self.divide(params, args)
+            return self.last_specialization.layout
         assert partition.num_stages is not None
         specs = _microbatch.array_specs(params, "params")
         count = len(jax.tree.leaves(specs))
@@ -114,6 +111,7 @@ class PipelinedFunction:
         return self._layout(
             partition.placement(partition.num_stages),
             _stacked.open_tree(specs, partition.pieces),
+            pieces=partition.pieces,
             owner_stages=owner_stages,
             is_trained=[False] * len(owner_stages),
         )
@@ -123,17 +121,18 @@ class PipelinedFunction:
         placement: StagePlacement,
         specs: PyTree,
         *,
+        pieces: Mapping[int, Pieces],
         owner_stages: Sequence[int],
         is_trained: Sequence[bool],
     ) -> ParamLayout:
         return ParamLayout(
             placement,
             specs,
-            pieces=self._partition.pieces,
+            pieces=pieces,
             owner_stages=owner_stages,
             shardings=self._spec.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
-            has_collections=self._spec.model is not None,
+            has_collections=self._spec.has_collections,
             name=self._spec.params_name,
             advice=self._spec.advice,
         )
@@ -143,7 +142,7 @@ class PipelinedFunction:
             params,
             self._partition.config.planned_shapes,
             name=self._spec.params_name,
-            has_collections=self._spec.model is not None,
+            has_collections=self._spec.has_collections,
         )
 
     # -------------------------------------------------------------------------- build
@@ -159,9 +158,7 @@ class PipelinedFunction:
             if spec.check is not None:
                 spec.check(params, args)
             specialization = self.build(params, batch)
-        _captured_params.check_captured_params(
-            params, specialization, model=spec.model, warnings=self._partition.warnings
-        )
+        spec.check_captured(params, specialization)
         return specialization
 
     @contextmanager
@@ -172,7 +169,6 @@ class PipelinedFunction:
         except Exception as error:
             if self._spec.explain is not None:
                 self._spec.explain(error, params, args)
-            self._spec.note_order(error, params, args)
             raise
 
     def _batch(self, args: Sequence[PyTree], *, allows_unsplit: bool = False) -> Batch:
@@ -207,33 +203,37 @@ class PipelinedFunction:
             explain_sizes(batch),
             _batch_norm.merge_statistics(are_merged=are_merged),
         ):
-            traced_functions = trace_sizes(spec, self._partition, specs, batch)
+            traced_functions, division = trace_sizes(
+                spec, self._partition, specs, batch
+            )
             self._check_planned(specs)
-            pieces = self._partition.pieces
-            is_trained = _stacked.repeat_for_pieces(is_trained, pieces)
-            inner_specs = _stacked.open_tree(specs, pieces)
-            traced_functions, state = self._find_state(
-                traced_functions, inner_specs, batch, runs=runs
+            is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
+            inner_specs = _stacked.open_tree(specs, division.params)
+            traced_functions, state = spec.find_state(
+                traced_functions, inner_specs, runs=runs
             )
             count = len(is_trained)
-            cuts, positions = self._partition.cut(traced_functions, count)
-            num_stages = len(positions[batch.sizes[0]]) + 1
+            cuts, stage_starts = self._partition.cut(traced_functions, division, count)
+            num_stages = len(stage_starts[batch.sizes[0]]) + 1
             placement = self._partition.placement(num_stages)
             stages = Stages(
                 traced_functions=traced_functions,
-                cuts=positions,
+                stage_starts=stage_starts,
                 sizes=batch.sizes,
                 remat=placement.remat,
                 trained=is_trained,
                 owner_stages=self._partition.owner_stages(specs) or (),
                 state=state,
             )
-            owner_stages = stages.owner_stages[:count]
-            self._partition.keep_owner_stages(owner_stages)
+            assignment = StageAssignment(
+                cuts, division, owner_stages=tuple(stages.owner_stages[:count])
+            )
+            self._partition.keep_first(assignment)
             layout = self._layout(
                 placement,
                 inner_specs,
-                owner_stages=owner_stages,
+                pieces=division.params,
+                owner_stages=assignment.owner_stages,
                 is_trained=is_trained,
             )
             _stacked_params.check_stacked_params(
@@ -254,46 +254,6 @@ class PipelinedFunction:
             aux=spec.aux_of(stages.traced()),
             joins=joins,
         )
-
-    def _find_state(
-        self,
-        traced_functions: dict[int, TracedFunction],
-        specs: PyTree,
-        batch: Batch,
-        *,
-        runs: bool,
-    ) -> tuple[dict[int, TracedFunction], StateUpdate]:
-        """Finds the state that a function writes.
-
-        Args:
-          traced_functions: micro-batch size -> its trace.
-          specs: the parameters, with nodes for those in pieces.
-          batch: the mini-batch.
-          runs: True if it has enough examples to run.
-
-        Returns:
-          The traces without aux that could be written and is returned unchanged, and
-          the state.
-        """
-        spec = self._spec
-        state = StateUpdate()
-        if spec.model is None:
-            return traced_functions, state
-
-        first = traced_functions[batch.sizes[0]]
-        first_index, leaves = spec.state_leaves(first, specs)
-        if spec.state_use is StateUse.RETURN:
-            state = find_updates(first, first_index, leaves)
-        elif spec.state_use is StateUse.WARN and runs:
-            check_discarded_state(
-                first, first_index, leaves, variables=specs, train=spec.train
-            )
-        for size, traced in traced_functions.items():
-            first_index, leaves = spec.state_leaves(traced, specs)
-            traced_functions[size] = drop_unwritten_aux(
-                traced, first_index, leaves, state=state
-            )
-        return traced_functions, state
 
     def _results(
         self, stages: Stages, specs: PyTree, batch: Batch

@@ -1,8 +1,22 @@
 """Traces a function on micro-batches of each size, and makes the traces ready to cut.
 
-The steps for each size: trace, restrict meshes to places, count local inputs, scale the
-loss. Then for all: close over equal arrays, sink equations to their first readers, and
-agree on which equations run once per step.
+For each size, in this order:
+
+1. trace;
+2. restrict meshes to places: a program that names devices is refused before more is
+   done with it;
+3. tell what of the batch is captured, and count inputs that one stage alone reads: by
+   these all later passes tell what follows from examples, and what may be copied;
+4. scale the loss, and separate its penalty: this rewrites scans that carry the loss,
+   which step 5 counts.
+
+Then for all sizes together:
+
+5. divide scans over layers, in the same pieces;
+6. close over equal arrays, as steps 7 and 8 compare programs by their equations;
+7. sink equations to their first readers, the last step that moves any; not in a list,
+   whose marks tell the stage of each;
+8. agree, equation by equation, on which ones run once per step.
 """
 
 from dataclasses import replace
@@ -15,7 +29,7 @@ from .._layers import _batch_norm
 from .._partition._partition import Partition
 from .._partition._stack_pieces import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
-from .._trace._layer_scans import WHOLE, ScanDivision, divide_scans
+from .._trace._layer_scans import UNDIVIDED, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction
 from ._function_spec import FunctionSpec
 
@@ -24,7 +38,7 @@ PyTree = Any
 
 def trace_sizes(
     spec: FunctionSpec, partition: Partition, params: PyTree, batch: Batch
-) -> dict[int, TracedFunction]:
+) -> tuple[dict[int, TracedFunction], ScanDivision]:
     """Traces a function on micro-batches of each size.
 
     Args:
@@ -34,7 +48,8 @@ def trace_sizes(
       batch: the mini-batch.
 
     Returns:
-      The traces by these sizes, that of the first micro-batch first.
+      The traces by these sizes, that of the first micro-batch first; and the pieces in
+      which scans over layers and their parameters are.
     """
     traced_functions = {}
     for size in dict.fromkeys(batch.sizes):
@@ -49,35 +64,26 @@ def trace_sizes(
             closed=closed,
             captures_batch=all(axis is None for axis in batch.axes),
         )
-        traced = _with_local_inputs(spec, traced, batch.microbatch_specs(size))
+        traced = spec.count_inputs(traced, batch.microbatch_specs(size))
         if spec.has_loss:
             traced = _with_scaled_loss(spec, traced, batch, size)
         traced_functions[size] = traced
-    traced_functions = _in_pieces(spec, partition, params, traced_functions)
-    traced_functions = _traced_function.with_equal_arrays(traced_functions)
-    if partition.moves_equations:
-        traced_functions = _eqn_order.sink_equations(traced_functions)
-    return _eqn_order.unify_eqn_kinds(traced_functions)
-
-
-def _in_pieces(
-    spec: FunctionSpec,
-    partition: Partition,
-    params: PyTree,
-    traced_functions: dict[int, TracedFunction],
-) -> dict[int, TracedFunction]:
-    """Divides scans over stacked layers, in the pieces that the first function has."""
-    if partition.division is None:
-        first = next(iter(traced_functions.values()))
-        partition.division = choose_division(
+    division = partition.division
+    if division is None:
+        first = traced_functions[batch.sizes[0]]
+        division = choose_division(
             first,
             partition.num_traced_stages,
             lambda division: _divide_scans(spec, params, first, division),
         )
-    return {
-        size: _divide_scans(spec, params, traced, partition.division)
+    traced_functions = {
+        size: _divide_scans(spec, params, traced, division)
         for size, traced in traced_functions.items()
     }
+    traced_functions = _traced_function.with_equal_arrays(traced_functions)
+    if partition.moves_equations:
+        traced_functions = _eqn_order.sink_equations(traced_functions)
+    return _eqn_order.unify_eqn_kinds(traced_functions), division
 
 
 def _divide_scans(
@@ -87,7 +93,7 @@ def _divide_scans(
     division: ScanDivision,
 ) -> TracedFunction:
     """A function with its scans in pieces; state that it writes is in pieces too."""
-    if division == WHOLE:
+    if division == UNDIVIDED:
         return traced
     names = [
         f"{spec.params_name}{jax.tree_util.keystr(path)}"
@@ -137,32 +143,7 @@ def _trace(
         has_aux=spec.has_aux,
         has_loss=spec.has_loss,
         is_weighted=spec.reduction == "weighted",
-        # A model draws from the keys of a step, which are an argument; a key among its
-        # variables is the same for all micro-batches. A function may have no keys but
-        # those among its parameters.
-        folds_params=spec.model is None,
-    )
-
-
-def _with_local_inputs(
-    spec: FunctionSpec, traced: TracedFunction, args: Any
-) -> TracedFunction:
-    """Counts the leaves of the input, and those that the first or last stage reads.
-
-    Args:
-      spec: the function.
-      traced: its trace.
-      args: specs of the arguments; for a model the input, maybe targets, and keys.
-    """
-    if spec.model is None:
-        return traced
-    local_args = ()
-    if spec.model.is_list:
-        local_args = args[:2] if spec.has_loss else args[:1]
-    return replace(
-        traced,
-        num_model_inputs=len(jax.tree.leaves(args[0])),
-        num_uncopied_inputs=len(jax.tree.leaves(local_args)),
+        folds_params=spec.folds_params,
     )
 
 
@@ -174,7 +155,7 @@ def _with_scaled_loss(
     # reduction -> scale
     scales = {"mean": size / batch.num_examples, "sum": 1.0, "weighted": 1.0}
     scale = scales.get(spec.reduction, share)
-    if spec.model is not None:
+    if not spec.may_have_penalty:
         return _penalty.scale_loss(traced, scale)
     is_split = [axis is not None for axis in batch.axes]
     return _penalty.separate_penalty(

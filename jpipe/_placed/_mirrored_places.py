@@ -1,6 +1,6 @@
 """The places of leaves that mirror others, such as momenta, by their paths."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,8 @@ from .._jaxprs._host_memory import is_on_host
 from .._jaxprs._pieces import Pieces
 
 Path = tuple[Any, ...]
+# The path and the shape of a leaf.
+LeafKey = tuple[Path, tuple[int, ...]]
 
 
 class ArgumentLeaf(NamedTuple):
@@ -100,7 +102,7 @@ class MirroredPlaces:
                     self._places[end] = NOWHERE
         self._places |= {leaf.path: leaf.place for leaf in placed}
         # (path, shape) -> sharding
-        self._shardings: dict[tuple[Path, tuple[int, ...]], Sharding] = {}
+        self._shardings: dict[LeafKey, Sharding] = {}
         for leaf in placed:
             if leaf.sharding != WHOLE:
                 self._shardings[leaf.path, np.shape(leaf.value)] = leaf.sharding
@@ -118,12 +120,8 @@ class MirroredPlaces:
 
         It is in the memory where the leaf is.
         """
-        mirrored_sharding = WHOLE
-        for start in range(len(path)):
-            key = path[start:], np.shape(leaf)
-            if key in self._shardings:
-                mirrored_sharding = self._shardings[key]
-                break
+        key = _find_mirrored(self._shardings, path, leaf)
+        mirrored_sharding = WHOLE if key is None else self._shardings[key]
         return mirrored_sharding._replace(on_host=is_on_host(leaf))
 
     def leaves_of(self, argument_key: int, tree: Any) -> list[ArgumentLeaf]:
@@ -166,7 +164,7 @@ def mirrored_pieces(
     # path of a leaf in pieces -> its pieces, in order
     specs_of_pieces: dict[tuple[int | str, Path], list[Any]] = {}
     # (path, shape) -> pieces; ``None`` for a whole leaf
-    pieces_of: dict[tuple[Path, tuple[int, ...]], Pieces | None] = {}
+    pieces_of: dict[LeafKey, Pieces | None] = {}
     axes: dict[tuple[int | str, Path], int] = {}
     for leaf in leaves:
         key = leaf.path[-1] if leaf.path else None
@@ -189,14 +187,21 @@ def mirrored_pieces(
         if not has_pieces:
             return result_pieces
         for i, (path, spec) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-            for start in range(len(path)):
-                key = path[start:], np.shape(spec)
-                if key in pieces_of:
-                    result_pieces[i] = pieces_of[key]
-                    break
+            key = _find_mirrored(pieces_of, path, spec)
+            if key is not None:
+                result_pieces[i] = pieces_of[key]
         return result_pieces
 
     return of
+
+
+def _find_mirrored(keys: Container[LeafKey], path: Path, leaf: Any) -> LeafKey | None:
+    """Finds the leaf of this shape whose path ends this one; the longest if several."""
+    for start in range(len(path)):
+        key = path[start:], np.shape(leaf)
+        if key in keys:
+            return key
+    return None
 
 
 def _parts(path: Path) -> Iterator[Path]:

@@ -19,7 +19,7 @@ from jax.extend import core
 from .._arguments import _stacked
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
-from .._jaxprs import _jaxpr
+from .._jaxprs import _inlining
 from .._jaxprs._computation import Computation
 from .._jaxprs._pieces import Pieces
 from .._jaxprs._piecewise import run_in_pieces
@@ -115,7 +115,7 @@ class PlacedFunction:
     ) -> None:
         ending = copy_shared if copy else None
         whole_specs = [_stacked.close_specs(tree) for tree in specs]
-        closed, result = _jaxpr.trace(function, *whole_specs, ending=ending)
+        closed, result = _inlining.trace(function, *whole_specs, ending=ending)
         if pieces := _stacked.pieces_of_leaves(specs):
             piecewise = run_in_pieces(
                 closed, pieces, placement.result_pieces(result), keeps_pieces=True

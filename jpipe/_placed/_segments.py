@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from .._instructions._graph import NOWHERE, Place
-from .._jaxprs import _jaxpr
+from .._jaxprs import _inlining, _jaxpr
 from .._jaxprs._jaxpr import nbytes
 
 
@@ -158,7 +158,7 @@ def open_branches(
         closed = _jaxpr.dce_jaxpr(closed, closed.jaxpr.outvars)
         placed = PlacedJaxpr(closed, places, result_places)
         # id of a cond to open -> its results by place; empty: select leaf by leaf
-        groups_of: dict[int, _jaxpr.Groups] = {}
+        groups_of: dict[int, _inlining.Groups] = {}
         for eqn in closed.jaxpr.eqns:
             if _spans_places(eqn, placed):
                 groups = _by_place(eqn, placed)
@@ -166,7 +166,7 @@ def open_branches(
                     groups_of[id(eqn)] = groups
         if not groups_of:
             return placed
-        closed = _jaxpr.open_branches(closed, groups_of)
+        closed = _inlining.open_branches(closed, groups_of)
 
 
 def _spans_places(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> bool:
@@ -185,7 +185,7 @@ def _contains(eqn: core.JaxprEqn, name: str) -> bool:
     return any(_jaxpr.contains(branch, name) for branch in eqn.params["branches"])
 
 
-def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _jaxpr.Groups:
+def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _inlining.Groups:
     """The results of a `jax.lax.cond` by place; nothing if they need other places."""
     _, *operands = eqn.invars
     places = [placed[atom] for atom in operands]
@@ -202,7 +202,7 @@ def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _jaxpr.Groups:
     for i, place in enumerate(result_places):
         groups.setdefault(place, []).append(i)
     for place, group in groups.items():
-        _, used_operands = _jaxpr.branches_of(eqn, group)
+        _, used_operands = _inlining.branches_of(eqn, group)
         for i in used_operands:
             is_large = _size(operands[i]) > 1
             if is_large and places[i] not in (place, NOWHERE):

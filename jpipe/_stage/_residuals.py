@@ -60,7 +60,7 @@ def measure_residuals(
     pullback_vars = _jaxpr.variables(jaxpr.outvars) & microbatch_vars
     # Under `FULL` the backward runs the forward again, which reads all activations.
     nbytes = {FULL.name: total_bytes(activations)}
-    if mode.stores_fewest_bytes:
+    if mode != NONE:
         nbytes[mode.name] = stored_bytes
     nbytes[DOTS.name] = total_bytes(products.difference(side_inputs))
     nbytes[NONE.name] = total_bytes(pullback_vars.difference(side_inputs))

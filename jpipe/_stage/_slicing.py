@@ -1,6 +1,6 @@
 """Slices a traced function into stages, by who reads which variable.
 
-    equations:  e0 e1 | c0 e2 e3 | e4 e5 o0       cuts = [2, 5]
+    equations:  e0 e1 | c0 e2 e3 | e4 e5 o0       stage_starts = [2, 5]
     stages:     e0 e1 | c0 e2 e3 | c0 e4 e5       c0 is cheap: each reader has a copy
     prologue:   o0                                from parameters, once per step
 
@@ -25,7 +25,7 @@ from ._stage_slice import StageSlice
 
 def slice_stages(
     traced: TracedFunction,
-    cuts: Sequence[int],
+    stage_starts: Sequence[int],
     *,
     differentiated: set[core.Var],
     trained_params: set[core.Var],
@@ -34,12 +34,15 @@ def slice_stages(
 
     Args:
       traced: the traced function.
-      cuts: the index of the first equation of each stage but the first.
+      stage_starts: the index of the first equation of each stage but the first.
       differentiated: the variables that have a gradient: see `differentiated_vars`.
       trained_params: the parameters that have one, zero though it may be.
     """
     slicer = _Slicer(
-        traced, cuts, differentiated=differentiated, trained_params=trained_params
+        traced,
+        stage_starts,
+        differentiated=differentiated,
+        trained_params=trained_params,
     )
     return slicer.stages()
 
@@ -63,7 +66,7 @@ class _Slicer:
     def __init__(
         self,
         traced: TracedFunction,
-        cuts: Sequence[int],
+        stage_starts: Sequence[int],
         *,
         differentiated: set[core.Var],
         trained_params: set[core.Var],
@@ -72,11 +75,11 @@ class _Slicer:
         self._traced = traced
         self._differentiated = differentiated
         self._trained = trained_params | differentiated.difference(traced.params)
-        self._num_stages = len(cuts) + 1
+        self._num_stages = len(stage_starts) + 1
         self._consts = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
 
         # equation index -> its stage; ``None`` if it is copied, or in no stage
-        self._eqn_stages = _assign_equations(traced, cuts)
+        self._eqn_stages = _assign_equations(traced, stage_starts)
         # variable -> the one stage that computes it
         self._stage_of: dict[core.Var, int] = {}
         for var, eqn_index in traced.producer.items():
@@ -207,7 +210,9 @@ class _Slicer:
         return core.ClosedJaxpr(jaxpr, [*consts.values()])
 
 
-def _assign_equations(traced: TracedFunction, cuts: Sequence[int]) -> list[int | None]:
+def _assign_equations(
+    traced: TracedFunction, stage_starts: Sequence[int]
+) -> list[int | None]:
     """The stage of each equation; ``None`` for copies, and equations of no stage."""
     jaxpr = traced.closed.jaxpr
     needed_eqns = _jaxpr.dce_jaxpr(traced.closed, jaxpr.outvars).jaxpr.eqns
@@ -215,7 +220,7 @@ def _assign_equations(traced: TracedFunction, cuts: Sequence[int]) -> list[int |
     stages = list[int | None]()
     for index, eqn in enumerate(jaxpr.eqns):
         is_in_stage = traced.eqn_kinds[index] == EqnKind.STAGE and id(eqn) in needed
-        stages.append(bisect_right(cuts, index) if is_in_stage else None)
+        stages.append(bisect_right(stage_starts, index) if is_in_stage else None)
     return stages
 
 
@@ -274,7 +279,12 @@ def prologue_jaxpr(
     values = dict[core.Var, None]()
     for stage in stages:
         values |= dict.fromkeys(var for var in stage.weights if var not in params)
-    needed = _jaxpr.dce_jaxpr(traced.closed, [*values, *traced.penalty])
-    eqns = [eqn for eqn in needed.jaxpr.eqns if not eqn.effects]
-    jaxpr = needed.jaxpr.replace(invars=traced.params, eqns=eqns, effects=set())
+    outvars = [*values, *traced.penalty]
+    jaxpr = traced.closed.jaxpr
+    jaxpr = jaxpr.replace(
+        invars=traced.params,
+        outvars=outvars,
+        eqns=_jaxpr.needed_eqns(jaxpr, outvars, stored=[]),
+        effects=set(),
+    )
     return core.ClosedJaxpr(jaxpr, traced.closed.consts)

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from .._jaxprs import _jaxpr, _min_cut, _scans
+from .._jaxprs import _inlining, _jaxpr, _min_cut, _scans
 from .._partition._remat_mode import RematMode
 
 # An iteration may hand over so many times the bytes that it reads and writes of stacks.
@@ -77,7 +77,7 @@ def split_backward(
     Returns:
       The halves.
     """
-    opened = _jaxpr.open_checkpoints(closed)
+    opened = _inlining.open_checkpoints(closed)
     divided = _divide_scans(opened, is_weight=is_weight, is_first=is_first, mode=mode)
     jaxpr = divided.jaxpr
     outvars = list(zip(jaxpr.outvars, is_first, strict=True))

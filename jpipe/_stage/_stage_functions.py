@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from .._jaxprs import _jaxpr, _loops
+from .._jaxprs import _inlining, _jaxpr, _loops
 from .._jaxprs._computation import (
     Argument,
     ArgumentOrResult,
@@ -53,13 +53,14 @@ class StageFunctions:
     Attributes:
       slice: the slice of the stage, on micro-batches of one size.
       mode: the remat mode: what is stored between forward and backward.
-      divisors: for a stage with the loss, specs of the sum of loss weights that
-        divides it, or none; for a stage without it ``None``: see `_vjp.split_vjp`.
+      is_loss: True if its output is the loss: see `_vjp.split_vjp`.
+      divisors: specs of the sum of loss weights that divides the loss, if any does.
     """
 
     slice: StageSlice
     mode: RematMode
-    divisors: Sequence[Any] | None
+    is_loss: bool = False
+    divisors: Sequence[Any] = ()
     # the accumulation of a forward, the op of a backward, or both -> what these run
     _actions: dict[Any, Computation] = field(default_factory=dict, init=False)
 
@@ -90,6 +91,7 @@ class StageFunctions:
             is_weight=self._is_weight,
             is_stored=[var in side_inputs for var in invars],
             mode=self.mode,
+            is_loss=self.is_loss,
             divisors=self.divisors,
         )
 
@@ -97,14 +99,6 @@ class StageFunctions:
     def forward(self) -> Computation:
         """``inputs -> (outputs, residuals)``."""
         return Computation.from_jaxpr("forward", self._vjp_parts.forward)
-
-    @cached_property
-    def backward(self) -> Computation:
-        """``(inputs, residuals, cotangents) -> (weight_grads, input_grads)``.
-
-        That of the loss takes its divisors in place of cotangents.
-        """
-        return Computation.from_jaxpr("backward", self._vjp_parts.backward)
 
     @cached_property
     def _halves(self) -> _split_backward.BackwardHalves:
@@ -117,16 +111,6 @@ class StageFunctions:
             is_first=[i >= self.slice.num_trained for i in range(num_grads)],
             mode=self.mode.between_halves,
         )
-
-    @cached_property
-    def input_grad(self) -> Computation:
-        """``(inputs, residuals, cotangents) -> (input_grads, I residuals)``."""
-        return Computation.from_jaxpr("input_grad", self._halves.first)
-
-    @cached_property
-    def weight_grad(self) -> Computation:
-        """``(inputs, residuals, cotangents, I residuals) -> weight_grads``."""
-        return Computation.from_jaxpr("weight_grad", self._halves.second)
 
     @property
     def num_residuals(self) -> int:
@@ -232,17 +216,15 @@ class StageFunctions:
             sum_spec(var.aval) for var in self.slice.weights[: self.slice.num_trained]
         ]
         grads = self._vjp_parts.backward.out_avals[: self.slice.num_trained]
-        closed, _ = _jaxpr.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
+        closed, _ = _inlining.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])
         return closed
 
     @property
     def cotangents(self) -> list[Any]:
         """Specs of the last inputs of a backward: cotangents, or the loss divisor."""
-        return (
-            specs(self.slice.differentiated_outputs)
-            if self.divisors is None
-            else list(self.divisors)
-        )
+        if self.is_loss:
+            return list(self.divisors)
+        return specs(self.slice.differentiated_outputs)
 
     @cached_property
     def residuals(self) -> _residuals.Residuals:

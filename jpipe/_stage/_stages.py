@@ -92,8 +92,8 @@ class Stages:
 
     Args:
       traced_functions: size of a micro-batch -> the function traced on it.
-      cuts: size of a micro-batch -> the index of the first equation of each stage but
-        the first.
+      stage_starts: size of a micro-batch -> the index of the first equation of each
+        stage but the first.
       sizes: the size of each micro-batch.
       remat: the remat setting of each stage.
       trained: one bool per parameter; True if it has a gradient. Arrays that the
@@ -114,7 +114,7 @@ class Stages:
         self,
         *,
         traced_functions: Mapping[int, TracedFunction],
-        cuts: Mapping[int, Sequence[int]],
+        stage_starts: Mapping[int, Sequence[int]],
         sizes: Sequence[int],
         remat: Sequence[RematSetting],
         trained: Sequence[bool],
@@ -129,7 +129,7 @@ class Stages:
         # size of a micro-batch -> the function in slices
         self._sliced: dict[int, _SlicedFunction] = {}
         for size, traced in traced_functions.items():
-            self._sliced[size] = self._slice(traced, cuts[size])
+            self._sliced[size] = self._slice(traced, stage_starts[size])
         first = self._sliced[sizes[0]]
         self.prologue = first.prologue
         self._check_equal_reads()
@@ -245,13 +245,15 @@ class Stages:
 
     # ----------------------------------------------------------- what the traces share
 
-    def _slice(self, traced: TracedFunction, cuts: Sequence[int]) -> _SlicedFunction:
+    def _slice(
+        self, traced: TracedFunction, stage_starts: Sequence[int]
+    ) -> _SlicedFunction:
         """Slices the function that was traced on one size."""
         params = zip(traced.params, self.trained, strict=True)
         differentiated = differentiated_vars(traced, self.trained)
         slices = slice_stages(
             traced,
-            cuts,
+            stage_starts,
             differentiated=differentiated,
             trained_params={param for param, is_trained in params if is_trained},
         )
@@ -320,13 +322,12 @@ class Stages:
         """Finds the functions of an equal stage, or makes them."""
         key = self.structural_key(stage_index, microbatch), mode
         if key not in self._distinct_functions:
-            divisors = None
-            if self.traced().has_loss and stage_index == self._last:
-                divisors = specs(
-                    self.traced().loss_weight if self.has_loss_divisor else []
-                )
+            loss_weight = self.traced().loss_weight if self.has_loss_divisor else []
             self._distinct_functions[key] = StageFunctions(
-                self.slice_of(stage_index, microbatch), mode=mode, divisors=divisors
+                self.slice_of(stage_index, microbatch),
+                mode=mode,
+                is_loss=self.traced().has_loss and stage_index == self._last,
+                divisors=specs(loss_weight),
             )
         return self._distinct_functions[key]
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _jaxpr, _min_cut
+from .._jaxprs import _inlining, _jaxpr, _min_cut
 from .._partition import _remat
 from .._partition._remat_mode import RematMode
 
@@ -62,7 +62,8 @@ def split_vjp(
     is_weight: Sequence[bool],
     is_stored: Sequence[bool],
     mode: RematMode,
-    divisors: Leaves | None = None,
+    is_loss: bool = False,
+    divisors: Leaves = (),
 ) -> ForwardBackward:
     """Splits a function in a forward and a backward.
 
@@ -74,9 +75,10 @@ def split_vjp(
       is_stored: one bool per leaf of both; True for a leaf of one micro-batch that is
         stored anyway: targets, keys.
       mode: tells what the backward reads, and which residuals are stored for that.
-      divisors: ``None``: the backward takes the cotangents of the outputs. Of a loss,
-        the only output, specs of what its backward takes instead: the sum of loss
-        weights, by which it divides, or nothing, since its cotangent is 1.
+      is_loss: True if the only output is the loss. Its cotangent is 1, so that its
+        backward takes none.
+      divisors: specs of what the backward of a loss takes instead: the sum of loss
+        weights, by which it divides, or nothing.
 
     Returns:
       The two halves.
@@ -92,7 +94,7 @@ def split_vjp(
         pullback_trees.append(pullback_tree)
         return outputs, other_outputs, pullback_leaves
 
-    closed, results = _jaxpr.trace(run_forward, differentiated, fixed)
+    closed, results = _inlining.trace(run_forward, differentiated, fixed)
     outputs, other_outputs, _ = results
     pullback_tree = pullback_trees[-1]
     num_outputs = len(outputs) + len(other_outputs)
@@ -111,17 +113,17 @@ def split_vjp(
     ) -> Any:
         pullback_leaves = recompute(*differentiated, *fixed, *residuals)
         pullback = jax.tree.unflatten(pullback_tree, pullback_leaves)
-        if divisors is None:
+        if not is_loss:
             return pullback(list(cotangents))
         (loss,) = outputs
         return pullback([_loss_cotangent(loss.dtype, *cotangents)])
 
-    backward, _ = _jaxpr.trace(
+    backward, _ = _inlining.trace(
         run_backward,
         differentiated,
         fixed,
         _jaxpr.specs(residual_vars),
-        *(outputs if divisors is None else divisors),
+        *(divisors if is_loss else outputs),
     )
     outvars = [*closed.jaxpr.outvars[:num_outputs], *residual_vars]
     return ForwardBackward(

@@ -1,22 +1,25 @@
 """Marks the ends of stages in a jaxpr, by an identity primitive with a name.
 
     b = name[name=jpipe boundary ] a         a mark of a user: a stage ends here
-    d = name[name=jpipe boundary 0 2] c      c leaves stage 0 of a list as its tree 2
+    d = name[name=jpipe boundary 0 mask] c   c leaves stage 0 of a list as its "mask"
 
 A user's mark, `boundary`, ends a stage where it stands. The marks of a list of layers
-have the number of the stage that they end, and the number of the tree that leaves it: 0
-is its output, all others are stashed by skip connections.
+have the number of the stage that they end, and the name of what leaves it: the entry of
+a dictionary, or the name under which it was stashed.
 
 What a stage of a list hands on unchanged has a mark at each end that it passes. Whoever
 reads it reads the first of these, and is sent it straight from the stage that made it.
+That is all there is to a skip connection.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.tree_util import keystr, tree_map_with_path
 
 from .._jaxprs import _jaxpr
 
@@ -52,20 +55,21 @@ def boundary(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _MARK), x)
 
 
-def mark_stage_end(stage: int, trees: dict[int, PyTree]) -> dict[int, PyTree]:
-    """Marks trees that leave a stage; its end has a mark even if they have no leaves.
+def mark_stage_end(stage: int, trees: Sequence[PyTree]) -> Sequence[PyTree]:
+    """Marks what leaves a stage; its end has a mark even if there are no leaves.
 
     Args:
       stage: the number of the stage.
-      trees: the trees that leave it, by their numbers.
+      trees: the trees that leave it; the name of a leaf is that of the entry of its
+        tree.
     """
 
-    def mark(number: int, tree: PyTree) -> PyTree:
-        name = f"{_MARK}{stage} {number}"
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), tree)
+    def mark(path: Any, leaf: Any) -> Any:
+        name = keystr(path[1:2], simple=True)
+        return checkpoint_name(leaf, f"{_MARK}{stage} {name}")
 
-    checkpoint_name(np.zeros((), np.float32), f"{_MARK}{stage}")
-    return {number: mark(number, tree) for number, tree in trees.items()}
+    checkpoint_name(np.zeros((), np.float32), f"{_MARK}{stage} ")
+    return tree_map_with_path(mark, trees)
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
@@ -76,8 +80,7 @@ def is_mark(eqn: core.JaxprEqn) -> bool:
 def read_first_marks(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The jaxpr of a list whose equations read outputs at the first of their marks.
 
-    The other marks stay where they are, and nobody reads them. What a skip connection
-    takes from a stage leaves this one, even if it came from another.
+    The other marks stay where they are, and nobody reads them.
     """
     # marked value -> the value of its first mark
     first_marks: dict[core.Var, Any] = {}
@@ -89,7 +92,7 @@ def read_first_marks(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     for eqn in closed.jaxpr.eqns:
         eqn = eqn.replace(invars=[*map(read, eqn.invars)])
         eqns.append(eqn)
-        if _mark_numbers(eqn)[1:] == [0]:
+        if _ends_stage_of_list(eqn):
             marked: Any = eqn.outvars[0]
             value: Any = eqn.invars[0]
             was_marked = not isinstance(value, core.Literal) and value in first_marks
@@ -148,24 +151,29 @@ def stage_ends(closed: core.ClosedJaxpr) -> dict[int, int]:
     """Number of a stage -> the index of the first equation behind its end."""
     ends = dict[int, int]()
     for index, eqn in enumerate(closed.jaxpr.eqns):
-        if numbers := _mark_numbers(eqn):
-            ends[numbers[0]] = index + 1
+        if _ends_stage_of_list(eqn):
+            stage, _ = _mark_words(eqn)
+            ends[int(stage)] = index + 1
     return ends
 
 
-def marked_variables(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[int, int]]:
-    """Variable that leaves a stage -> the number of the stage, and of its tree."""
-    variables = dict[core.Var, tuple[int, int]]()
-    for eqn in closed.jaxpr.eqns:
-        numbers = _mark_numbers(eqn)
-        if len(numbers) == 2:
-            stage, tree = numbers
-            variables[eqn.outvars[0]] = stage, tree
-    return variables
+def entry_names(closed: core.ClosedJaxpr) -> dict[core.Var, str]:
+    """Variable that leaves a stage of a list -> its first name that is not empty.
+
+    What leaves one stage as its whole output may leave the next as a part of it.
+    """
+    names = dict[core.Var, str]()
+    for eqn in filter(_ends_stage_of_list, closed.jaxpr.eqns):
+        _, name = _mark_words(eqn)
+        for var in _jaxpr.variables([*eqn.invars, *eqn.outvars]):
+            names[var] = names.get(var) or name
+    return names
 
 
-def _mark_numbers(eqn: core.JaxprEqn) -> list[int]:
-    """The numbers in the mark of a list of layers; none if it is no such mark."""
-    if not is_mark(eqn):
-        return []
-    return [int(word) for word in eqn.params["name"].removeprefix(_MARK).split()]
+def _ends_stage_of_list(eqn: core.JaxprEqn) -> bool:
+    return is_mark(eqn) and eqn.params["name"] != _MARK
+
+
+def _mark_words(eqn: core.JaxprEqn) -> list[str]:
+    """The number of the stage and the name in a mark of a list of layers."""
+    return eqn.params["name"].removeprefix(_MARK).split(" ", 1)

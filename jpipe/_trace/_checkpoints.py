@@ -6,7 +6,7 @@ A call that is less than a stage stays, and decides for itself.
 
 from jax.extend import core
 
-from .._jaxprs import _flops, _jaxpr
+from .._jaxprs import _flops, _inlining, _jaxpr
 from . import _boundaries
 
 
@@ -30,4 +30,4 @@ def inline_checkpoints(closed: core.ClosedJaxpr, num_stages: int) -> core.Closed
                 chosen.add(id(eqn))
         if not chosen:
             return closed
-        closed = _jaxpr.inline_eqns(closed, chosen)
+        closed = _inlining.inline_eqns(closed, chosen)

@@ -28,9 +28,6 @@ from .._messages import raise_all
 from ..schedules._formats import format_bytes
 from ._traced_function import TracedFunction
 
-# What has so few bytes may be put together wherever it is read.
-_FEW_BYTES = 1024
-
 
 class LayerScan(NamedTuple):
     """A scan over layers, or several over the same ones.
@@ -90,7 +87,7 @@ class ScanDivision(NamedTuple):
     scans: Mapping[int, Sequence[int]]
 
 
-WHOLE = ScanDivision(params={}, scans={})
+UNDIVIDED = ScanDivision(params={}, scans={})
 
 
 def find_layer_scans(
@@ -264,6 +261,7 @@ def divide_scans(
         targets=_find_targets(traced, division),
         num_fixed=traced.num_params,
     )
+    # One number of each layer may be put together wherever it is read.
     raise_all(
         "a parameter that a scan goes along is in pieces, one in each stage that runs "
         "some of its iterations; read it element by element, along other axes, or as a "
@@ -271,7 +269,7 @@ def divide_scans(
         [
             _describe_read(read, names)
             for read in piecewise.whole_reads
-            if read.is_accumulation or _jaxpr.nbytes(read.spec) > _FEW_BYTES
+            if read.is_accumulation or len(read.spec.shape) > 1
         ],
     )
     num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())

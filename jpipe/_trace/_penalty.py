@@ -16,27 +16,26 @@ the sums that end in the loss, through operations that are linear:
 
 Its data are ``mul (add a 0) 2.0``, its penalty is ``mul (add 0 b) 2.0``.
 
-A checkpoint or a scan may do such a sum inside:
+Each value of such a tree is a pair of its data and its penalty. A checkpoint or a scan
+may add inside. Then its body is evaluated with pairs, and a scan carries pairs:
 
     loss = scan (carry loss)  along w           in one iteration:
         loss = add loss (add a b)
-
-Where the losses of micro-batches add up, it is opened first: a checkpoint is inlined,
-and a scan carries two sums, whose sum is the loss.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _dataflow, _eqn_source, _jaxpr, _scans
 from ._traced_function import TracedFunction
 
-# Primitives that are linear in all of their operands together, for scalars.
+# Primitives that are linear in all of their operands together.
 _SUMS = {
     "add",
     "add_any",
@@ -46,13 +45,21 @@ _SUMS = {
     "copy_p",
     "name",
     "neg",
+    "optimization_barrier",
+    "reduce_precision",
     "reduce_sum",
     "reshape",
     "squeeze",
     "sub",
 }
 # Primitives that are linear in the one operand that follows from examples.
-_SCALES = {"div", "mul"}
+_SCALES = {"div", "dot_general", "mul"}
+# Primitives that put numbers into an array.
+_STACKS = {"concatenate", "stack"}
+_CALLS = {*_jaxpr.CHECKPOINTS, "closed_call", "core_call", "jit", "pjit"}
+
+# The data and the penalty of a value, whose sum it is.
+Pair = tuple[Any, Any]
 
 
 def scale_loss(traced: TracedFunction, scale: float) -> TracedFunction:
@@ -100,26 +107,19 @@ def separate_penalty(
     # The last batch inputs are the number of the micro-batch and of folded keys.
     num_others = len(traced.batch_inputs) - len(split)
     inputs = [*[False] * traced.num_params, *split, *[False] * num_others]
-    closed = _open_sums(traced.closed, 0, inputs) if adds_up else traced.closed
-    traced = replace(traced, closed=closed)
-    loss_sum = _LossSum(closed.jaxpr, 0, inputs)
-    variables = loss_sum.variables()
-    jaxpr = closed.jaxpr.replace(outvars=[*variables, *closed.jaxpr.outvars[1:]])
-    is_penalty_of_params = traced.vars_of_batch.isdisjoint(
-        set(variables) - loss_sum.of_examples
+    closed = traced.closed
+    sums = _Sums(closed.jaxpr, {0}, inputs, enters=adds_up)
+    is_penalty_of_params = not sums.is_inside and traced.vars_of_batch.isdisjoint(
+        _jaxpr.variables(sums.penalties)
     )
 
     def run(*args: Any) -> list[Any]:
-        results = _jaxpr.as_traced(core.ClosedJaxpr(jaxpr, closed.consts))(*args)
-        values = dict(zip(variables, results[: len(variables)], strict=True))
-        aux = results[len(variables) :]
+        pairs: dict[core.Var, Pair] = {}
+        loss, *aux = sums.evaluate(closed, args, pairs)
+        if not sums.has_penalty:
+            return [loss * jnp.asarray(scale, loss.dtype), *aux]
 
-        if loss_sum.is_without_penalty:
-            data = loss_sum.read(loss_sum.root, values)
-            return [data * jnp.asarray(scale, data.dtype), *aux]
-
-        data = loss_sum.part(values, of_examples=True)
-        penalty = loss_sum.part(values, of_examples=False)
+        data, penalty = sums.pair_of(closed.jaxpr.outvars[0], loss, pairs)
         data *= jnp.asarray(scale, data.dtype)
         if is_penalty_of_params:  # computed once per step
             return [data, *aux, penalty]
@@ -128,187 +128,153 @@ def separate_penalty(
     return replace(traced, closed=_jaxpr.retrace(closed, run))
 
 
-def _open_sums(
-    closed: core.ClosedJaxpr, result: int, inputs: Sequence[bool]
-) -> core.ClosedJaxpr:
-    """The same computation, with sums that hold a penalty outside of calls and scans.
+class _Sums:
+    """Some results of a jaxpr as trees of sums, each perhaps scaled.
 
     Args:
-      closed: the jaxpr.
-      result: the index of the result that is a sum.
+      jaxpr: the jaxpr of a program, or of what is inside of an equation.
+      results: the indices of the results.
       inputs: one bool per input; True if it follows from an example.
+      enters: True if sums inside of checkpoints and scans are followed too.
+
+    Attributes:
+      penalties: the terms that follow from no example.
+      read_inputs: the indices of the inputs that are terms, and follow from examples.
+      is_inside: True if calls or scans add, or hand on, a term that follows from none.
+      has_penalty: True if there is such a term, here or inside.
 
     Raises:
-      ValueError: if another call, a branch or a loop holds one.
+      ValueError: if a call that cannot be entered adds a term that follows from none.
     """
-    while True:
-        loss_sum = _LossSum(closed.jaxpr, result, inputs)
-        calls = set[int]()
-        scans: dict[int, _jaxpr.Rule] = {}
-        for eqn, index in loss_sum.opaque_leaves():
-            is_of_examples = loss_sum.operands_of_examples(eqn)
-            if _goes_along_examples(eqn, is_of_examples):
-                continue  # as many penalties as there are parts of the examples
-            if not _holds_penalty(eqn, index, is_of_examples):
+
+    def __init__(
+        self,
+        jaxpr: core.Jaxpr,
+        results: set[int],
+        inputs: Sequence[bool],
+        *,
+        enters: bool,
+    ) -> None:
+        self._jaxpr = jaxpr
+        self._producer = _jaxpr.producers(jaxpr)
+        invars = zip(jaxpr.invars, inputs, strict=True)
+        examples = [var for var, is_of_examples in invars if is_of_examples]
+        self._of_examples = _dataflow.dependents(jaxpr, examples)
+        self._enters = enters
+        # variable of a sum -> the operands that it is the sum of
+        self._terms: dict[core.Var, list[Any]] = {}
+        # id of an equation -> the indices of its results that are sums; the sums inside
+        self._entered: dict[int, tuple[set[int], _Sums]] = {}
+        # id of such an equation -> its operands that are terms
+        self._entered_terms: dict[int, list[Any]] = {}
+        self.penalties: list[Any] = []
+        self.read_inputs = set[int]()
+        self._follow([jaxpr.outvars[i] for i in sorted(results)])
+        for eqn_id, (_, inner) in [*self._entered.items()]:
+            if not inner.has_penalty and not self._reach(self._entered_terms[eqn_id]):
+                del self._entered[eqn_id]
+        self.is_inside = bool(self._entered)
+        self.has_penalty = self.is_inside or bool(self.penalties)
+
+    # ------------------------------------------------------------------------ analysis
+
+    def _follow(self, atoms: list[Any]) -> None:
+        """Follows the sums from some values to their terms."""
+        index_of_input = {var: i for i, var in enumerate(self._jaxpr.invars)}
+        todo = list(atoms)
+        followed = set[core.Var]()
+        while todo:
+            atom = todo.pop()
+            if _is_zero(atom) or (not _is_literal(atom) and atom in followed):
                 continue
-            if eqn.primitive.name in _jaxpr.CHECKPOINTS:
-                calls.add(id(eqn))
-            elif eqn.primitive.name == "scan" and _is_carried(eqn, index):
-                scans[id(eqn)] = _split_scan_sum(eqn, index, is_of_examples)
-            else:
+            if not self._is_of_examples(atom):
+                self.penalties.append(atom)
+                continue
+            followed.add(atom)
+            if atom in index_of_input:
+                self.read_inputs.add(index_of_input[atom])
+            elif atom in self._producer:
+                eqn = self._equation(atom)
+                if terms := self._terms_of(atom):
+                    self._terms[atom] = terms
+                    todo += terms
+                elif self._enters and _jaxpr.bodies(eqn):
+                    todo += self._enter(eqn, eqn.outvars.index(atom))
+
+    def _reach(self, atoms: Sequence[Any]) -> bool:
+        """True if sums lead from some values to a term that follows from no example."""
+        todo = list(atoms)
+        reached = set[core.Var]()
+        while todo:
+            atom = todo.pop()
+            if _is_zero(atom) or (not _is_literal(atom) and atom in reached):
+                continue
+            if not self._is_of_examples(atom):
+                return True
+            reached.add(atom)
+            if atom in self._terms:
+                todo += self._terms[atom]
+            elif atom in self._producer:
+                eqn_id = id(self._equation(atom))
+                if eqn_id in self._entered:
+                    if self._entered[eqn_id][1].has_penalty:
+                        return True
+                    todo += self._entered_terms[eqn_id]
+        return False
+
+    def _enter(self, eqn: core.JaxprEqn, index: int) -> list[Any]:
+        """Follows a sum into a call or a scan; returns the operands that are terms.
+
+        Args:
+          eqn: an equation with jaxprs inside.
+          index: the index of the result that may be a sum.
+        """
+        is_of_examples = self._operands_of_examples(eqn)
+        carry = _jaxpr.carry_slice(eqn)
+        carried = range(len(eqn.invars))[carry]
+        is_scan = eqn.primitive.name == "scan"
+        if is_scan and any(is_of_examples[carry.stop :]):
+            return []  # as many penalties as there are parts of the examples
+        if not (eqn.primitive.name in _CALLS or (is_scan and index < len(carried))):
+            self._check_closed(eqn, index, is_of_examples)
+            return []
+
+        (body,) = _jaxpr.bodies(eqn)
+        indices = {index}
+        if id(eqn) in self._entered:
+            indices |= self._entered[id(eqn)][0]
+        while True:
+            inner = _Sums(body.jaxpr, indices, is_of_examples, enters=True)
+            if not is_scan:
+                operands = inner.read_inputs
+                break
+            # What one iteration adds to, the iteration before has added up.
+            read = inner.read_inputs.intersection(carried)
+            more = {carried.index(i) for i in read} - indices
+            if not more:
+                operands = {carried[i] for i in indices}
+                break
+            indices |= more
+        terms = [eqn.invars[i] for i in operands]
+        self._entered[id(eqn)] = indices, inner
+        self._entered_terms[id(eqn)] = terms
+        return terms
+
+    def _check_closed(
+        self, eqn: core.JaxprEqn, index: int, is_of_examples: Sequence[bool]
+    ) -> None:
+        """Raises if a branch, a loop or a rule adds a penalty to a result."""
+        for body in _jaxpr.bodies(eqn):
+            inputs = is_of_examples[len(is_of_examples) - len(body.jaxpr.invars) :]
+            if _Sums(body.jaxpr, {index}, inputs, enters=True).has_variable_penalty:
                 raise ValueError(
                     f"{_eqn_source.describe_eqn(eqn)} adds a term that follows from no "
                     f"example to the loss, so that it would count once for each "
                     f"micro-batch; return this term beside the loss, and add it outside"
                 )
-        if calls:
-            closed = _jaxpr.inline_eqns(closed, calls)
-        elif scans:
-            closed = _jaxpr.rewrite(closed, lambda eqn, scans=scans: scans.get(id(eqn)))
-        else:
-            return closed
 
-
-def _is_carried(eqn: core.JaxprEqn, index: int) -> bool:
-    """True if a scan carries a result; False if it stacks it."""
-    carry = _jaxpr.carry_slice(eqn)
-    return index < carry.stop - carry.start
-
-
-def _goes_along_examples(eqn: core.JaxprEqn, is_of_examples: Sequence[bool]) -> bool:
-    """True if an equation is a scan, one of whose arrays follows from examples."""
-    end_of_carry = _jaxpr.carry_slice(eqn).stop
-    return eqn.primitive.name == "scan" and any(is_of_examples[end_of_carry:])
-
-
-def _holds_penalty(
-    eqn: core.JaxprEqn, index: int, is_of_examples: Sequence[bool]
-) -> bool:
-    """True if a result is a sum inside, of which some terms follow from no example.
-
-    Args:
-      eqn: a call, a cond or a loop.
-      index: the index of the result.
-      is_of_examples: one bool per operand, in all iterations of a loop.
-    """
-    for body in _jaxpr.bodies(eqn):
-        inputs = is_of_examples[len(is_of_examples) - len(body.jaxpr.invars) :]
-        loss_sum = _LossSum(body.jaxpr, index, inputs)
-        if any(atom not in loss_sum.of_examples for atom in loss_sum.terms()):
-            return True
-        for inner_eqn, inner_index in loss_sum.opaque_leaves():
-            is_inner = loss_sum.operands_of_examples(inner_eqn)
-            if _holds_penalty(inner_eqn, inner_index, is_inner):
-                return True
-    return False
-
-
-def _split_scan_sum(
-    eqn: core.JaxprEqn, index: int, is_of_examples: Sequence[bool]
-) -> _jaxpr.Rule:
-    """A scan that carries the penalty of a sum by itself: a function of its operands.
-
-    Args:
-      eqn: the scan.
-      index: the index of the result that is a sum, which it carries.
-      is_of_examples: see `_holds_penalty`.
-    """
-    body = _open_sums(eqn.params["jaxpr"], index, is_of_examples)
-    loss_sum = _LossSum(body.jaxpr, index, is_of_examples)
-    variables = loss_sum.variables()
-    jaxpr = body.jaxpr.replace(outvars=[*variables, *body.jaxpr.outvars])
-    run_body = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, body.consts))
-    carry = _jaxpr.carry_slice(eqn)
-    carried = [*range(carry.start, carry.stop)]
-    carried_sum: Any = body.jaxpr.invars[carried[index]]
-
-    def run_iteration(*operands_and_penalty: Any) -> list[Any]:
-        *operands, penalty = operands_and_penalty
-        data = operands[carried[index]]
-        operands[carried[index]] = data + penalty
-        computed = run_body(*operands)
-        values = dict(zip(variables, computed[: len(variables)], strict=True))
-        results = computed[len(variables) :]
-        results[index] = loss_sum.part(
-            values, of_examples=True, parts={carried_sum: data}
-        )
-        next_penalty = loss_sum.part(
-            values, of_examples=False, parts={carried_sum: penalty}
-        )
-        # Behind what is carried, before what is stacked.
-        return [*results[: len(carried)], next_penalty, *results[len(carried) :]]
-
-    def run(operands: Sequence[Any]) -> list[Any]:
-        first_sum = operands[carried[index]]
-        results = _scans.run_scan(
-            run_iteration,
-            [*operands, jnp.zeros_like(first_sum)],
-            carried=[*carried, len(operands)],
-            along=range(carry.stop, len(operands)),
-            like=eqn,
-        )
-        penalty = results.pop(len(carried))
-        results[index] += penalty
-        return results
-
-    return run
-
-
-class _LossSum:
-    """A result of a jaxpr as a tree of sums, each perhaps scaled.
-
-    Args:
-      jaxpr: the jaxpr of a program, or of what is inside of an equation.
-      result: the index of the result.
-      inputs: one bool per input; True if it follows from an example.
-
-    Attributes:
-      root: the result.
-      of_examples: the variables that follow from an example.
-      leaves: the values in which the sums end.
-      is_without_penalty: True if all of these follow from examples.
-    """
-
-    def __init__(self, jaxpr: core.Jaxpr, result: int, inputs: Sequence[bool]) -> None:
-        self._jaxpr = jaxpr
-        self._producer = _jaxpr.producers(jaxpr)
-        invars = zip(jaxpr.invars, inputs, strict=True)
-        examples = [var for var, is_of_examples in invars if is_of_examples]
-        self.of_examples = _dataflow.dependents(jaxpr, examples)
-        self.root: Any = jaxpr.outvars[result]
-        # variable of a sum -> the operands that it is the sum of
-        self._terms: dict[core.Var, list[Any]] = {}
-        self.leaves = self._find_leaves()
-        self.is_without_penalty = all(map(self._is_of_examples, self.leaves))
-
-    def opaque_leaves(self) -> list[tuple[core.JaxprEqn, int]]:
-        """The equations with jaxprs inside that compute leaves from examples.
-
-        Returns:
-          The equations, and which of their results the leaf is.
-        """
-        leaves = dict.fromkeys(filter(self._is_of_examples, self.leaves))
-        eqns = [(self._equation(x), x) for x in leaves if x in self._producer]
-        return [(eqn, eqn.outvars.index(x)) for eqn, x in eqns if _jaxpr.bodies(eqn)]
-
-    def variables(self) -> list[core.Var]:
-        """The variables of the sums, with all operands: terms and factors."""
-        atoms = [self.root]
-        for var in self._terms:
-            atoms += self._equation(var).invars
-        variables = [atom for atom in atoms if not isinstance(atom, core.Literal)]
-        return [*dict.fromkeys(variables)]
-
-    def terms(self) -> list[core.Var]:
-        """The leaves that are no numbers of the program."""
-        return [x for x in self.leaves if not isinstance(x, core.Literal)]
-
-    def operands_of_examples(self, eqn: core.JaxprEqn) -> list[bool]:
-        """One bool per operand; True if it follows from an example, in any iteration.
-
-        Args:
-          eqn: an equation of the jaxpr.
-        """
+    def _operands_of_examples(self, eqn: core.JaxprEqn) -> list[bool]:
+        """One bool per operand; True if it follows from an example in any iteration."""
         is_of_examples = [*map(self._is_of_examples, eqn.invars)]
         carry = _jaxpr.carry_slice(eqn)
         carries = zip(is_of_examples[carry], eqn.outvars, strict=False)
@@ -317,85 +283,199 @@ class _LossSum:
         ]
         return is_of_examples
 
-    def read(self, atom: Any, values: dict[core.Var, Any]) -> Any:
-        """The value of an operand."""
-        if not isinstance(atom, core.Literal):
-            return values[atom]
-        return jnp.asarray(atom.val, _jaxpr.spec(atom.aval).dtype)
-
-    def part(
-        self,
-        values: dict[core.Var, Any],
-        *,
-        of_examples: bool,
-        parts: Mapping[core.Var, Any] = MappingProxyType({}),
-    ) -> Any:
-        """Computes the part of the sum that follows from examples, or the penalty.
-
-        Each sum is computed once, however many sums read it.
-
-        Args:
-          values: the values of `variables`.
-          of_examples: True for the part that follows from examples; else the penalty.
-          parts: variable -> its part, of those that have both.
-        """
-        parts = dict(parts)  # and for each variable of a sum its part
-
-        def part_of(atom: Any) -> Any:
-            if not isinstance(atom, core.Literal) and atom in parts:
-                return parts[atom]
-            if self._is_of_examples(atom) == of_examples:
-                return self.read(atom, values)
-            spec = _jaxpr.spec(atom.aval)
-            return jnp.zeros(spec.shape, spec.dtype)
-
-        for var in sorted(self._terms, key=self._producer.__getitem__):
-            eqn = self._equation(var)
-            terms = set(map(id, self._terms[var]))
-            operands = [
-                part_of(atom) if id(atom) in terms else self.read(atom, values)
-                for atom in eqn.invars
-            ]
-            if eqn.primitive.name == "name":  # a mark would be there twice
-                parts[var] = operands[0]
-            else:
-                parts[var] = eqn.primitive.bind(*operands, **eqn.params)
-        return part_of(self.root)
-
-    def _is_of_examples(self, atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in self.of_examples
-
-    def _equation(self, var: core.Var) -> core.JaxprEqn:
-        return self._jaxpr.eqns[self._producer[var]]
-
-    def _find_leaves(self) -> list[Any]:
-        """Follows the sums from the loss; returns the values in which they end."""
-        leaves = []
-        todo = [self.root]
-        while todo:
-            atom = todo.pop()
-            terms = self._terms_of(atom)
-            if not terms:
-                leaves.append(atom)
-            elif atom not in self._terms:
-                self._terms[atom] = terms
-                todo += terms
-        return leaves
-
     def _terms_of(self, atom: Any) -> list[Any]:
         """The operands whose sum, perhaps scaled, a value is; none if it is no sum."""
-        if not self._is_of_examples(atom) or atom not in self._producer:
-            return []
         eqn = self._equation(atom)
-        avals: list[Any] = [operand.aval for operand in (atom, *eqn.invars)]
-        if any(aval.size != 1 for aval in avals):
+        if not all(map(self._is_of_numbers, [atom, *eqn.invars])):
             return []
-        if eqn.primitive.name in _SUMS:
+        if eqn.primitive.name in _SUMS | _STACKS and len(eqn.outvars) == 1:
             return list(eqn.invars)
-
         if eqn.primitive.name in _SCALES:
             factors = [x for x in eqn.invars if self._is_of_examples(x)]
             is_divisor = eqn.primitive.name == "div" and eqn.invars[1] in factors
             if len(factors) == 1 and not is_divisor:
                 return factors
         return []
+
+    def _is_of_numbers(self, atom: Any) -> bool:
+        """True for a number, for numbers that are put together, and without examples.
+
+        No axis of it is one of examples, along which a penalty would count for each.
+        """
+        aval: Any = atom.aval
+        if aval.size == 1 or not self._is_of_examples(atom):
+            return True
+        if atom not in self._producer:
+            return False
+        eqn = self._equation(atom)
+        sizes = [getattr(operand.aval, "size", 0) for operand in eqn.invars]
+        if eqn.primitive.name in _STACKS:
+            return all(size == 1 for size in sizes)
+        is_linear = eqn.primitive.name in _SUMS | _SCALES - {"broadcast_in_dim"}
+        return is_linear and all(map(self._is_of_numbers, eqn.invars))
+
+    def _is_of_examples(self, atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in self._of_examples
+
+    def _equation(self, var: core.Var) -> core.JaxprEqn:
+        return self._jaxpr.eqns[self._producer[var]]
+
+    @property
+    def has_variable_penalty(self) -> bool:
+        """True if a term follows from no example, and is no number of the program."""
+        inner_sums = [inner for _, inner in self._entered.values()]
+        return bool(_jaxpr.variables(self.penalties)) or any(
+            inner.has_variable_penalty for inner in inner_sums
+        )
+
+    # ---------------------------------------------------------------------- evaluation
+
+    def evaluate(
+        self,
+        closed: core.ClosedJaxpr,
+        args: Sequence[Any],
+        pairs: dict[core.Var, Pair],
+    ) -> list[Any]:
+        """Evaluates the jaxpr.
+
+        Args:
+          closed: the jaxpr.
+          args: its inputs.
+          pairs: variable -> its pair, of inputs that have both parts; gets those of
+            the sums.
+        """
+        has_pairs = self.has_penalty or bool(pairs)
+
+        def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+            if not has_pairs:
+                return None
+            if len(eqn.outvars) == 1 and eqn.outvars[0] in self._terms:
+                return lambda operands: self._add(eqn, operands, pairs)
+            if id(eqn) not in self._entered:
+                return None
+            run = self._run_call if eqn.primitive.name in _CALLS else self._run_scan
+            return lambda operands: run(eqn, operands, pairs)
+
+        return _jaxpr.evaluate(closed, args, rule)
+
+    def pair_of(self, atom: Any, value: Any, pairs: Mapping[core.Var, Pair]) -> Pair:
+        """The data and the penalty of a value."""
+        if not isinstance(atom, core.Literal) and atom in pairs:
+            return pairs[atom]
+        value = jnp.asarray(value)
+        zeros = jnp.zeros(value.shape, value.dtype)
+        return (value, zeros) if self._is_of_examples(atom) else (zeros, value)
+
+    def _add(
+        self, eqn: core.JaxprEqn, operands: Sequence[Any], pairs: dict[core.Var, Pair]
+    ) -> list[Any]:
+        """Evaluates a sum, and its pair."""
+        terms = self._terms[eqn.outvars[0]]
+        operand_pairs = [
+            self.pair_of(atom, value, pairs)
+            if any(atom is term for term in terms)
+            else (value, value)
+            for atom, value in zip(eqn.invars, operands, strict=True)
+        ]
+        if eqn.primitive.name == "name":  # a mark would be there twice
+            pairs[eqn.outvars[0]] = operand_pairs[0]
+        else:
+            data, penalty = (
+                _bind_one(eqn, part) for part in zip(*operand_pairs, strict=True)
+            )
+            pairs[eqn.outvars[0]] = data, penalty
+        return [_bind_one(eqn, operands)]
+
+    def _run_call(
+        self, eqn: core.JaxprEqn, operands: Sequence[Any], pairs: dict[core.Var, Pair]
+    ) -> list[Any]:
+        """Evaluates a call, and the pairs of its results that are sums."""
+        indices, inner = self._entered[id(eqn)]
+        (body,) = _jaxpr.bodies(eqn)
+        given = sorted(inner.read_inputs)
+        given_pairs = [self.pair_of(eqn.invars[i], operands[i], pairs) for i in given]
+
+        def run(operands: Sequence[Any], given_pairs: Sequence[Pair]) -> Any:
+            inner_pairs = {
+                body.jaxpr.invars[i]: pair
+                for i, pair in zip(given, given_pairs, strict=True)
+            }
+            results = inner.evaluate(body, operands, inner_pairs)
+            return results, [
+                inner.pair_of(body.jaxpr.outvars[i], results[i], inner_pairs)
+                for i in sorted(indices)
+            ]
+
+        if eqn.primitive.name in _jaxpr.CHECKPOINTS:
+            params: Any = eqn.params
+            run = jax.checkpoint(
+                run, policy=params["policy"], prevent_cse=params["prevent_cse"]
+            )
+        results, result_pairs = run(operands, given_pairs)
+        for i, pair in zip(sorted(indices), result_pairs, strict=True):
+            pairs[eqn.outvars[i]] = pair
+        return results
+
+    def _run_scan(
+        self, eqn: core.JaxprEqn, operands: Sequence[Any], pairs: dict[core.Var, Pair]
+    ) -> list[Any]:
+        """Evaluates a scan, which carries the penalties of sums by themselves."""
+        indices, inner = self._entered[id(eqn)]
+        (body,) = _jaxpr.bodies(eqn)
+        carry = _jaxpr.carry_slice(eqn)
+        carried = [*range(carry.start, carry.stop)]
+        num_sums = len(indices)
+        # index of a result that is a sum -> the index of its operand
+        sum_operands = {i: carried[i] for i in sorted(indices)}
+
+        def run_iteration(*operands_and_penalties: Any) -> list[Any]:
+            operands = list(operands_and_penalties[:-num_sums])
+            penalties = operands_and_penalties[-num_sums:]
+            inner_pairs: dict[core.Var, Pair] = {}
+            for k, penalty in zip(sum_operands.values(), penalties, strict=True):
+                inner_pairs[body.jaxpr.invars[k]] = operands[k], penalty
+                operands[k] = operands[k] + penalty
+            results = inner.evaluate(body, operands, inner_pairs)
+            next_penalties: list[Any] = []
+            for i in sum_operands:
+                atom = body.jaxpr.outvars[i]
+                results[i], penalty = inner.pair_of(atom, results[i], inner_pairs)
+                next_penalties.append(penalty)
+            # Behind what is carried, before what is stacked.
+            stacked = results[len(carried) :]
+            return [*results[: len(carried)], *next_penalties, *stacked]
+
+        operands = list(operands)
+        penalties: list[Any] = []
+        for k in sum_operands.values():
+            operands[k], penalty = self.pair_of(eqn.invars[k], operands[k], pairs)
+            penalties.append(penalty)
+        count = len(operands)
+        results = _scans.run_scan(
+            run_iteration,
+            [*operands, *penalties],
+            carried=[*carried, *range(count, count + num_sums)],
+            along=range(carry.stop, count),
+            like=eqn,
+        )
+        last_penalties = results[len(carried) : len(carried) + num_sums]
+        del results[len(carried) : len(carried) + num_sums]
+        for i, penalty in zip(sum_operands, last_penalties, strict=True):
+            pairs[eqn.outvars[i]] = results[i], penalty
+            results[i] = results[i] + penalty
+        return results
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def _is_zero(atom: Any) -> bool:
+    """True if an operand is the number zero."""
+    return isinstance(atom, core.Literal) and not np.any(atom.val)
+
+
+def _bind_one(eqn: core.JaxprEqn, operands: Sequence[Any]) -> Any:
+    """The only result of an equation without jaxprs inside."""
+    result = eqn.primitive.bind(*operands, **eqn.params)
+    return result[0] if eqn.primitive.multiple_results else result

@@ -7,8 +7,9 @@ of words as others are, only the trace tells that it is one:
     k = random_wrap words           a key: so `key` is a raw key
     next_key = add key 1            words that are returned
 
-Such an input is folded wherever it is read. What the function returns of its words, as
-the state of a generator, is what one device returns: it is no draw.
+Such an input is folded wherever it is read. What the function returns of its words by
+arithmetic alone, as the state of a generator, is what one device returns. All else,
+such as keys that are split from it, is folded, as it is of a typed key.
 """
 
 import itertools
@@ -38,10 +39,11 @@ def fold_raw_keys(
     wraps: dict[int, Callable[[Any], Any]] = {}
     is_words = [False] * len(closed.jaxpr.outvars)  # for each result
     for i, var in enumerate(closed.jaxpr.invars):
-        if not (may_be_key[i] and _may_be_words(var)):
+        aval: Any = var.aval
+        if not (may_be_key[i] and aval.dtype == jnp.uint32):
             continue
         words = _follow_words(closed.jaxpr, {var})
-        wrap = words.wraps.get(var.aval.shape)
+        wrap = words.wraps.get(aval.shape)
         if wrap is None:
             continue
         wraps[i] = wrap
@@ -50,7 +52,7 @@ def fold_raw_keys(
     if not wraps:
         return closed
     words_outvars = itertools.compress(closed.jaxpr.outvars, is_words)
-    words_jaxpr = _jaxpr.dce_jaxpr(closed, [*words_outvars])
+    words_jaxpr = _jaxpr.recomputation(closed, [*words_outvars], stored=[])
 
     def run(*args: Any) -> list[Any]:
         folded_args = list(args)
@@ -68,7 +70,7 @@ class _Words(NamedTuple):
     """The variables and keys that are computed from the words of an input.
 
     Attributes:
-      vars: the variables, the input among them.
+      vars: the variables that follow by arithmetic alone, and the input.
       wraps: shape of words of which a single key is made -> the function that makes it.
     """
 
@@ -78,6 +80,7 @@ class _Words(NamedTuple):
 
 def _follow_words(jaxpr: core.Jaxpr, words: set[core.Var]) -> _Words:
     """Follows the words of a key through a jaxpr, and the jaxprs inside of it."""
+    by_arithmetic = set(words)
     words = set(words)
     wraps: dict[tuple[int, ...], Callable[[Any], Any]] = {}
     for eqn in jaxpr.eqns:
@@ -92,7 +95,8 @@ def _follow_words(jaxpr: core.Jaxpr, words: set[core.Var]) -> _Words:
                 wraps[shape.shape] = _binding(jaxpr, eqn)
             continue
 
-        for body in _jaxpr.bodies(eqn):
+        bodies = _jaxpr.bodies(eqn)
+        for body in bodies:
             pairs = zip(
                 body.jaxpr.invars,
                 operands[len(operands) - len(body.jaxpr.invars) :],
@@ -103,8 +107,13 @@ def _follow_words(jaxpr: core.Jaxpr, words: set[core.Var]) -> _Words:
             )
             wraps = inner.wraps | wraps
         if eqn.primitive.name not in DRAWS:
-            words.update(var for var in eqn.outvars if _may_be_words(var))
-    return _Words(words, wraps)
+            results = {var for var in eqn.outvars if _may_be_words(var)}
+            words |= results
+            if not bodies and not by_arithmetic.isdisjoint(
+                _jaxpr.variables(eqn.invars)
+            ):
+                by_arithmetic |= results
+    return _Words(by_arithmetic, wraps)
 
 
 def _binding(jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Callable[[Any], Any]:
@@ -118,5 +127,6 @@ def _binding(jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> Callable[[Any], Any]:
 
 
 def _may_be_words(var: Any) -> bool:
-    """True if a variable has the dtype of the words of a key."""
-    return getattr(var.aval, "dtype", None) == jnp.uint32
+    """True if a variable may hold the words of a key, of 32 bits each."""
+    dtype = getattr(var.aval, "dtype", jnp.float32)
+    return dtype in (jnp.uint32, jnp.int32)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend import core
 
 from .._arguments._objective import as_loss_weight
-from .._jaxprs import _jaxpr, _min_cut
+from .._jaxprs import _inlining, _jaxpr, _min_cut
 from .._jaxprs._counted_rows import scan_along_counted
 from .._jaxprs._jaxpr import is_inexact
 from .._jaxprs._primitives import REDUCTIONS
@@ -298,19 +298,23 @@ def trace_function(
 
     index_spec = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
-        closed, (_, _, aux) = _jaxpr.trace(run, params, tuple(args), index_spec)
+        closed, (_, _, aux) = _inlining.trace(run, params, tuple(args), index_spec)
+    # First, as it tells what nobody reads but a mark.
     closed = _boundaries.read_first_marks(closed)
     num_params = len(jax.tree.leaves(params))
-    # First, as refs hide what follows from what, and what nobody reads would hold
+    # Then, as refs hide what follows from what, and what nobody reads would hold
     # parameters in its stage, or a stack of them together.
     closed = replace_refs(closed)
     closed = _boundaries.drop_unread_eqns(closed)
+    # A scan inside of a call goes along nothing: only those outside are looked at.
     closed = _checkpoints.inline_checkpoints(closed, num_stages)
     if num_stages > 1:
         closed = scan_along_counted(closed)
     may_be_key = [folds_params] * num_params
     may_be_key += [not split for split in is_split]
-    closed = fold_raw_keys(closed, [*may_be_key, False])  # the index is no key
+    # Raw keys are folded while the index, which is no key, is the last input. Numbers
+    # come behind it, and arrays at last, since they shift the inputs of a micro-batch.
+    closed = fold_raw_keys(closed, [*may_be_key, False])
     closed, numbers = lift_folded_numbers(closed)
     closed, constants = _with_arrays_as_inputs(closed, num_params)
     return TracedFunction(

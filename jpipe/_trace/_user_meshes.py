@@ -60,37 +60,33 @@ def restrict_to_devices(
 def _warn_of_constraints(
     closed: core.ClosedJaxpr, devices: Sequence[Device], warnings: WarnOnce
 ) -> None:
-    """Warns of constraints that are left out: see `StageMesh.constrained`."""
-    left_out = list[Any]()
-    for sharding in _sharding_constraints.constraint_shardings(closed):
-        if any(_leaves_out(device, sharding) for device in devices):
-            left_out.append(sharding)
+    """Warns of constraints by axes that the meshes of stages lack: see `StageMesh`.
+
+    A stage on one device has nothing to shard.
+    """
+    stage_meshes = [device for device in devices if isinstance(device, StageMesh)]
+    left_out = [
+        sharding
+        for sharding in _sharding_constraints.constraint_shardings(closed)
+        if not all(_has_axes(stage_mesh, sharding) for stage_mesh in stage_meshes)
+    ]
     if not left_out:
         return
     mesh = getattr(left_out[0], "mesh", None)
     user_mesh = f" over a mesh {dict(mesh.shape)}" if mesh is not None else ""
-    stage_devices = "one device"
-    if isinstance(devices[0], StageMesh):
-        stage_devices = f"a mesh of its own, {dict(devices[0].mesh.shape)}"
     warnings(
         "constraints",
         f"with_sharding_constraint{user_mesh} is left out, {len(left_out)} times: each "
-        f"stage runs on {stage_devices}, and no value depends on a constraint. To "
-        f"shard arrays within a stage, give mesh= of the pipeline with the axes that "
-        f"they name",
+        f"stage runs on a mesh of its own, {dict(stage_meshes[0].mesh.shape)}, and no "
+        f"value depends on a constraint. To shard arrays within a stage, give mesh= of "
+        f"the pipeline with the axes that they name",
     )
 
 
-def _leaves_out(device: Device, sharding: Any) -> bool:
-    """True if a constraint would change something there, and cannot be kept.
-
-    On one device each array is already as a mesh of that device needs it.
-    """
-    if isinstance(device, StageMesh):
-        spec = getattr(sharding, "spec", None)
-        return spec is None or not device.has_axes(spec)
-    mesh = getattr(sharding, "mesh", None)
-    return not isinstance(mesh, Mesh) or {*mesh.devices.flat} != devices_of(device)
+def _has_axes(stage_mesh: StageMesh, sharding: Any) -> bool:
+    """True if a mesh has the axes that a constraint names."""
+    spec = getattr(sharding, "spec", None)
+    return spec is not None and stage_mesh.has_axes(spec)
 
 
 def _meshes(closed: core.ClosedJaxpr) -> Iterator[tuple[str, Mesh]]:

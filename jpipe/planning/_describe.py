@@ -2,7 +2,7 @@
 
 construction     stages, devices, schedule
 variables        parameters and bytes of each stage
-first trace      work and sent bytes of each stage
+first trace      work and sent bytes of each stage, skip connections
 training step    residuals, compiled actions, peaks
 """
 
@@ -21,6 +21,7 @@ from .._partition._stage_placement import StagePlacement
 from .._pipelined._specialization import Specialization
 from .._stage._stage_names import name_stages
 from .._stage._stages import Stages
+from .._trace import _boundaries
 from ..schedules import Action
 from ._plan import Forecast, Plan, StagePlan
 
@@ -37,7 +38,6 @@ class PipelineInfo(NamedTuple):
         they were seen.
       specialization: the mini-batch that was divided last; it may be one of
         evaluation, or have too few examples to run.
-      skips: the name, source and target of each long skip connection.
       modules: the names of the modules in each stage, if ``names`` are those of
         sections.
       cuts: the cut points of a model of which no mini-batch was divided yet.
@@ -48,7 +48,6 @@ class PipelineInfo(NamedTuple):
     layout: ParamLayout | None = None
     stage_params: Sequence[Sequence[int]] = ()
     specialization: Specialization | None = None
-    skips: Sequence[tuple[str, int, int]] = ()
     modules: Sequence[Sequence[str]] = ()
     cuts: CutPoints | None = None
 
@@ -94,9 +93,11 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         peaks = tuple(zip(devices, _memory.peak_bytes(step.program), strict=True))
     sent_bytes: Sequence[int | None] = [None] * len(placement.stages)
     work: Sequence[float | None] = [None] * len(placement.stages)
+    skips: Sequence[tuple[str, int, int]] = ()
     if specialization is not None:
         sent_bytes = _sent_bytes(placement, specialization.stages)
         work = _work_shares(specialization.stages)
+        skips = _find_skips(specialization.stages)
 
     stages = []
     for index in range(len(placement.stages)):
@@ -113,7 +114,7 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         schedule=placement.schedule,
         compiled_actions=compiled_actions,
         peak_bytes=peaks,
-        skips=tuple(info.skips),
+        skips=tuple(skips),
         forecast=forecast,
         data=placement.num_shards,
         cuts=info.cuts if specialization is None else specialization.cuts,
@@ -216,6 +217,21 @@ def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _Stage
         num_trained=num_trained,
         sharded_params=sharded_params,
     )
+
+
+def _find_skips(stages: Stages) -> list[tuple[str, int, int]]:
+    """The name, source and target stage of all that goes past stages of a list."""
+    names = _boundaries.entry_names(stages.traced().closed)
+    sources: dict[Any, int] = {}  # output of a stage -> the stage
+    skips = dict[tuple[str, int, int], None]()  # an entry may have many leaves
+    for stage in range(stages.num_stages):
+        part = stages.slice_of(stage)
+        for var in part.input_activations:
+            source = sources[var]
+            if names.get(var) and stage > source + 1:
+                skips[names[var], source, stage] = None
+        sources |= dict.fromkeys(part.outputs, stage)
+    return sorted(skips, key=lambda skip: skip[1:])
 
 
 def _sent_bytes(placement: StagePlacement, stages: Stages) -> list[int]:

@@ -73,9 +73,9 @@ class SkipProfile:
     """A long skip connection, on one micro-batch.
 
     Attributes:
-      name: the name under which it is stashed.
-      source: the index of the layer that stashes it.
-      target: the index of the layer that pops it.
+      name: the name under which it is stashed, or of the entry of a dictionary.
+      source: the index of the layer that computes it.
+      target: the index of a layer that reads it, behind the next one.
       bytes: the bytes of the array.
       cotangent_bytes: the bytes of its gradient, which goes from target to source.
       is_output: True if it is also the output of its source to the next layer, so that

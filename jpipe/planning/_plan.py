@@ -152,8 +152,8 @@ class Plan:
         backward that is missing has nothing to compute.
       peak_bytes: the name of each device and the most that a step holds on it, with
         parameters but without the optimizer's state; empty while no step is compiled.
-      skips: the name, source and target stage of each long skip connection; empty while
-        no input was seen.
+      skips: the name, source and target stage of all that goes past stages of a list:
+        what was stashed, and entries of dictionaries; empty before the first trace.
       forecast: the predicted costs; ``None`` if the pipeline was not planned.
       data: the number of devices of each rank on which the examples of a micro-batch
         are spread: along the axis ``"data"`` of a mesh. Numbers of a device are those

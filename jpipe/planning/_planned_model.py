@@ -19,7 +19,6 @@ from .._instructions._progress import Progress
 from .._instructions._transfer import AbstractDevice
 from .._layers._adapter import adapt_layers, is_model
 from .._layers._layer_group import group_layers
-from .._layers._skip import skip_name
 from .._layers._text import abbreviate
 from .._model._model import Model
 from .._partition import _balanced_cuts
@@ -33,7 +32,7 @@ from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
 from .._stage._stage_names import name_stages
-from .._trace._layer_scans import WHOLE
+from .._trace._layer_scans import UNDIVIDED
 from ..schedules import gpipe
 from ._describe import describe, describe_function
 from ._plan import Plan
@@ -81,7 +80,7 @@ class PlannedModel:
                 if self._sections is None:
                     self._sections = self._find_sections(one_microbatch)
                 num_layers = len(self._sections.positions) + 1
-            model, specialization, variables = self._specialize(
+            _, specialization, variables = self._specialize(
                 one_microbatch, _one_layer_per_stage(num_layers), cuts=self._sections
             )
             if self._is_model:
@@ -90,10 +89,7 @@ class PlannedModel:
                     abbreviate(names) or f"section {index}"
                     for index, names in enumerate(modules)
                 ]
-            skips = {}
-            if model.is_list:
-                skips = model.name_skips(specialization.stages)
-            return TracedLayers(tuple(self._names), specialization, variables, skips)
+            return TracedLayers(tuple(self._names), specialization, variables)
 
     def describe_step(self, request: Request, choice: Choice) -> Plan:
         """Describes a training step on abstract devices, without a forecast."""
@@ -108,10 +104,7 @@ class PlannedModel:
         info = describe_function(specialization)
         if not model.is_list:
             return describe(info._replace(names=names, modules=info.names))
-        skips = [
-            (skip_name(route.key), route.source, route.target) for route in model.routes
-        ]
-        return describe(info._replace(names=names, skips=skips))
+        return describe(info._replace(names=names))
 
     def _find_sections(self, one_microbatch: Request) -> CutPoints:
         """Finds the gaps of a model that few bytes cross."""
@@ -121,21 +114,21 @@ class PlannedModel:
         one_stage = _one_layer_per_stage(1)
         _, specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
         division = divide_by_iteration(specialization.stages.traced(), _NUM_SECTIONS)
-        if division != WHOLE:
+        if division != UNDIVIDED:
             whole = CutPoints.without_cuts(_NUM_SECTIONS, division)
             _, specialization, _ = self._specialize(
                 one_microbatch, one_stage, cuts=whole
             )
         traced = specialization.stages.traced()
-        positions = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
+        section_starts = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
         cuts = CutPoints.from_trace(
             traced,
-            positions,
+            section_starts,
             num_params=len(specialization.layout.specs),
             num_traced_stages=_NUM_SECTIONS,
             division=division,
         )
-        return cuts.select(range(len(positions)))
+        return cuts.select(range(len(section_starts)))
 
     def _specialize(
         self, request: Request, choice: Choice, *, cuts: CutPoints | None

@@ -260,15 +260,14 @@ def _layer_profiles(
 
 def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:
     """The bytes of the output of a layer, and those of its gradient."""
-    next_layer = layer + 1
-    if next_layer < len(model.names):
-        outputs = model.inputs(next_layer)
+    if layer + 1 < len(model.names):
+        outputs = model.outputs(layer)
         cotangents = model.select_differentiated(outputs)
         return total_bytes(outputs), total_bytes(cotangents)
-    output_bytes = sum(map(nbytes, model.outputs))
+    output_bytes = sum(map(nbytes, model.results))
     if model.stages.traced().has_loss or not model.stages.slice_of(layer).has_backward:
         return output_bytes, 0
-    cotangents = filter(is_inexact, model.outputs)
+    cotangents = filter(is_inexact, model.results)
     return output_bytes, sum(map(nbytes, cotangents))
 
 

@@ -13,6 +13,7 @@ from .._partition._remat_mode import NONE, RematMode
 from .._pipelined._specialization import Specialization
 from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
+from .._trace import _boundaries
 
 PyTree = Any
 
@@ -26,13 +27,11 @@ class TracedLayers:
       specialization: the model in stages, one per layer.
       variable_specs: the variables of the model, as specs, with a node of pieces for
         each in pieces.
-      skips: output of a layer -> the name under which later layers pop it.
     """
 
     names: tuple[str, ...]
     specialization: Specialization
     variable_specs: PyTree
-    skips: Mapping[Any, str]
 
     @property
     def stages(self) -> Stages:
@@ -57,7 +56,7 @@ class TracedLayers:
         return _variables.params(tree.unflatten(range(tree.num_leaves)))
 
     @property
-    def outputs(self) -> list[Any]:
+    def results(self) -> list[Any]:
         """Specs of the results of the last layer, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.traced().aux[0])
 
@@ -116,12 +115,25 @@ class TracedLayers:
         return [
             var
             for var in self.stages.slice_of(layer).input_activations
-            if var in previous_outputs and var not in self.skips
+            if var in previous_outputs
         ]
+
+    def outputs(self, layer: int) -> list[Any]:
+        """The outputs of a layer that the next layer that reads any of them reads.
+
+        Layers between them hand them on.
+        """
+        outputs = self._layer_outputs[layer]
+        for reader in range(layer + 1, len(self.names)):
+            inputs = self.stages.slice_of(reader).input_activations
+            if any(var in outputs for var in inputs):
+                return [var for var in inputs if var in outputs]
+        return []
 
     def skip_inputs(self, layer: int) -> dict[tuple[int, str], list[Any]]:
         """The variables that it reads of earlier layers, by these and by name."""
         inputs = set(self.inputs(layer))
+        names = _boundaries.entry_names(self.stages.traced().closed)
         skip_inputs: dict[tuple[int, str], list[Any]] = {}
         for var in self.stages.slice_of(layer).input_activations:
             if var in inputs:
@@ -130,7 +142,7 @@ class TracedLayers:
                 i for i, outputs in enumerate(self._layer_outputs) if var in outputs
             )
             index = list(self._layer_outputs[source]).index(var)
-            name = self.skips.get(var) or f"{var.aval.str_short()} ({index})"
+            name = names.get(var) or f"{var.aval.str_short()} ({index})"
             skip_inputs.setdefault((source, name), []).append(var)
         return skip_inputs
 
@@ -139,9 +151,9 @@ class TracedLayers:
         return [var for var in variables if self.stages.has_gradient(var, 0)]
 
     def is_output(self, source: int, variables: Sequence[Any]) -> bool:
-        """True if the layer behind the source reads these variables too."""
+        """True if the next layer that reads of the source reads these variables too."""
         outputs = self._layer_outputs[source]
-        read_next = {outputs[var] for var in self.inputs(source + 1)}
+        read_next = {outputs[var] for var in self.outputs(source)}
         return all(outputs[var] in read_next for var in variables)
 
     @cached_property

@@ -198,6 +198,7 @@ def test_a_module_in_place_of_a_function_is_answered():
 
 
 def test_idle_devices_warn():
+    """A pipeline of torchgpipe's form, given another schedule by its name alone."""
     match = says(
         "zb_v runs 2 stages per rank: 2 stages make 1 rank, 3 of 4 devices are idle",
         "give balance= 8 entries",

@@ -169,6 +169,10 @@ LAYERS = {
 
 @pytest.mark.parametrize(("layers", "error", "match"), rows(LAYERS))
 def test_layers_that_cannot_be_trained_are_answered(layers, error, match):
+    """Flax's ImageNet example has the norm along an axis; Inception a head in training.
+
+    An error of Flax names a collection or an axis, and nothing to type.
+    """
     with pytest.raises(error) as raised:
         train(jpipe.pipeline(layers, 2))
     notes = getattr(raised.value, "__notes__", [])
@@ -203,6 +207,8 @@ def test_layer_that_writes_in_evaluation_raises_there_alone(layer, says):
 
 
 def test_constraint_on_activations_in_the_mesh_of_the_caller_is_explained():
+    """A model of MaxText: JAX asks for a mesh, which ``jax.set_mesh`` has set."""
+
     def constrained(x):
         return jax.lax.with_sharding_constraint(x, jax.P("data"))
 

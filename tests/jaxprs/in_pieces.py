@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies
 from jax.extend import core
 
-from jpipe._jaxprs import _jaxpr, _piecewise
+from jpipe._jaxprs import _inlining, _piecewise
 from jpipe._jaxprs._pieces import Pieces
 from jpipe._jaxprs._piecewise import PiecewiseJaxpr
 
@@ -42,7 +42,7 @@ def rewritten(
     input_pieces: dict[int, Pieces],
     output_pieces: dict[int, Pieces] | None = None,
 ) -> PiecewiseJaxpr:
-    closed, _ = _jaxpr.trace(function, *specs(*args))
+    closed, _ = _inlining.trace(function, *specs(*args))
     return _piecewise.run_in_pieces(
         closed,
         input_pieces,

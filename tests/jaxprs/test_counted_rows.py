@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies
 from jax.extend import core
 
-from jpipe._jaxprs import _jaxpr
+from jpipe._jaxprs import _inlining, _jaxpr
 from jpipe._jaxprs._counted_rows import scan_along_counted
 
 LENGTH = 4
@@ -95,7 +95,7 @@ COUNTED = {
 
 def counted_arrays(function: Callable[..., Any], *args: Any) -> int:
     """The number of further arrays that the scan goes along; results are equal."""
-    closed, _ = _jaxpr.trace(function, *args)
+    closed, _ = _inlining.trace(function, *args)
     new_closed = scan_along_counted(closed)
     results = core.jaxpr_as_fun(new_closed)(*args)
     for x, y in zip(results, jax.tree.leaves(function(*args)), strict=True):
@@ -150,7 +150,7 @@ NOT_COUNTED = {
 @pytest.mark.parametrize("name", NOT_COUNTED)
 def test_other_reads_stay(name: str) -> None:
     function = NOT_COUNTED[name]
-    closed, _ = _jaxpr.trace(function, W, X)
+    closed, _ = _inlining.trace(function, W, X)
     assert scan_along_counted(closed) is closed
 
 
@@ -179,7 +179,7 @@ def test_counters_of_any_steps(
 
 
 def test_a_loop_within_a_trace() -> None:
-    closed, _ = _jaxpr.trace(COUNTED["carried"], W, X)
+    closed, _ = _inlining.trace(COUNTED["carried"], W, X)
 
     def apply(w: jax.Array, x: jax.Array) -> Any:
         return core.jaxpr_as_fun(scan_along_counted(closed))(w, x)
@@ -192,7 +192,7 @@ def test_a_gradient_through_rows() -> None:
     def loss(w: jax.Array) -> jax.Array:
         return COUNTED["calls_inside"](w, X)[0].sum()
 
-    closed, _ = _jaxpr.trace(loss, W)
+    closed, _ = _inlining.trace(loss, W)
     run = core.jaxpr_as_fun(scan_along_counted(closed))
     actual = jax.grad(lambda w: run(w)[0])(W)
     np.testing.assert_allclose(actual, jax.grad(loss)(W), rtol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from jax.extend import core
 
-from jpipe._jaxprs import _dataflow, _jaxpr
+from jpipe._jaxprs import _dataflow, _inlining
 from jpipe._trace import _refs
 
 
@@ -96,7 +96,7 @@ def test_what_follows_from_nothing_that_is_changed_is_the_same_to_the_bit(
 ):
     rng = np.random.default_rng(seed)
     values = [jnp.asarray(x, jnp.float32) for x in rng.normal(size=NUM_VALUES)]
-    closed, _ = _jaxpr.trace(build(program), *values)
+    closed, _ = _inlining.trace(build(program), *values)
     closed = _refs.replace_refs(closed)
     run = core.jaxpr_as_fun(closed)
     before = run(*values)
@@ -118,7 +118,7 @@ def two_results(call):
 
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - {"while_loop", "cond"}))
 def test_each_result_follows_from_what_it_reads_alone(call):
-    closed, _ = _jaxpr.trace(two_results(call), jnp.float32(1), jnp.float32(2))
+    closed, _ = _inlining.trace(two_results(call), jnp.float32(1), jnp.float32(2))
     closed = _refs.replace_refs(closed)
     assert _dataflow.dependent_results(closed, [True, False]) == [True, False]
     assert _dataflow.dependent_results(closed, [False, True]) == [False, True]
@@ -126,7 +126,7 @@ def test_each_result_follows_from_what_it_reads_alone(call):
 
 @pytest.mark.parametrize("call", ["while_loop", "cond"])
 def test_all_results_follow_from_what_chooses_a_branch_or_ends_a_loop(call):
-    closed, _ = _jaxpr.trace(two_results(call), jnp.float32(1), jnp.float32(2))
+    closed, _ = _inlining.trace(two_results(call), jnp.float32(1), jnp.float32(2))
     assert _dataflow.dependent_results(closed, [False, True]) == [True, True]
 
 
@@ -135,7 +135,7 @@ def test_derivatives_pass_no_integer_and_no_stop_gradient():
         rounded = jnp.round(x).astype(jnp.int32).astype(jnp.float32)
         return x * 2, rounded, jax.jit(jax.lax.stop_gradient)(x), x > 0
 
-    closed, _ = _jaxpr.trace(run, jnp.float32(1))
+    closed, _ = _inlining.trace(run, jnp.float32(1))
     assert _dataflow.dependent_results(closed, [True]) == [True] * 4
     results = _dataflow.dependent_results(closed, [True], differentiably=True)
     assert results == [True, False, False, False]
@@ -147,7 +147,7 @@ def test_a_rule_for_derivatives_may_give_a_tangent_where_no_value_follows():
         return y * 1
 
     constant.defjvp(lambda primals, tangents: (primals[1], sum(tangents)))
-    closed, _ = _jaxpr.trace(constant, jnp.float32(1), jnp.float32(2))
+    closed, _ = _inlining.trace(constant, jnp.float32(1), jnp.float32(2))
     assert _dataflow.dependent_results(closed, [True, False]) == [False]
     assert _dataflow.dependent_results(closed, [True, False], differentiably=True) == [
         True

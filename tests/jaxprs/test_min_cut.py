@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jpipe._jaxprs import _jaxpr
+from jpipe._jaxprs import _inlining, _jaxpr
 from jpipe._jaxprs._min_cut import find_residuals, is_cheap, nbytes
 
 # What a step computes of one or two values; those in DEAR are dear.
@@ -42,7 +42,7 @@ def build(steps):
             made.append(function(*given[: 1 + (function in TWO)]))
         return made
 
-    return _jaxpr.trace(run, SPEC, SPEC, SPEC)[0]
+    return _inlining.trace(run, SPEC, SPEC, SPEC)[0]
 
 
 def follows(jaxpr, kept, wanted):
@@ -99,7 +99,7 @@ def test_a_long_chain_is_divided_where_it_is_narrow():
         return values
 
     depth = 60
-    closed = _jaxpr.trace(run, *[SPEC] * (1 + depth))[0]
+    closed = _inlining.trace(run, *[SPEC] * (1 + depth))[0]
     inputs = [True] * (1 + depth)
     wanted = closed.jaxpr.outvars
     residuals = find_residuals(

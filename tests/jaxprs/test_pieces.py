@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies
 from jax.extend import core
 
-from jpipe._jaxprs import _jaxpr, _pieces, _piecewise
+from jpipe._jaxprs import _inlining, _jaxpr, _pieces, _piecewise
 from jpipe._jaxprs._pieces import AlignedAxis, Pieces
 
 from .in_pieces import (
@@ -359,7 +359,7 @@ def test_stacks_that_are_made_in_pieces(data: Any) -> None:
             w = jnp.moveaxis(jnp.sin(w), axis, 0)
             return layer_scan(jnp.ones((2, 3)), w)
 
-        closed, _ = _jaxpr.trace(apply, *specs(*args))
+        closed, _ = _inlining.trace(apply, *specs(*args))
         (scan,) = scans_of(closed)
         scanned: Any = scan.invars[-1]
         piecewise = _piecewise.run_in_pieces(
@@ -390,7 +390,7 @@ def test_wanted_layers_are_drawn_in_pieces() -> None:
 
     key = jax.random.key(0)
     for function in (init, init_at_once):
-        closed, _ = _jaxpr.trace(function, jax.ShapeDtypeStruct((), key.dtype))
+        closed, _ = _inlining.trace(function, jax.ShapeDtypeStruct((), key.dtype))
         piecewise = _piecewise.run_in_pieces(closed, {}, {0: PIECES}, num_fixed=0)
         assert largest_array(piecewise.closed) <= 3 * 4 * 5
         begins = map(np.int32, piecewise.begins)
@@ -426,7 +426,7 @@ def test_what_follows_from_parameters_is_cut_at_constants() -> None:
     def apply(w: jax.Array, frozen: jax.Array) -> jax.Array:
         return layer_scan(jnp.ones(4), w * jnp.sort(frozen, 0))[0]
 
-    closed, _ = _jaxpr.trace(apply, *specs(stack(4), stack(4)))
+    closed, _ = _inlining.trace(apply, *specs(stack(4), stack(4)))
     piecewise = _piecewise.run_in_pieces(closed, {0: PIECES}, {}, num_fixed=2)
     names = [eqn.primitive.name for eqn in piecewise.closed.jaxpr.eqns]
     assert "slice" in names
@@ -444,7 +444,7 @@ def test_constants_are_cut_at_inputs_beside_the_batch_alone() -> None:
         )
         return carry, penalty
 
-    closed, _ = _jaxpr.trace(apply, *specs(stack(4), jnp.ones(4)))
+    closed, _ = _inlining.trace(apply, *specs(stack(4), jnp.ones(4)))
     piecewise = _piecewise.run_in_pieces(closed, {0: PIECES}, {}, num_fixed=1)
     jaxpr = piecewise.closed.jaxpr
     begins = jaxpr.invars[-len(piecewise.begins) :]
@@ -472,7 +472,7 @@ def test_the_axis_of_layers_is_traced_back_to_parameters() -> None:
         "nested": jnp.ones((12, 4)),
         "scale": jnp.ones(6),
     }
-    closed, _ = _jaxpr.trace(apply, params)
+    closed, _ = _inlining.trace(apply, params)
     xs = {
         eqn.invars[i]: AlignedAxis(axis=0)
         for eqn in closed.jaxpr.eqns
@@ -505,7 +505,7 @@ def test_the_axis_of_layers_is_traced_back_through_bodies() -> None:
         "constant": jnp.ones((4, LENGTH)),
         "flag": jnp.bool_(True),
     }
-    closed, _ = _jaxpr.trace(apply, params)
+    closed, _ = _inlining.trace(apply, params)
     (*_, scan) = scans_of(closed)
     (*_, xs) = _jaxpr.variables(scan.invars[-1:])
     axes = _pieces.trace_axes_back(closed.jaxpr, {xs: AlignedAxis(axis=0)})

@@ -95,7 +95,7 @@ def test_check_notes_a_switch_that_the_function_does_not_pass_on(double):
     pipe = jpipe.sequential([listed], 2)
     variables = pipe.init(KEY, x)
     (note,) = pipe.check(variables, x).layers[0].notes
-    assert "Block.__call__ left deterministic=True" in note
+    assert "off in training: dropout Dropout_0;" in note
 
 
 @pytest.mark.parametrize(

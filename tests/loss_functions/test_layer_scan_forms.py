@@ -4,6 +4,7 @@ As in `test_layer_scans`, loss and every gradient are those of plain JAX in floa
 no device holds all layers.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -582,3 +583,22 @@ def test_keys_of_layers() -> None:
     found = jax.tree.map(np.asarray, grad_fn(placed, X, KEY))
     ref.assert_close(found, jax.value_and_grad(plain)(stack()), ref.FLOAT64)
     assert scans_of_stages(grad_fn) == [[2]] * STAGES
+
+
+@pytest.mark.parametrize(("shape", "is_read"), [((300,), True), ((4, 6), False)])
+def test_one_number_of_each_layer_may_be_sorted_and_no_more(shape, is_read):
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.sin(x * w), None), x, params)
+        return jnp.mean(x**2) + jnp.sort(params, axis=0)[-1].sum()
+
+    params, x = (
+        jnp.linspace(0.5, 1.0, math.prod(shape)).reshape(shape),
+        jnp.ones((4, 6)),
+    )
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=2)
+    if not is_read:
+        with pytest.raises(ValueError, match=r"sort, at .*, reads all of it"):
+            grad_fn.place(params, x)
+        return
+    result = grad_fn(grad_fn.place(params, x), x)
+    ref.assert_close(result, jax.value_and_grad(loss)(params, x), ref.FLOAT32)

@@ -92,6 +92,69 @@ with_jvp.defjvp(lambda primals, tangents: jax.jvp(layer, primals, tangents))
 with_vjp = jax.custom_vjp(layer)
 with_vjp.defvjp(lambda h, w: jax.vjp(layer, h, w), lambda vjp, grads: vjp(grads))
 
+
+def from_penalty(weights, x):
+    """The loss is added to the penalty, layer by layer."""
+
+    def step(carry, w):
+        h, total = carry
+        h, _ = layer(h, w)
+        return (h, total + errors(h)), None
+
+    return jax.lax.scan(step, (x, 0.1 * norm(weights)), weights)[0][1]
+
+
+def in_blocks_of_layers(weights, x):
+    def step(carry, block):
+        def inner_step(carry, w):
+            h, total = carry
+            h, penalty = layer(h, w)
+            return (h, total + errors(h) + 0.1 * penalty), None
+
+        return jax.lax.scan(inner_step, carry, block)[0], None
+
+    blocks = weights.reshape(2, 2, 6, 6)
+    return jax.lax.scan(step, (x, jnp.zeros(())), blocks)[0][1]
+
+
+def in_two_sums(weights, x):
+    """One that reads the other, and two that change places."""
+
+    def step(carry, w):
+        h, recent, total, a, b = carry
+        h, penalty = layer(h, w)
+        recent = 0.9 * recent + errors(h) + penalty
+        return (h, recent, total + recent, b + 2 * penalty, a + errors(h)), None
+
+    zeros = [jnp.zeros(())] * 4
+    _, _, total, a, b = jax.lax.scan(step, (x, *zeros), weights)[0]
+    return total + a + b
+
+
+def in_stack(weights, x):
+    h, norms = jax.lax.scan(layer, x, weights)
+    terms = jnp.stack([errors(h), norms.sum()])
+    return jnp.dot(jnp.array([1.5, 2.0]), terms) + jnp.array([errors(h), 3.0]).sum()
+
+
+def in_ref(weights, x):
+    total = jax.new_ref(jnp.zeros(()))
+
+    def step(h, w):
+        h, penalty = layer(h, w)
+        total[...] += errors(h) + penalty
+        return h, None
+
+    jax.lax.scan(step, x, weights)
+    return total[...]
+
+
+def through_checkpoint(weights, x):
+    """It takes a sum that has a penalty, and adds another."""
+    total = stacked(weights, x)
+    return jax.checkpoint(lambda total, w: 2 * total + norm(w))(total, weights[0])
+
+
 FORMS = {
     "results of a scan": stacked,
     "a carry": carried,
@@ -102,6 +165,12 @@ FORMS = {
     "branches": in_blocks(in_branches),
     "a custom_jvp": in_blocks(with_jvp),
     "a custom_vjp": in_blocks(with_vjp),
+    "where a scan begins": from_penalty,
+    "layers in blocks": in_blocks_of_layers,
+    "several carries": in_two_sums,
+    "a stack": in_stack,
+    "a ref": in_ref,
+    "a sum that a checkpoint takes": through_checkpoint,
     "a whole checkpoint": jax.checkpoint(in_blocks(layer)),
     "a whole checkpoint of a scan": jax.checkpoint(added_in_scan),
 }
@@ -196,7 +265,16 @@ def test_a_number_from_the_host_may_scale_a_penalty(double):
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2) + scale * norm(weights[0])
 
+    def of_batch(weights, x):
+        """A number that the host computes of a micro-batch, and that counts nothing."""
+        spec = jax.ShapeDtypeStruct((), jnp.float32)
+        x32 = jax.lax.stop_gradient(x).astype(jnp.float32)
+        number = io_callback(lambda x: np.float32(np.sum(x)), spec, x32)
+        y = jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+        return jnp.mean(y**2) + 0 * number.astype(x.dtype) * norm(weights[0])
+
     weights = list(WEIGHTS)
-    expected = jax.value_and_grad(loss)(weights, X)
-    grad_fn = jpipe.value_and_grad(loss, 5, num_stages=2)
-    ref.assert_close(run(grad_fn, weights, X), expected, ref.FLOAT64)
+    for function in (loss, of_batch):
+        expected = jax.value_and_grad(function)(weights, X)
+        grad_fn = jpipe.value_and_grad(function, 5, num_stages=2)
+        ref.assert_close(run(grad_fn, weights, X), expected, ref.FLOAT64)

@@ -231,6 +231,39 @@ def test_raw_keys_are_folded_however_they_are_read(double, noise):
     ref.assert_close(result, expected, ref.FLOAT64)
 
 
+def test_draws_of_a_raw_key_are_returned_as_they_are_drawn_and_effects_run_once(double):
+    num_calls = 0
+
+    def count():
+        nonlocal num_calls
+        num_calls += 1
+
+    def loss(params, key, x, targets):
+        jax.debug.callback(count)
+        bits = jax.checkpoint(lambda key: jax.random.bits(key, (3,), jnp.uint32))(key)
+        aux = {"bits": bits, "next": jax.random.split(key)[0]}
+        shift = bits.astype(x.dtype).mean() / 2**32
+        return squares(perceptron(params, x + shift), targets), aux
+
+    params, key = matrices(6, 8, 3), jax.random.PRNGKey(3)
+    grad_fn = jpipe.value_and_grad(
+        loss, 2, num_stages=1, in_axes=(None, 0, 0), has_aux=True
+    )
+    (value, aux), _ = run(grad_fn, params, key, X, TARGETS)
+    jax.effects_barrier()
+    assert num_calls == 4  # `run` calls it twice, with two micro-batches
+    typed = jax.random.wrap_key_data(key)
+    keys = [jax.random.key_data(jpipe.microbatch_key(typed, m)) for m in range(2)]
+    parts = [
+        loss(params, keys[m], X[5 * m : 5 * m + 5], TARGETS[5 * m : 5 * m + 5])
+        for m in range(2)
+    ]
+    ref.assert_close(value, (parts[0][0] + parts[1][0]) / 2, ref.FLOAT64)
+    ref.assert_equal(
+        aux, jax.tree.map(lambda *x: jnp.stack(x), parts[0][1], parts[1][1])
+    )
+
+
 def test_arguments_may_have_axes_of_their_own(double):
     def loss(params, x, table, targets):
         return squares(perceptron(params, x.T) * table, targets)

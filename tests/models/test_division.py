@@ -292,6 +292,22 @@ def test_a_scan_of_one_layer_is_no_loop_to_write_in_python():
     assert warning.endswith("cannot be divided; take fewer stages: num_stages=1")
 
 
+def with_a_number_of_each_block(params, x):
+    """As experts add a loss: one more number crosses each gap than the one before."""
+    numbers = []
+    for w in params:
+        x = x + jnp.tanh(x @ w)
+        numbers.append(jnp.mean(x))
+    return jnp.mean(x**2) + jnp.mean(jnp.stack(numbers))
+
+
+def test_numbers_that_cross_beside_activations_do_not_decide_where_to_cut():
+    params = [jnp.full((32, 32), 0.01 + i / 1000) for i in range(24)]
+    grad_fn = jpipe.value_and_grad(with_a_number_of_each_block, 2, num_stages=4)
+    grad_fn.place(params, jnp.ones((64, 32)))
+    assert [len(names) for names in grad_fn.plan.layer_names] == [6, 6, 6, 6]
+
+
 def indexed(params, x):
     for i in range(4):
         x = jnp.tanh(x @ params["w"][i] + params["b"][i])
@@ -307,6 +323,10 @@ def tied(params, x):
 
 
 def test_large_parameters_that_are_read_by_slices_are_warned_of():
+    """A GPT in plain JAX: blocks made by ``jax.vmap(init)``, read in a Python loop.
+
+    Each stage would hold all blocks, and more stages would save no memory.
+    """
     stacked = {"w": jnp.ones((4, 64, 64)), "b": jnp.ones((4, 64))}
     _, said = placed(indexed, stacked)
     (message,) = said

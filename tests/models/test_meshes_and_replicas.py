@@ -191,11 +191,11 @@ def constrained(params, x):
 
 
 PLACES = {
-    "a device": (
-        lambda: {},
-        "is left out, 22 times: each stage runs on one device",
+    "a device": (lambda: {}, ""),
+    "data": (
+        lambda: {"mesh": mesh(2, 2)},
+        r"is left out, \d+ times: each stage runs on a mesh of its own, {'data': 2}",
     ),
-    "data": (lambda: {"mesh": mesh(2, 2)}, "on a mesh of its own, {'data': 2}"),
     "model": (lambda: {"mesh": mesh(2, 2, names=("stage", "model"))}, ""),
     "data and model": (lambda: {"mesh": mesh(2, 2, 2)}, ""),
 }
@@ -205,6 +205,10 @@ PLACES = {
     "name", slow_except({"a device", "data", "data and model"}, PLACES)
 )
 def test_constraints_over_a_mesh_of_the_users_change_no_value(name, monkeypatch):
+    """A model of MaxText, written for tensor parallelism, in stages without 'model'.
+
+    Without the warning nobody would know that its activations are sharded no more.
+    """
     options, says = PLACES[name]
     constraint, specs = jax.lax.with_sharding_constraint, []
 
@@ -227,7 +231,7 @@ def test_constraints_over_a_mesh_of_the_users_change_no_value(name, monkeypatch)
     ref.assert_close(found, expected, ref.FLOAT64)
     assert len(caught) == bool(says)
     assert all(re.search(says, str(one.message)) for one in caught)
-    assert (P(None, "model") in specs) == (not says)
+    assert (P(None, "model") in specs) == ("model" in name)
 
 
 class Annotated(nn.Module):

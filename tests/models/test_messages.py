@@ -262,6 +262,7 @@ def test_given_variables_that_are_made_of_data_are_taken():
 
 
 def test_state_that_apply_leaves_is_warned_of():
+    """A ResNet: its running statistics would stay what init made them."""
     pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -295,6 +296,10 @@ class NnxDecoder(nnx.Module):
 
 
 def test_a_cache_of_nnx_is_left_as_given_and_read_by_the_module():
+    """Text that is generated token by token: each token would be taken for the first.
+
+    A call of nnx goes on from the cache that the one before it wrote.
+    """
     alone, (token, following, *_) = NnxDecoder(), np.split(TOKENS, 5, axis=1)
     alone.eval()
     pipe = jpipe.pipeline(NnxDecoder(), 1, num_stages=2)
@@ -527,6 +532,10 @@ def test_a_model_whose_dropout_has_no_key_is_answered():
 
 
 def test_training_that_the_input_names_is_answered_with_leaving_it_out():
+    """``model.apply(variables, x, train=True)`` of the Flax examples, packed as it is.
+
+    Flax would speak of a collection that is not mutable, or of a key.
+    """
     x = jpipe.inputs(X, train=True)
     says = r"jpipe\.inputs\(\.\.\., train=True\) holds in evaluation, and where"
     for model in (Normed(), Dropped()):

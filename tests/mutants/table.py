@@ -70,6 +70,7 @@ REACHED_BY = {
     "_partition/_stack_pieces": "loss_functions/test_layer_scan_forms.py",
     "_partition/_param_sharding": "train/test_reductions.py matrix instructions stage mesh",
     "_pipelined": "loss_functions/test_value_and_grad.py loss_functions models pipelined",
+    "_pipelined/_function_spec": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_pipelined/_pipelined_function": "layers loss_functions models matrix mesh",
     "_pipelined/_tracing": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_placed": "test_transparency.py train",
@@ -255,9 +256,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_layers/_skip": [
         (
-            "(frame.namespace, name)\n    if key not in",
-            "(None, name)\n    if key not in",
+            "Key(name, _namespace.get())\n    if key not in",
+            "Key(name, None)\n    if key not in",
         ),
+        ("namespace if outer is None else (outer, namespace)", "namespace"),
     ],
     "_lower/_epilogue": [
         ("loss_grad = np.ones((), graph", "loss_grad = np.zeros((), graph"),
@@ -291,14 +293,12 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("[array[shard] for", "[array[0] for"),
     ],
     "_model/_model": [
-        (
-            "        skips |= {key: marked[number] for number, key in numbered.items()}\n",
-            "",
-        ),
+        ("if next_stages in ([], [stage]):", "if not next_stages:"),
     ],
     "_partition/_balanced_cuts": [
         ("change[reader + 1] -=", "change[reader] -="),
         ("max(self.largest_cost, cost)", "self.largest_cost + cost"),
+        ("_AS_FEW_BYTES = 1.01", "_AS_FEW_BYTES = 1.0"),
         ("scans[next_scan - 1] + 1", "0"),
         ("cost_before[index] + reach), last + 1)", "np.inf), last + 1)"),
     ],
@@ -311,6 +311,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_pipelined/_tracing": [
         ("size / batch.num_examples", "size / sum(batch.sizes)"),
+    ],
+    "_pipelined/_function_spec": [
         ("local_args = args[:2] if", "local_args = args[:0] if"),
     ],
     "_placed/_mirrored_places": [
@@ -363,9 +365,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("dtype.itemsize < 4", "dtype.itemsize < 2"),
     ],
     "_trace/_boundaries": [
-        ("] = stage, tree", "] = stage, 0"),
+        ("names.get(var) or name", "name"),
         ("value if was_marked else marked", "marked"),
-        ("[numbers[0]] = index + 1", "[numbers[0]] = index"),
+        ("[int(stage)] = index + 1", "[int(stage)] = index"),
         (" and not is_mark(eqns[index + 1])", ""),
     ],
     "_trace/_eqn_order": [
@@ -376,13 +378,17 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("np.asarray(x.val, x", "np.asarray(0 * x.val, x"),
     ],
     "_trace/_penalty": [
-        ("jnp.asarray(scale, data.dtype), *aux", "jnp.asarray(1, data.dtype), *aux"),
+        (
+            "data *= jnp.asarray(scale, data.dtype)",
+            "data *= jnp.asarray(1, data.dtype)",
+        ),
         ("data + penalty * jnp.asarray(share, data.dtype)", "data + penalty"),
         ("len(factors) == 1", "len(factors) >= 1"),
         (" and not is_divisor", ""),
-        ("if adds_up else traced.closed", "if False else traced.closed"),
-        ("if _goes_along_examples(eqn, is_of_examples):", "if False:"),
-        ("parts={carried_sum: penalty}", "parts={}"),
+        ("enters=adds_up", "enters=False"),
+        ("if is_scan and any(is_of_examples[carry.stop :]):", "if False:"),
+        ("            indices |= more\n", "            break\n"),
+        ("not sums.is_inside and ", ""),
     ],
     "_trace/_raw_keys": [
         ("wrap(args[i]), args[-1])", "wrap(args[i]), 0)"),
@@ -454,6 +460,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_describe": [
         ("and (output, place) not in sent", ""),
         ("place != placement.place(source, 0) and ", ""),
+        ("stage > source + 1", "stage > source"),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
@@ -523,6 +530,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
+    ],
+    "planning/_traced": [
+        ("reader in range(layer + 1, len(self.names))", "reader in [layer + 1]"),
     ],
     "planning/_verify": [
         ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),

@@ -49,10 +49,36 @@ def test_a_skip_that_is_the_output_of_its_layer_is_marked_so():
     def add(x):
         return x + jpipe.pop("x")
 
-    (skip,) = jpipe.profile([keep, jnp.tanh, add], X, measure=False).skips
-    assert skip.is_output
-    (skip,) = profile("skips", measure=False).skips
-    assert not skip.is_output
+    def keep_inside(x):
+        jpipe.stash("x", jnp.sin(x))
+        return x * x
+
+    for first, is_output in ((keep, True), (keep_inside, False)):
+        (skip,) = jpipe.profile([first, jnp.tanh, add], X, measure=False).skips
+        assert (skip.name, skip.source, skip.target) == ("'x'", 0, 2)
+        assert skip.is_output == is_output
+
+
+def test_a_layer_that_hands_its_input_on_leaves_the_output_to_the_next_reader():
+    layers = [jnp.sin, lambda x: x, jnp.tanh]
+    made = jpipe.profile(layers, X, num_microbatches=1, measure=False)
+    assert made.layers[0].output_bytes == X.nbytes
+    (skip,) = made.skips
+    assert (skip.source, skip.target, skip.is_output) == (0, 2, True)
+    assert made.costs([1, 2]).skips == ()
+
+
+def test_an_entry_of_a_dictionary_is_a_skip_past_the_layers_that_hand_it_on():
+    def use(d):
+        return d["h"] + d["kept"]
+
+    layers = [
+        lambda x: {"h": jnp.sin(x), "kept": jnp.cos(x)},
+        lambda d: {**d, "h": jnp.tanh(d["h"])},
+        use,
+    ]
+    (skip,) = jpipe.profile(layers, X, measure=False).skips
+    assert (skip.name, skip.source, skip.target) == ("kept", 0, 2)
 
 
 # Bytes and operations so slow that only one of them counts.
@@ -125,7 +151,7 @@ def test_a_profile_is_printed_as_a_table():
         "and 2e-05 s for each action (peak_flops=, memory_bandwidth=, "
         "action_seconds=), "
     )
-    assert skip == "skip connection 'across': layer 1 to 3, 96 B"
+    assert skip == "skip connection 'across': layer 0 to 3, 96 B"
     assert header.split()[:7] == [
         *("layer", "forward", "backward", "I", "W", "parameters", "output")
     ]

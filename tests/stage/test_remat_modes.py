@@ -3,7 +3,11 @@
 `_remat_mode.MODES` is read because a mode that is added is to be tested too.
 """
 
+import dataclasses
 import functools
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -215,3 +219,56 @@ def test_a_rule_for_gradients_may_read_a_constant_as_an_array():
     x, targets = ref.regression(6)
     pipe = jpipe.pipeline(layers, 3, balance=[2, 2], schedule="zb_h1")
     ref.compare(pipe, layers, x, targets, 1e-5)
+
+
+ADDED_MODE = """
+from jpipe._partition import _remat_mode
+
+_remat_mode.MODES += (_remat_mode.RematMode("all", is_tried_by_plan=True),)
+
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+import jpipe
+
+def loss(y, targets):
+    return jnp.mean((y - targets) ** 2)
+
+layers = [nn.Dense(8), jnp.tanh, nn.Dense(8), jnp.sin, nn.Dense(4)]
+x, targets = jnp.ones((4, 8)), jnp.zeros((4, 4))
+pipe = jpipe.pipeline(
+    layers, 2, balance=[2, 3], devices=jax.devices()[:1] * 2, remat="all"
+)
+pipe.value_and_grad(loss)(pipe.init(jax.random.key(0), x), x, targets)
+print(pipe.plan)
+options = {"loss": loss, "targets": targets, "measure": False, "num_microbatches": 2}
+options |= {"num_devices": 2, "balance": [2, 3]}
+plan = jpipe.plan(
+    layers, x, optax.sgd(0.1), schedules="zb_h1", remat="all", **options
+)
+print(*plan.remat)
+"""
+
+
+def test_a_mode_that_is_added_is_printed_and_planned_like_what_it_stores():
+    """It has no policy, and stores all, as ``none`` does."""
+    result = subprocess.run(
+        [sys.executable, "-c", ADDED_MODE], capture_output=True, text=True, check=False
+    )
+    assert not result.returncode, result.stderr
+    lines = result.stdout.splitlines()
+    (head,) = (line for line in lines if line.startswith("residuals of a micro-batch"))
+    (row,) = (line for line in lines if line.startswith("stage 0     "))
+    assert head.split()[4:9] == ["by", "full", "all", "dots", "none"]
+    residuals = re.findall(r"[\d.]+ K?B", row)
+    assert residuals[1] == residuals[3]
+    assert lines[-1] == "all all"
+
+
+def test_a_mode_with_any_field_of_its_own_recomputes():
+    @dataclasses.dataclass(frozen=True)
+    class NewMode(_remat_mode.RematMode):
+        stores_every_other: bool = False
+
+    assert [m.name for m in _remat_mode.MODES if not m.recomputes] == ["none"]
+    assert not _remat_mode.RematMode("all", is_tried_by_plan=True).recomputes
+    assert NewMode("new", stores_every_other=True).between_halves.name == "min_cut"

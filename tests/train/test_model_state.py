@@ -187,15 +187,15 @@ def test_statistics_are_merged_where_a_stage_ends_between_mean_and_variance(
 
     The cut is set by private names: where a model is cut depends on its sizes.
     """
-    find_positions = CutPoints.find_positions
+    find_stage_starts = CutPoints.find_stage_starts
 
     def cut_behind_mean(cuts, traced):
         for index, eqn in enumerate(traced.closed.jaxpr.eqns):
             if str(eqn.params.get("name", "")).startswith(STATISTIC_NAME_PREFIX):
                 return [index + 1]
-        return find_positions(cuts, traced)
+        return find_stage_starts(cuts, traced)
 
-    monkeypatch.setattr(CutPoints, "find_positions", cut_behind_mean)
+    monkeypatch.setattr(CutPoints, "find_stage_starts", cut_behind_mean)
     x = jax.random.normal(jax.random.key(0), (9, 3))
     model = Normed()
     variables = model.init(jax.random.key(0), x)

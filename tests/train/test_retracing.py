@@ -139,11 +139,7 @@ def test_programs_that_print_alike_and_read_different_refs_are_not_shared():
     """Of a `jax.Ref` the text has no more than that there is one."""
     pipe = jpipe.pipeline([jnp.tanh], 1)
     refs = [jax.new_ref(jnp.asarray(value)) for value in (2.0, 5.0)]
-    x, targets = jnp.full((2, 1), 3.0), jnp.zeros((2, 1))
     placed = jax.device_put(jnp.ones(()), pipe.devices[0])
     assert [pipe.jit(lambda t, r=r: t * r[...])(placed) for r in refs] == [2.0, 5.0]
-    losses = [lambda y, t, r=r: r[...] * ref.mse(y, t) for r in refs]
-    found = [pipe.value_and_grad(loss)(({},), x, targets)[0] for loss in losses]
-    assert found[1] == 2.5 * found[0]
     refs[0][...] = 4.0
-    assert pipe.value_and_grad(losses[0])(({},), x, targets)[0] == 2 * found[0]
+    assert pipe.jit(lambda t: t * refs[0][...])(placed) == 4.0
