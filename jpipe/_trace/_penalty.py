@@ -392,13 +392,13 @@ class _Sums:
         """Evaluates a call, and the pairs of its results that are sums."""
         indices, inner = self._entered[id(eqn)]
         (body,) = _jaxpr.bodies(eqn)
-        given = sorted(inner.read_inputs)
-        given_pairs = [self.pair_of(eqn.invars[i], operands[i], pairs) for i in given]
+        terms = sorted(inner.read_inputs)
+        term_pairs = [self.pair_of(eqn.invars[i], operands[i], pairs) for i in terms]
 
-        def run(operands: Sequence[Any], given_pairs: Sequence[Pair]) -> Any:
+        def run(operands: Sequence[Any], term_pairs: Sequence[Pair]) -> Any:
             inner_pairs = {
                 body.jaxpr.invars[i]: pair
-                for i, pair in zip(given, given_pairs, strict=True)
+                for i, pair in zip(terms, term_pairs, strict=True)
             }
             results = inner.evaluate(body, operands, inner_pairs)
             return results, [
@@ -411,7 +411,7 @@ class _Sums:
             run = jax.checkpoint(
                 run, policy=params["policy"], prevent_cse=params["prevent_cse"]
             )
-        results, result_pairs = run(operands, given_pairs)
+        results, result_pairs = run(operands, term_pairs)
         for i, pair in zip(sorted(indices), result_pairs, strict=True):
             pairs[eqn.outvars[i]] = pair
         return results
