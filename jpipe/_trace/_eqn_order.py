@@ -20,6 +20,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._min_cut import total_bytes
+from ._boundaries import is_mark
 from ._traced_function import EqnKind, TracedFunction
 
 
@@ -29,7 +30,8 @@ def sink_equations(
     """Moves each equation right before the first one that reads its results.
 
     An equation stays where it is if larger operands would be held in place of its
-    results, if it has effects, or if its results are returned.
+    results, if it marks the end of a stage, if it has effects, or if its results are
+    returned.
 
     Programs with the same equations as the first one get its order, as few bytes of one
     example are many of two.
@@ -143,7 +145,8 @@ def _sunk_order(traced: TracedFunction) -> list[int]:
         readers = list[int]()
         for var in eqn.outvars:
             readers += reader_targets.get(var, [])
-        if readers and not eqn.effects and returned.isdisjoint(eqn.outvars):
+        may_move = not (eqn.effects or is_mark(eqn))
+        if readers and may_move and returned.isdisjoint(eqn.outvars):
             first_reader = min(readers)
             # Operands that nobody else reads so late would be held in its place.
             held = {
