@@ -209,6 +209,12 @@ def test_a_url_is_never_a_local_folder(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
+def test_keys_with_slashes_are_told_from_trees(tmp_path):
+    tree = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
+    checkpoint.save(tmp_path / "state", tree)
+    ref.assert_equal(checkpoint.restore(tmp_path / "state", tree), tree)
+
+
 def test_arguments_that_are_swapped_or_no_state_are_named(state, tmp_path):
     pipe, path = jpipe.pipeline(layers(), 2), tmp_path / "state"
     checkpoint.save(path, {"w": jnp.ones(2)})
@@ -241,6 +247,8 @@ def test_a_failed_save_leaves_nothing_behind(state, tmp_path):
             NotADirectoryError,
             "Not a directory: .*file",
         ),
+        ("file", {"w": jnp.ones(2)}, NotADirectoryError, "file is a file; give"),
+        ("run[1]", {"w": jnp.ones(2)}, ValueError, "has a bracket: Orbax could not"),
     ):
         with pytest.raises(error, match=says):
             checkpoint.save(tmp_path / path, tree)
