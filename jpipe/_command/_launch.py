@@ -95,16 +95,22 @@ def launch(
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for index in range(num_processes):
-            process = subprocess.Popen(
-                command,
-                env={**environment, PROCESS: str(index)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                preexec_fn=_end_with_parent,
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, PROCESS: str(index)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    preexec_fn=_end_with_parent,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                sys.exit(
+                    f"python -m jpipe launch: process {index} of {num_processes} "
+                    f"cannot be started ({error.strerror}); type fewer --processes"
+                )
             processes.append(process)
         # Threads start after the last process: a `preexec_fn` may deadlock if other
         # threads run in the parent.
