@@ -151,8 +151,8 @@ class Stacked:
         return (
             f"{self!r} lies on several devices; compute with it in pipe.jit(f)(tree) "
             f"or grad_fn.jit(f)(tree), such as pipe.jit(optax.apply_updates)(params, "
-            f"updates), or on the host with numpy.asarray(leaf); to bring a tree to one "
-            f"device, type jpipe.sequential(layers).place(tree)"
+            f"updates), or on the host with numpy.asarray(leaf); a tree comes to one "
+            f"device by jpipe.sequential(layers).place(tree)"
         )
 
     def _refuse_arithmetic(self, *operands: Any) -> Any:

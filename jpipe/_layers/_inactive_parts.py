@@ -9,8 +9,10 @@ A pipeline passes ``train`` to a layer, or another common name of a switch, but 
 ``enable_dropout``: such a block would be trained without dropout, and nothing would
 show it. So `Pipeline.check` traces each layer in the scope of `collect_notes`, which
 sees the calls of these classes: those of linen by `flax.linen.intercept_methods`, those
-of nnx by patches. Whoever wants a part off sets it as an attribute, of the part or of a
-linen module around it; a part that an argument turned off is noted by its name.
+of nnx by patches. Whoever wants a dropout off sets it as an attribute, of the part or
+of a linen module around it; one that an argument turned off is noted by its name. A
+norm of linen inside of a layer is noted too: `nn.BatchNorm(use_running_average=not
+train)` makes an attribute of an argument.
 """
 
 import inspect
@@ -84,8 +86,10 @@ def collect_notes(*, train: bool) -> Iterator[list[str]]:
             if context.method_name != "__call__" or not isinstance(module, flax_class):
                 continue
             is_off = _is_off(part, module, context.orig_method, args, kwargs)
-            if is_off and not _is_set_to_evaluate(module):
-                path = "/".join(map(str, path_in_layer(module.path)))
+            path = "/".join(map(str, path_in_layer(module.path)))
+            # Flax's own form of a norm sets what an argument says as its attribute.
+            is_inner_norm = part is _NORM and bool(path)
+            if is_off and (is_inner_norm or not _is_set_to_evaluate(module)):
                 inactive[f"{part.name} {path}".strip()] = None
         return call(*args, **kwargs)
 
@@ -122,11 +126,13 @@ def _is_off(
     args: Any,
     kwargs: Any,
 ) -> bool:
-    """True if an argument turns off a part that would drop or normalize in training."""
+    """True if a part is off that would drop or normalize in training."""
     if part.rate and getattr(module, part.rate) == 0:
         return False
     arguments = inspect.signature(method).bind_partial(*args, **kwargs).arguments
     value = arguments.get(part.switch)
+    if value is None:
+        value = getattr(module, part.switch, None)
     return isinstance(value, _switches.BOOL_TYPES) and bool(value)
 
 

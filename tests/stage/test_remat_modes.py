@@ -238,9 +238,10 @@ x, targets = jnp.ones((4, 8)), jnp.zeros((4, 4))
 pipe = jpipe.pipeline(
     layers, 2, balance=[2, 3], devices=jax.devices()[:1] * 2, remat="all"
 )
-pipe.value_and_grad(loss)(pipe.init(jax.random.key(0), x), x, targets)
-print(pipe.plan)
-options = {"loss": loss, "targets": targets, "measure": False, "num_microbatches": 2}
+f = pipe.value_and_grad(loss)
+f(pipe.init(jax.random.key(0), x), x, targets)
+print(f.plan)
+options = {"loss_fn": loss, "targets": targets, "measure": False, "num_microbatches": 2}
 options |= {"num_devices": 2, "balance": [2, 3]}
 plan = jpipe.plan(
     layers, x, optax.sgd(0.1), schedules="zb_h1", remat="all", **options
