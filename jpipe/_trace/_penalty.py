@@ -160,6 +160,7 @@ class _Sums:
         invars = zip(jaxpr.invars, inputs, strict=True)
         examples = [var for var, is_of_examples in invars if is_of_examples]
         self._of_examples = _dataflow.dependents(jaxpr, examples)
+        self._arrays_of_numbers = self._find_arrays_of_numbers()
         self._enters = enters
         # variable of a sum -> the operands that it is the sum of
         self._terms: dict[core.Var, list[Any]] = {}
@@ -286,7 +287,8 @@ class _Sums:
     def _terms_of(self, atom: Any) -> list[Any]:
         """The operands whose sum, perhaps scaled, a value is; none if it is no sum."""
         eqn = self._equation(atom)
-        if not all(map(self._is_of_numbers, [atom, *eqn.invars])):
+        arrays = self._arrays_of_numbers
+        if not all(self._is_of_numbers(x, arrays) for x in [atom, *eqn.invars]):
             return []
         if eqn.primitive.name in _SUMS | _STACKS and len(eqn.outvars) == 1:
             return list(eqn.invars)
@@ -297,22 +299,38 @@ class _Sums:
                 return factors
         return []
 
-    def _is_of_numbers(self, atom: Any) -> bool:
-        """True for a number, for numbers that are put together, and without examples.
+    def _find_arrays_of_numbers(self) -> set[core.Var]:
+        """The arrays of numbers that are put together, and linear functions of them.
 
-        No axis of it is one of examples, along which a penalty would count for each.
+        No axis of these is one of examples, along which a penalty would count for each.
         """
-        aval: Any = atom.aval
-        if aval.size == 1 or not self._is_of_examples(atom):
+        arrays = set[core.Var]()
+        for eqn in self._jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in _STACKS:
+                avals = list[Any](atom.aval for atom in eqn.invars)
+                has_numbers = all(aval.size == 1 for aval in avals)
+            else:
+                is_linear = name in _SUMS or name in _SCALES
+                has_numbers = (
+                    is_linear
+                    and not arrays.isdisjoint(_jaxpr.variables(eqn.invars))
+                    and all(self._is_of_numbers(atom, arrays) for atom in eqn.invars)
+                )
+            if has_numbers:
+                arrays.update(eqn.outvars)
+        return arrays
+
+    def _is_of_numbers(self, atom: Any, arrays: set[core.Var]) -> bool:
+        """True for what has no axis of examples.
+
+        Args:
+          atom: the operand.
+          arrays: the arrays of numbers that are put together.
+        """
+        if not self._is_of_examples(atom):
             return True
-        if atom not in self._producer:
-            return False
-        eqn = self._equation(atom)
-        sizes = [getattr(operand.aval, "size", 0) for operand in eqn.invars]
-        if eqn.primitive.name in _STACKS:
-            return all(size == 1 for size in sizes)
-        is_linear = eqn.primitive.name in _SUMS | _SCALES - {"broadcast_in_dim"}
-        return is_linear and all(map(self._is_of_numbers, eqn.invars))
+        return atom.aval.size == 1 or atom in arrays
 
     def _is_of_examples(self, atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._of_examples
