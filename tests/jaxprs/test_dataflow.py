@@ -21,16 +21,19 @@ def fori(step, *carry):
 
 
 def until(step, *carry):
-    """The last carry tells when the loop ends."""
+    """The last carry tells when the loop ends, after five iterations at most."""
 
     def is_running(carry):
-        return (jnp.abs(carry[-1]) < 2) & (carry[0] < 9)
+        count, *values = carry
+        return (count < 5) & (jnp.abs(values[-1]) < 2)
 
     def body(carry):
-        first, *_, last = step(*carry)
-        return (first + 1, *carry[1:-1], last + 0.7)
+        count, *values = carry
+        *others, last = step(*values)
+        return (count + 1, *others, last + 0.7)
 
-    return jax.lax.while_loop(is_running, body, carry)
+    _, *values = jax.lax.while_loop(is_running, body, (0, *carry))
+    return tuple(values)
 
 
 def branch(step, *carry):
