@@ -91,8 +91,8 @@ def _follow_words(jaxpr: core.Jaxpr, words: set[core.Var]) -> _Words:
             continue
         if eqn.primitive.name == "random_wrap":
             if _rng.is_single_key(eqn.outvars[0].aval):
-                shape: Any = eqn.invars[0].aval
-                wraps[shape.shape] = _binding(jaxpr, eqn)
+                words_aval: Any = eqn.invars[0].aval
+                wraps[words_aval.shape] = _binding(jaxpr, eqn)
             continue
 
         bodies = _jaxpr.bodies(eqn)
