@@ -22,8 +22,8 @@ from .._layers._layer_group import group_layers
 from .._layers._text import abbreviate
 from .._model._model import Model
 from .._partition import _balanced_cuts
-from .._partition._config import PipelineConfig
 from .._partition._cut_points import CutPoints
+from .._partition._options import Options
 from .._partition._partition import Partition
 from .._partition._remat_mode import NONE
 from .._partition._stack_pieces import divide_by_iteration
@@ -141,9 +141,9 @@ class PlannedModel:
           cuts: the cut points of the stages; ``None`` of a list.
         """
         schedule = choice.schedule
-        config = PipelineConfig.minimal(
+        options = Options(
             num_microbatches=schedule.num_microbatches,
-            ranks=[
+            devices=[
                 AbstractDevice(rank, choice.num_shards)
                 for rank in range(schedule.num_ranks)
             ],
@@ -154,7 +154,7 @@ class PlannedModel:
         groups = None
         if not self._is_model:
             groups = group_layers(self._layers, choice.balance)
-        partition = Partition(config, groups)
+        partition = Partition(options, groups)
         model = self._model
         if model is None or model.is_list:  # the marks of a list depend on the balance
             model = Model(self._layers, request.axes, partition.stage_of_layer)
