@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._arguments._batch import Axes
+from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import adapt_layers, is_model
 from .._layers._layer_group import group_layers
@@ -22,6 +23,7 @@ from ._pipeline import Pipeline
 from ._pipelined_model import PipelinedModel
 
 
+@explain_call("jpipe.pipeline(layers, num_microbatches=4)")
 def pipeline(
     layers: Any,
     num_microbatches: int | None = None,
@@ -164,6 +166,7 @@ def pipeline(
     return Pipeline(pipelined)
 
 
+@explain_call("jpipe.sequential(layers)")
 def sequential(
     layers: Any,
     num_microbatches: int = 1,

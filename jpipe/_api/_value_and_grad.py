@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from .._arguments._objective import REDUCTIONS
 from .._arguments._trainable import Trainable
+from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import is_module
 from .._partition._param_sharding import ShardingRule
@@ -18,6 +19,7 @@ from ._function_gradient import FunctionGradient
 from ._option_checks import check_options
 
 
+@explain_call("jpipe.value_and_grad(fun, num_microbatches=4)")
 def value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,

@@ -165,19 +165,19 @@ class PlannedModel:
             _model_functions.forward_spec(model, train=request.train),
             state_use=StateUse.DROP,
         )
-        args: list[PyTree] = [request.sample, request.rngs]
+        args: list[PyTree] = [request.x, request.rngs]
         if request.objective is not None:
             function_spec = _model_functions.loss_spec(
                 model, request.objective, [], train=request.train
             )
-            args = [request.sample, request.targets, request.rngs]
+            args = [request.x, request.targets, request.rngs]
         trainable = Trainable(request.trainable, by_layer=model.is_list)
 
         def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(model.is_trained(variables, trainable))
 
         try:
-            initial = model.initial(model.sample_batch(request.sample, partition))
+            initial = model.initial(model.sample_batch(request.x, partition))
             variables = model.from_entries(initial.specs)
             function = PipelinedFunction(function_spec, partition, trained)
             specialization = function(variables, *args)
