@@ -177,6 +177,7 @@ def test_faults_are_named_with_their_places_a_line_for_each_of_a_schedule():
 
 def test_the_division_of_scans_is_saved_and_its_faults_are_named():
     plan = plan_of_scans()
+    assert plan.cuts is not None
     division = plan.cuts.division
     assert division.params
     assert division.scans
