@@ -198,7 +198,7 @@ def _links(
     The depth of a value is the length of the longest chain of equations with several
     operands between stored variables and the value. Windows of `_CHAIN` depths divide
     the values. In each window but the first and the last, the links are a minimum cut
-    between the begins of its chains and the values that later windows read.
+    between the starts of its chains and the values that later windows read.
 
     Args:
       sizes: as in `_cut`.

@@ -76,7 +76,7 @@ class MicrobatchInputs:
           axes: the batch axis of each leaf.
           stage: the stage.
         """
-        place = self._placement.place(stage)
+        place = self._placement.place_of(stage)
         sizes = self._batch.sizes
         has_axis = [axis is not None for axis in axes]
         is_whole = len(sizes) == 1 and not self._is_mapped

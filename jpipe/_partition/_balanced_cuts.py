@@ -117,7 +117,7 @@ def find_sections(traced: TracedFunction, num_stages: int) -> list[int]:
     cost_before = [0, *accumulate(_stage_costs(traced))]
     total_cost = cost_before[-1]
     least_cost = total_cost / num_stages / _PARTS_OF_STAGE
-    begins = [0]
+    section_starts = [0]
     candidates = _find_candidates(
         traced,
         crossing=crossing_bytes(traced),
@@ -125,11 +125,11 @@ def find_sections(traced: TracedFunction, num_stages: int) -> list[int]:
         num_stages=num_stages,
     )
     for index in candidates:
-        cost_of_section = cost_before[index] - cost_before[begins[-1]]
+        cost_of_section = cost_before[index] - cost_before[section_starts[-1]]
         cost_after = total_cost - cost_before[index]
         if cost_of_section >= least_cost and cost_after >= least_cost:
-            begins.append(index)
-    return begins[1:]
+            section_starts.append(index)
+    return section_starts[1:]
 
 
 def crossing_bytes(traced: TracedFunction) -> list[int]:

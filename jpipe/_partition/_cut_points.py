@@ -154,9 +154,9 @@ class CutPoints:
             reads_before=tuple(self.reads_before[i] for i in indices),
             read_distances=tuple(self.read_distances[i] for i in indices),
         )
-        return cuts._with_joined_pieces() if self.total_reads else cuts
+        return cuts._with_merged_pieces() if self.total_reads else cuts
 
-    def _with_joined_pieces(self) -> "CutPoints":
+    def _with_merged_pieces(self) -> "CutPoints":
         """The same cuts; pieces that are first read in one stage are one piece.
 
         A scan reads each of its pieces once, and reads what they become once too: the
@@ -165,7 +165,7 @@ class CutPoints:
         reads = np.array([*self.reads_before, self.total_reads])
         # For each parameter, the stage that reads it first: so many cuts are before it.
         first_stages = (reads[:-1] == 0).sum(axis=0)
-        division, begins_piece = self.division.join_pieces(first_stages.tolist())
+        division, begins_piece = self.division.merge_pieces(first_stages.tolist())
         reads = np.maximum.reduceat(reads, np.flatnonzero(begins_piece), axis=1)
         *reads_before, total_reads = map(tuple, reads.tolist())
         return replace(

@@ -112,7 +112,7 @@ class PipelinedFunction:
             )
         return self._layout(
             partition.placement(partition.num_stages),
-            _stacked.open_tree(specs, division.params),
+            _stacked.split_pieces(specs, division.params),
             pieces=division.params,
             owner_stages=owner_stages,
             is_trained=[False] * len(owner_stages),
@@ -210,7 +210,7 @@ class PipelinedFunction:
             )
             self._check_planned(specs)
             is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
-            inner_specs = _stacked.open_tree(specs, division.params)
+            inner_specs = _stacked.split_pieces(specs, division.params)
             traced_functions, state = spec.find_state(
                 traced_functions, inner_specs, runs=runs
             )

@@ -73,17 +73,17 @@ class ScanDivision:
             if min(sizes, default=0) < 1:
                 yield f"pieces of sizes {sizes}: need to be of 1 at least"
 
-    def join_pieces(
+    def merge_pieces(
         self, first_stages: Sequence[int]
     ) -> tuple["ScanDivision", list[bool]]:
-        """Joins neighbouring pieces of a parameter that a stage is the first to read.
+        """Merges neighbouring pieces of a parameter that a stage is the first to read.
 
         Args:
           first_stages: the first stage that reads each parameter inside.
 
         Returns:
-          The division; and one bool for each parameter inside, False if it is joined to
-          the one before it.
+          The division; and one bool for each parameter inside, False if it is a part of
+          the piece before it.
         """
         begins_piece = [True] * len(first_stages)
         first_indices = first_inner_indices(
@@ -335,7 +335,7 @@ def divide_scans(
         traced,
         closed=piecewise.closed,
         num_params=traced.num_params + division.num_added,
-        folded_numbers=[*traced.folded_numbers, *map(np.int32, piecewise.begins)],
+        folded_numbers=[*traced.folded_numbers, *map(np.int32, piecewise.starts)],
         has_pieces=True,
     )
 

@@ -186,7 +186,7 @@ class PlannedModel:
             if has_loss and not jax.tree.leaves(request.targets):
                 error.add_note(_NO_TARGETS)
             raise
-        return model, specialization, specialization.layout.open_params(variables)
+        return model, specialization, specialization.layout.split_params(variables)
 
 
 def _stage_cuts(sections: CutPoints, balance: Sequence[int]) -> CutPoints:

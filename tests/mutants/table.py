@@ -416,8 +416,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_train/_optimizer": [
         (
-            "            (placement.place(stage), sharding)\n",
-            "            (placement.place(0), sharding)\n",
+            "            (placement.place_of(stage), sharding)\n",
+            "            (placement.place_of(0), sharding)\n",
         ),
     ],
     "_train/_lowered_step": [
@@ -457,7 +457,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_describe": [
         ("and (output, place) not in sent", ""),
-        ("place != placement.place(source, 0) and ", ""),
+        ("place != placement.place_of(source, 0) and ", ""),
         ("stage > source + 1", "stage > source"),
     ],
     "planning/_fingerprint": [
