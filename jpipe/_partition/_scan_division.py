@@ -21,9 +21,12 @@ from ._cut_points import count_reads_before
 
 # ``division -> the function with its scans in pieces``
 Divide = Callable[[ScanDivision], TracedFunction]
-# A scan of a smaller part of a stage stays whole.
+# A scan of a smaller part of a stage stays whole, which makes the largest stage larger
+# by no more than this. So its parameters may be read as a whole too.
 _LEAST_PART = 0.5
-# Equal pieces may make the largest stage larger by this.
+# Equal pieces may make the largest stage larger by this: a choice of one array for
+# the user, `jax.Array`, over a tenth of a step. Of 32 layers in four stages before a
+# loss that adds a number of each layer these are 8 each, and not 10, 10, 11 and 1.
 _EQUAL_PIECES_COST = 1.1
 
 
