@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from .._instructions._transfer import AbstractDevice, Device
-from .._jaxprs._pieces import Pieces
 from .._layers._layer_group import LayerGroup
 from .._messages import WarnOnce
 from .._trace import _boundaries
@@ -33,14 +32,12 @@ class StageAssignment:
     """The stages that run the equations of a function and own its parameters.
 
     Attributes:
-      cuts: the cut points; ``None`` for a list of layers, whose stages end at marks.
-      division: the pieces of scans over layers, and of the parameters that these go
-        along.
+      cuts: the cut points, with the pieces of scans and parameters; ``None`` for a list
+        of layers, whose stages end at marks.
       owner_stages: the owner stage of each parameter; each piece counts as one.
     """
 
     cuts: CutPoints | None
-    division: ScanDivision
     owner_stages: tuple[int, ...]
 
 
@@ -122,9 +119,10 @@ class Partition:
         All functions have those of the first, also if each is cut by itself: parameters
         in pieces are arrays of their user.
         """
-        if self._first is not None:
-            return self._first.division
-        return None if self.cuts is None else self.cuts.division
+        if self._groups is not None:
+            return UNDIVIDED
+        cuts = self.config.cuts if self._first is None else self._first.cuts
+        return None if cuts is None else cuts.division
 
     @property
     def num_stages(self) -> int | None:
@@ -149,11 +147,6 @@ class Partition:
         return self.options.num_stages or len(
             self.options.replicas or self.options.devices
         )
-
-    @property
-    def pieces(self) -> Mapping[int, Pieces]:
-        """Index of a parameter -> its pieces, if a scan over layers goes along it."""
-        return (self.division or UNDIVIDED).params
 
     @property
     def moves_equations(self) -> bool:

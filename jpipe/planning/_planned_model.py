@@ -26,7 +26,7 @@ from .._partition._cut_points import CutPoints
 from .._partition._options import Options
 from .._partition._partition import Partition
 from .._partition._remat_mode import NONE
-from .._partition._stack_pieces import divide_by_iteration
+from .._partition._scan_division import divide_by_iteration
 from .._pipelined import _model_functions
 from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
@@ -186,7 +186,7 @@ class PlannedModel:
             if has_loss and not jax.tree.leaves(request.targets):
                 error.add_note(_NO_TARGETS)
             raise
-        return model, specialization, specialization.layout.open_params(variables)
+        return model, specialization, specialization.layout.split_params(variables)
 
 
 def _stage_cuts(sections: CutPoints, balance: Sequence[int]) -> CutPoints:
