@@ -142,7 +142,7 @@ class PipelinedFunction:
     def _check_planned(self, params: PyTree) -> None:
         check_planned_shapes(
             params,
-            self._partition.config.planned_shapes,
+            self._partition.options.planned_shapes,
             name=self._spec.params_name,
             has_collections=self._spec.has_collections,
         )

@@ -28,7 +28,7 @@ REACHED_BY = {
     "_api/_loss_function_check": "loss_functions/test_reductions.py",
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_trainable": "matrix train",
-    "_arguments/_wrong_call": "errors/test_calls.py",
+    "_arguments/_wrong_call": "errors/test_calls.py errors/test_construction.py",
     "_check": "check/test_loss_check.py check",
     "_check/_layer_checker": "check/test_layer_check.py check/test_report.py",
     "_command": "command processes/test_launch.py",
@@ -111,6 +111,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_arguments/_wrong_call": [
         ("traceback.tb_next is None", "traceback.tb_next is not None"),
         ("follow_wrapped=False", "follow_wrapped=True"),
+        ("args[1:] if is_method else args", "args[1:]"),
     ],
     "_check/_layer_checker": [
         ("self._functions.setdefault(function.fingerprint, function)", "function"),
