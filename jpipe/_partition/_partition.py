@@ -121,7 +121,7 @@ class Partition:
         """
         if self._groups is not None:
             return UNDIVIDED
-        cuts = self.config.cuts if self._first is None else self._first.cuts
+        cuts = self.options.cuts if self._first is None else self._first.cuts
         return None if cuts is None else cuts.division
 
     @property
