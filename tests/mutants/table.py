@@ -288,7 +288,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("share = sizes[m] /", "share = sizes[0] /"),
     ],
     "_lower/_prologue": [
-        ("total = total + loss_weight", "total = loss_weight"),
+        ("total = total + weigh", "total = weigh"),
     ],
     "_lower/_shards": [
         ("[array[shard] for", "[array[0] for"),
