@@ -164,7 +164,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("np.array_equal(value, np.arange(length))", "value[0] == 0"),
         ("and shape[axis] == length", "and shape[axis] >= length"),
         ("along=indices[first_xs:]", "along=indices[:0]"),
-        ("        if all(is_counter[", "        if any(is_counter["),
+        ("if counters.issuperset(starts)", "if not counters.isdisjoint(starts)"),
         (
             "            and not _jaxpr.variables([body",
             "            and _jaxpr.variables([body",
