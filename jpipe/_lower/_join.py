@@ -260,7 +260,7 @@ def _choose_run(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
     _, leaf = results.leaves[i]
     first, last = results.shapes_of(i)
     follows = results.depends_on_examples[i]
-    reduction = axis if isinstance(axis, Reduction) else None
+    reduction = _as_reduction(axis)
     if reduction and (follows or reduction.reduces_constants):
         return reduction.choose_run(leaf, results.sizes) if first == last else None
     if not follows:
@@ -329,7 +329,11 @@ def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
 
 
 def _is_axis(axis: Any) -> TypeGuard[int]:
-    return axis is not None and not isinstance(axis, Reduction)
+    return axis is not None and _as_reduction(axis) is None
+
+
+def _as_reduction(axis: Any) -> Reduction | None:
+    return axis if isinstance(axis, Reduction) else None
 
 
 def _describe_shape(label: str, path: Any, leaf: Any) -> str:
