@@ -24,7 +24,13 @@ from .._placed._mesh_context import outside_of_meshes
 from .._train._lowered_step import LoweredStep, make_optimizer
 from .._train._optimizer import Optimizer
 from .._train._pipelined_loss import PipelinedLoss
-from .._train._train_state import TrainState, become, check_apart, check_state
+from .._train._train_state import (
+    TrainState,
+    become,
+    check_apart,
+    check_state,
+    origin_of,
+)
 from ..schedules import Timeline
 from ._compile_report import Report, compile_report
 from ._loss_methods import LossMethods
@@ -116,7 +122,7 @@ class TrainStep(LossMethods):
         check_state(state, by_layer=self._by_layer)
         x, targets = self._feed(x, targets)
         leaves, structure = jax.tree.flatten(state)
-        origin = state.origin
+        origin = origin_of(state)
         if origin is not None and not origin.matches(self, leaves):
             origin = None
         if origin is None:

@@ -85,7 +85,7 @@ def _array_key(leaf: Any) -> tuple[Any, ...]:
     try:
         return leaf.aval, leaf.sharding, leaf.committed
     except AttributeError:  # on the host, or a tracer
-        signature = getattr(leaf, "signature", None)  # of a parameter in pieces
+        signature = getattr(leaf, "_signature", None)  # of a `Stacked`
         shape = getattr(leaf, "shape", None)
         return type(leaf), shape, getattr(leaf, "dtype", None), signature
 
