@@ -131,7 +131,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_command/_schedules": [
         ("            input_grad + weight_grad,\n", "            input_grad,\n"),
     ],
-    "_instructions/_donation": [
+    "_instructions/_executables": [
         ("last[value] == index", "True"),
     ],
     "_instructions/_graph": [
