@@ -87,7 +87,7 @@ def counted(program, leaves, ahead=True):
     """
     if ahead:
         program.compile()
-    given = {id(leaf) for leaf in program.start(leaves)}
+    given = {id(leaf) for leaf in program.initial_slots(leaves)}
     before = {id(leaf) for leaf in jax.live_arrays()} - given
     before |= {
         id(leaf)

@@ -145,7 +145,7 @@ class Predictor:
 
         def seconds(action: Action) -> float:
             op, s, m = action
-            span = gradient.placement.stages[s].span
+            span = gradient.placement.layer_groups[s].span
             if Action("F", s, m) not in calls.of:  # the backward does its work too
                 return sum(sum(tables["none"][op][span]) for op in "FB")
             return sum(tables[gradient.stages.mode(s, m).name][op][span])

@@ -161,7 +161,7 @@ def _action_seconds(program: Any, leaves: Sequence[Any]) -> Seconds:
 
     def observe(instruction: Any, slots: list[Any]) -> None:
         nonlocal begin
-        jax.block_until_ready(slots[instruction.into])
+        jax.block_until_ready(slots[instruction.result_slots])
         end = time.process_time()
         label = instruction.label
         if isinstance(label, Action) and not instruction.is_move:

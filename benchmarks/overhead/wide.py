@@ -93,12 +93,12 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     leaves = jax.tree.leaves((variables, x, x))
     rounds: list[dict[str, float]] = []
     for _ in range(5):
-        slots, clock = program.start(leaves), time.perf_counter
+        slots, clock = program.initial_slots(leaves), time.perf_counter
         inside, start = [0.0, 0.0], clock()
         for instruction in program.instructions:
             given = instruction.take(slots)
             before = clock()
-            slots[instruction.into] = instruction.run(*given)
+            slots[instruction.result_slots] = instruction.run(*given)
             inside[instruction.is_move] += clock() - before
             del given
             for slot in instruction.frees:

@@ -15,14 +15,14 @@ from .._check._report import CheckReport
 from .._instructions._program import Program
 from .._jaxprs._jaxpr import is_inexact
 from .._lower import _join
+from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._messages import WarnOnce
 from .._partition._partition import Partition
 from .._partition._stage_placement import StagePlacement
 from .._pipelined._feed import Feed
-from .._pipelined._function_spec import LossFunction
 from .._pipelined._pipelined_function import PipelinedFunction
+from .._pipelined._user_function import PlainFunction
 from .._placed._mesh_context import outside_of_meshes
-from .._trace._microbatch_outputs import MicrobatchOutputs
 from ..planning._describe import describe, describe_function
 from ..planning._plan import Plan
 from ..schedules import Timeline
@@ -81,18 +81,18 @@ class FunctionGradient(CustomLoop, FormerNames):
             args, kwargs = self._join_args(params, trees)
             return function(*args, **kwargs)
 
-        self._spec = LossFunction(
+        self._user_function = PlainFunction(
             call,
             make_joins,
             argnums=self._argnums,
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
-            check=_VaryingNumbersWarning(self._argnums),
+            check_signature=_VaryingNumbersWarning(self._argnums),
             explain=self._explain,
         )
         self._pipelined_function = PipelinedFunction(
-            self._spec, partition, self._trained
+            self._user_function, partition, self._trained
         )
         self._feed = Feed(
             self._last_placement, "jpipe.value_and_grad(fun)", is_local=False
@@ -117,7 +117,7 @@ class FunctionGradient(CustomLoop, FormerNames):
           TypeError: if a leaf is not an array.
         """
         params, trees = self._split_args((params, *args), kwargs)
-        specialization = self._pipelined_function(params, *trees)
+        specialization = self._pipelined_function.specialize(params, *trees)
         leaves = specialization.check_arguments(params, trees, "params")
         self._feed(trees)  # which compares the mini-batches of all processes
         outputs = specialization.program(leaves)
@@ -194,7 +194,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         params, trees = self._split_args((params, *args), kwargs)
         params = _stacked.gather_tree(params)
         return _loss_function_check.check_loss_function(
-            self._spec,
+            self._user_function,
             self._partition,
             self._trained,
             params,
@@ -232,7 +232,7 @@ class FunctionGradient(CustomLoop, FormerNames):
           True
         """
         params, trees = self._split_args((params, *args), kwargs)
-        specialization = self._pipelined_function(params, *trees)
+        specialization = self._pipelined_function.specialize(params, *trees)
         leaves = specialization.check_arguments(params, trees, "params")
         return profile_actions(specialization, leaves)
 
@@ -240,7 +240,7 @@ class FunctionGradient(CustomLoop, FormerNames):
     def _program(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Program:
         """The program that a call with such arguments runs."""
         params, trees = self._split_args((params, *args), kwargs)
-        return self._pipelined_function(params, *trees).program
+        return self._pipelined_function.specialize(params, *trees).program
 
     def _split_args(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]

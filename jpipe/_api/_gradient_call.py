@@ -80,7 +80,9 @@ class ValueAndGrad(LossMethods):
           TypeError: if the loss function does not return a loss, or loss and aux.
         """
         x, targets = self._feed(x, targets, rngs)
-        specialization = self._pipelined_loss(variables, x, targets, rngs, train=train)
+        specialization = self._pipelined_loss.specialize(
+            variables, x, targets, rngs, train=train
+        )
         program = self._program_of(specialization)
         leaves = specialization.check_arguments(variables, (x, targets, rngs))
         outputs = program(leaves)
@@ -91,13 +93,13 @@ class ValueAndGrad(LossMethods):
         # The variables, with gradients in place of parameters.
         result_leaves = leaves[: len(layout.specs)]
         for index, is_trained in zip(
-            layout.params, layout.is_param_trained, strict=True
+            layout.param_indices, layout.is_param_trained, strict=True
         ):
             result_leaves[index] = (
                 next(results) if is_trained else self._no_grad(leaves[index])
             )
         if self._has_state:
-            for index in layout.state:
+            for index in layout.state_indices:
                 result_leaves[index] = next(results)
         result_tree = layout.join_params(result_leaves)
 
@@ -241,7 +243,9 @@ class ValueAndGrad(LossMethods):
           >>> f.profile(({},), jnp.ones(4), jnp.ones(4)).makespan > 0
           True
         """
-        specialization = self._pipelined_loss(variables, x, targets, rngs, train=train)
+        specialization = self._pipelined_loss.specialize(
+            variables, x, targets, rngs, train=train
+        )
         leaves = specialization.check_arguments(variables, (x, targets, rngs))
         return profile_actions(specialization, leaves)
 
@@ -256,7 +260,9 @@ class ValueAndGrad(LossMethods):
         train: bool = True,
     ) -> Program:
         """The program that a call with these arguments runs."""
-        specialization = self._pipelined_loss(variables, x, targets, rngs, train=train)
+        specialization = self._pipelined_loss.specialize(
+            variables, x, targets, rngs, train=train
+        )
         return self._program_of(specialization)
 
     def _program_of(self, specialization: Specialization) -> Program:

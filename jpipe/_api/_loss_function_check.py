@@ -25,9 +25,9 @@ from .._messages import WarnOnce
 from .._partition._cut_points import CutPoints
 from .._partition._options import Options
 from .._partition._partition import Partition
-from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
+from .._pipelined._user_function import UserFunction
 from .._trace._traced_function import check_pair
 
 PyTree = Any
@@ -50,7 +50,7 @@ class _LossAndGradients:
 
 
 def check_loss_function(
-    spec: FunctionSpec,
+    user_function: UserFunction,
     partition: Partition,
     trained: Callable[[PyTree], list[bool]],
     params: PyTree,
@@ -62,7 +62,7 @@ def check_loss_function(
     """Checks a loss function: see `FunctionGradient.check`.
 
     Args:
-      spec: the loss function.
+      user_function: the loss function.
       partition: the stages that it is divided into by a call.
       trained: ``specs of params -> one bool per leaf``; True if it has a gradient.
       params: the parameters.
@@ -71,14 +71,14 @@ def check_loss_function(
       tolerance: the largest difference that passes.
     """
     args = jax.tree.map(_with_median_keys, tuple(args))
-    batch = _splittable_batch(spec, partition, args)
+    batch = _splittable_batch(user_function, partition, args)
     num_examples = batch.num_examples
     if microbatch_sizes is None:
         first = max(1, num_examples // 3)
         microbatch_sizes = (first, num_examples - first)
     sizes = check_microbatch_sizes(microbatch_sizes, num_examples)
 
-    loss = _without_aux(spec)
+    loss = _without_aux(user_function)
     params = jax.tree.map(to_host, params)
     with jax.default_matmul_precision("highest"):
         specializations: list[Specialization] = []
@@ -120,7 +120,7 @@ def check_loss_function(
         smallest_scale=_SMALLEST_SCALE * _comparison.max_magnitude(at_once.grads),
     )
     result = CheckResult(
-        f"the loss with reduction={spec.reduction!r}",
+        f"the loss with reduction={user_function.reduction!r}",
         differences=tuple(filter(None, (outputs, gradients))),
         compared=("outputs", "gradients"),
         notes=(f"{at_once.loss:.6g}",),
@@ -129,16 +129,16 @@ def check_loss_function(
     return CheckReport(sizes, (), result)
 
 
-def _without_aux(spec: FunctionSpec) -> FunctionSpec:
+def _without_aux(user_function: UserFunction) -> UserFunction:
     """The loss function, without its aux."""
-    if not spec.has_aux:
-        return spec
+    if not user_function.has_aux:
+        return user_function
 
     def loss(params: PyTree, *args: PyTree) -> Any:
-        value, _ = check_pair(spec.function(params, *args), "(loss, aux)")
+        value, _ = check_pair(user_function.call(params, *args), "(loss, aux)")
         return value
 
-    return replace(spec, function=loss, has_aux=False, make_joins=lambda _: [])
+    return replace(user_function, call=loss, has_aux=False, make_joins=lambda _: [])
 
 
 def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
@@ -157,7 +157,7 @@ def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
 
 
 def _splittable_batch(
-    spec: FunctionSpec, partition: Partition, args: Sequence[PyTree]
+    user_function: UserFunction, partition: Partition, args: Sequence[PyTree]
 ) -> Batch:
     """A mini-batch that can be split, as a call with one micro-batch does not need.
 
@@ -165,7 +165,9 @@ def _splittable_batch(
       ValueError: if it cannot be split.
     """
     try:
-        batch = spec.batch(args, num_microbatches=2, num_shards=1, allows_unsplit=True)
+        batch = user_function.batch(
+            args, num_microbatches=2, num_shards=1, allows_unsplit=True
+        )
     except ValueError as error:
         if partition.num_microbatches == 1:
             error.add_note(
@@ -176,7 +178,7 @@ def _splittable_batch(
     if all(axis is None for axis in batch.axes):
         raise ValueError(
             f"check compares a mini-batch with its parts, and in_axes="
-            f"{spec.in_axes!r} splits no array: give examples as an argument"
+            f"{user_function.in_axes!r} splits no array: give examples as an argument"
         )
     return batch
 
@@ -186,7 +188,7 @@ def _run(
 ) -> _LossAndGradients:
     """Runs a program of one stage."""
     layout = specialization.layout
-    params = put_tree(params, specialization.placement.devices, layout.locations)
+    params = put_tree(params, specialization.placement.devices, layout.stage_shardings)
     outputs = specialization.program(
         specialization.check_arguments(params, args, "params")
     )

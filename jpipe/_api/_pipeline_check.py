@@ -131,9 +131,9 @@ def _layers_to_check(
     # The same model, with a stage for each layer.
     layerwise = Model(model.layers, model.axes, partition.stage_of_layer)
     function = PipelinedFunction(
-        _model_functions.forward_spec(layerwise, train=train), partition
+        _model_functions.forward_function(layerwise, train=train), partition
     )
-    stages = function.divide(tuple(entries), (x, rngs)).stages
+    stages = function.build_unrunnable(tuple(entries), (x, rngs)).stages
 
     # leaf of the variables -> index of the layer in whose entry it is
     layer_of_leaf: list[int] = []

@@ -22,9 +22,9 @@ from .._partition._partition import Partition
 from .._partition._stage_placement import StagePlacement
 from .._pipelined import _model_functions
 from .._pipelined._feed import Feed
-from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
+from .._pipelined._user_function import UserFunction
 from .._processes._arrays import is_here
 from .._processes._group import agree_on_keys
 from .._train._pipelined_loss import PipelinedLoss
@@ -65,7 +65,7 @@ class PipelinedModel:
         # train -> the forward pass in stages
         self._forwards = {
             train: self._build_function(
-                _model_functions.forward_spec(model, train=train)
+                _model_functions.forward_function(model, train=train)
             )
             for train in (False, True)
         }
@@ -133,10 +133,10 @@ class PipelinedModel:
             if last is not None:
                 return describe_function(last)
             # A plan has the cuts, or a loss was divided.
-            names = [()] * len(self.placement.stages)
+            names = [()] * len(self.placement.layer_groups)
             return PipelineInfo(self.placement, names, cuts=self.partition.cuts)
 
-        names = [group.layer_names for group in self.placement.stages]
+        names = [group.layer_names for group in self.placement.layer_groups]
         if last is not None:
             return describe_function(last)._replace(names=names)
         if self.checks.specs is None:
@@ -169,7 +169,7 @@ class PipelinedModel:
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
     ) -> Specialization:
         """Returns the forward pass for variables and an input."""
-        return self._forwards[train](variables, x, rngs)
+        return self._forwards[train].specialize(variables, x, rngs)
 
     def loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
         """Returns the loss of one objective and its gradients.
@@ -194,11 +194,11 @@ class PipelinedModel:
         functions = {}
         losses = {}
         for train in (False, True):
-            spec = _model_functions.loss_spec(
+            user_function = _model_functions.loss_function(
                 self.model, objective, outputs, train=train
             )
-            functions[train] = self._build_function(spec, trained)
-            losses[train] = spec.function
+            functions[train] = self._build_function(user_function, trained)
+            losses[train] = user_function.call
         return PipelinedLoss(
             objective=objective,
             trainable=selection,
@@ -209,12 +209,16 @@ class PipelinedModel:
 
     def _build_function(
         self,
-        spec: FunctionSpec,
+        user_function: UserFunction,
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
     ) -> PipelinedFunction:
         """Returns a function in stages, which checks its variables first."""
-        spec = replace(spec, check=self.checks.check_call, explain=self.checks.explain)
-        return PipelinedFunction(spec, self.partition, trained)
+        user_function = replace(
+            user_function,
+            check_signature=self.checks.check_call,
+            explain=self.checks.explain,
+        )
+        return PipelinedFunction(user_function, self.partition, trained)
 
     # ---------------------------------------------------------------------- variables
 
@@ -318,7 +322,7 @@ class PipelinedModel:
         copies = _transfer.put_tree(
             layout.split_params(variables),
             self.placement.devices,
-            layout.locations,
+            layout.stage_shardings,
             may_alias=False,
         )
         return layout.join_params(jax.tree.leaves(jax.tree.map(strong, copies)))

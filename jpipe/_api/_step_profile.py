@@ -82,7 +82,7 @@ def profile_actions(specialization: Specialization, leaves: Sequence[Any]) -> Ti
 
 def _measure(program: Program, leaves: Sequence[Any]) -> Measurements:
     """Runs a program with a thread for each place."""
-    slots = program.start(leaves)
+    slots = program.initial_slots(leaves)
     may_begin = Future[Any]()
     writer: dict[int, Future[Any]] = {}  # slot -> the run that writes it
     runs: list[Future[Span]] = []
@@ -144,7 +144,7 @@ def _run(
     results = jax.block_until_ready(instruction.run(*operands))
     end = time.perf_counter()
 
-    slots[instruction.into] = results
+    slots[instruction.result_slots] = results
     for slot in frees:
         slots[slot] = None
     return Span(begin, end)

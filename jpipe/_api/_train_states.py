@@ -39,7 +39,7 @@ def place_train_state(
             state.opt_state,
             _variables.params(layout.split_params(state.variables)),
             placement,
-            layout.param_locations,
+            layout.param_stage_shardings,
         ),
         model_state=_variables.model_state(variables),
         rng=rng,
@@ -97,9 +97,9 @@ def initial_train_state(
     optimizer = Optimizer(
         tx,
         _microbatch.array_specs(inner_params, "params"),
-        trained=[is_trained[i] for i in layout.params],
+        trained=[is_trained[i] for i in layout.param_indices],
         placement=placement,
-        locations=layout.param_locations,
+        stage_shardings=layout.param_stage_shardings,
     )
     # Without jit, zeros would be on the default device.
     with jax.disable_jit(disable=False):

@@ -131,7 +131,7 @@ class TrainStep(LossMethods):
             signature_index = origin.signature_index
         _variables.check_alive(leaves)
 
-        step = self._lower(signature_index, state, x, targets)
+        step = self._step_for(signature_index, state, x, targets)
         if origin is None:
             _variables.check_concrete(leaves)
             inner_state = step.split_state(state)
@@ -274,7 +274,7 @@ class TrainStep(LossMethods):
         """
         check_state(state, by_layer=self._by_layer)
         rngs = _rng.step_keys(state.rng, state.step)
-        specialization = self._pipelined_loss(
+        specialization = self._pipelined_loss.specialize(
             state.variables, x, targets, rngs, train=True
         )
         leaves = specialization.check_arguments(
@@ -288,7 +288,7 @@ class TrainStep(LossMethods):
         check_state(state, by_layer=self._by_layer)
         leaves, structure = jax.tree.flatten(state)
         signature_index = self._signature_indices(structure, leaves)
-        return self._lower(signature_index, state, x, targets).program
+        return self._step_for(signature_index, state, x, targets).program
 
     def _may_donate(self) -> bool:
         """True if a state is overwritten: not if a program is expected to fail.
@@ -297,7 +297,7 @@ class TrainStep(LossMethods):
         """
         return self._donate and not _nan_location.is_checking()
 
-    def _lower(
+    def _step_for(
         self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
     ) -> LoweredStep:
         """Lowers the step for the signature of a state and a batch; checks all shapes.
@@ -313,7 +313,7 @@ class TrainStep(LossMethods):
         state_key = _signature.settings(), signature_index
         key = state_key, _signature.tree_signature(x, targets)
         if key not in self._lowered_steps:
-            specialization = self._pipelined_loss(
+            specialization = self._pipelined_loss.specialize(
                 state.variables, x, targets, state.rng, train=True
             )
             # Another batch size needs another specialization, not another optimizer.

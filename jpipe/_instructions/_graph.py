@@ -20,7 +20,7 @@ import jax
 from .._jaxprs._computation import Argument, Computation, Result
 from .._jaxprs._host_memory import is_on_host
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
-from ._sharding import STACKED, WHOLE, MicrobatchCut, Sharding, StageMesh
+from ._sharding import STACKED, WHOLE, MicrobatchSplit, Sharding, StageMesh
 from ._transfer import Device
 
 Value = int
@@ -55,8 +55,8 @@ class Graph:
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     calls: list[Instruction] = field(default_factory=list)
-    # (value, place, cut) -> its copy there
-    _copies: dict[tuple[Value, Place, MicrobatchCut | None], Value] = field(
+    # (value, place, split) -> its copy there
+    _copies: dict[tuple[Value, Place, MicrobatchSplit | None], Value] = field(
         default_factory=dict
     )
     # copy -> the value that it is a copy of
@@ -233,21 +233,21 @@ class Graph:
             (self._sent_copies[value],) = self._copy_some([value], [0])
         return self._sent_copies[value]
 
-    def cut(self, value: Value, place: Place, cut: MicrobatchCut) -> Value:
+    def split_batch(self, value: Value, place: Place, split: MicrobatchSplit) -> Value:
         """Returns the micro-batches of a leaf of the mini-batch, in a place.
 
         They are spread over the shards of the place: each has ``[M, ..., size, ...]``.
         """
         spec = self.specs[value]
         shape = list(spec.shape)
-        shape[cut.axis] = cut.size
+        shape[split.axis] = split.size
         part = jax.ShapeDtypeStruct(
-            (cut.parts, *shape), spec.dtype, weak_type=spec.weak_type
+            (split.parts, *shape), spec.dtype, weak_type=spec.weak_type
         )
-        return self._copy(value, place, part, STACKED._replace(cut=cut))
+        return self._copy(value, place, part, STACKED._replace(split=split))
 
     def _copy(self, value: Value, place: Place, spec: Any, sharding: Sharding) -> Value:
-        key = value, place, sharding.cut
+        key = value, place, sharding.split
         if key not in self._copies:
             copy = self._add_value(spec, place, sharding)
             self._copies[key] = copy

@@ -38,7 +38,7 @@ class Instruction:
       executable: the executable of a call; ``None``: a move.
       run: ``(*leaves) -> leaves``.
       take: ``(slots) -> leaves``, the arguments.
-      into: the slice of the slots that the results fill.
+      result_slots: the slice of the slots that the results fill.
     """
 
     place: Place
@@ -54,7 +54,7 @@ class Instruction:
     executable: PlacedExecutable | None = None
     run: Any = None
     take: Any = None
-    into: Any = None
+    result_slots: Any = None
 
     @property
     def is_move(self) -> bool:

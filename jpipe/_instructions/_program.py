@@ -7,7 +7,7 @@ executables to compile:
     slots:  arguments | constants | results of instruction 0 | of 1 | ...
 
     for instruction in local_instructions:
-        slots[instruction.into] = instruction.run(*instruction.take(slots))
+        slots[instruction.result_slots] = instruction.run(*instruction.take(slots))
         for slot in instruction.frees:
             slots[slot] = None
     return take_outputs(slots)
@@ -186,7 +186,7 @@ class Program:
                 instruction.run = instruction.executable.run
         self._is_compiled = True
 
-    def start(self, leaves: Sequence[Any]) -> list[Any]:
+    def initial_slots(self, leaves: Sequence[Any]) -> list[Any]:
         """The slots before the first instruction, for the arguments of a run."""
         return [*leaves, *self._initial_slots]
 
@@ -215,7 +215,7 @@ class Program:
             self.compile()
         if self.is_shared:
             group().runs += 1
-        slots = self.start(leaves)
+        slots = self.initial_slots(leaves)
         del leaves
         with _compat.explicit_transfers(), _nan_location.check_results():
             for instruction in self.local_instructions:
@@ -223,13 +223,13 @@ class Program:
                     if overwriting and instruction is self._first_overwriting:
                         overwriting()
                     try:
-                        slots[instruction.into] = instruction.run(
+                        slots[instruction.result_slots] = instruction.run(
                             *instruction.take(slots)
                         )
                     except ValueError:
                         if not _set_default_layouts(slots, instruction.reads):
                             raise
-                        slots[instruction.into] = instruction.run(
+                        slots[instruction.result_slots] = instruction.run(
                             *instruction.take(slots)
                         )
                     for slot in instruction.frees:
@@ -356,7 +356,7 @@ def _over_slots(
                 executable=executable,
                 run=run,
                 take=_taking(reads),
-                into=slice(0) if is_sent else slots,
+                result_slots=slice(0) if is_sent else slots,
             )
         )
     return over_slots

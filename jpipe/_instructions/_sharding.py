@@ -33,7 +33,7 @@ Leaves = Sequence[Any]
 DATA = "data"
 
 
-class MicrobatchCut(NamedTuple):
+class MicrobatchSplit(NamedTuple):
     """Micro-batches of one size, of a leaf of a mini-batch.
 
     Shard ``d`` of micro-batch ``m`` is part ``m * D + d`` of ``M * D`` equal parts.
@@ -56,14 +56,14 @@ class Sharding(NamedTuple):
 
     Attributes:
       stacked: True if shards have arrays of their own, along a new first axis.
-      spec: the other axes of the mesh along which it is cut.
-      cut: the micro-batches that it holds, of a leaf that is on its way to a place.
+      spec: the other axes of the mesh along which it is sharded.
+      split: the micro-batches that it holds, of a leaf that is on its way to a place.
       on_host: True if it is in the memory of the host of the devices.
     """
 
     stacked: bool = False
     spec: P = P()
-    cut: MicrobatchCut | None = None
+    split: MicrobatchSplit | None = None
     on_host: bool = False
 
     @property
@@ -78,7 +78,7 @@ class Sharding(NamedTuple):
 
     @property
     def axes(self) -> list[str]:
-        """The axes of the mesh along which it is cut, without that of the stack."""
+        """The axes of the mesh along which it is sharded, without that of the stack."""
         return jax.tree.leaves(tuple(self.spec))
 
     def gathered(self) -> "Sharding":

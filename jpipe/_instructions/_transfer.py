@@ -22,7 +22,7 @@ from .._processes._arrays import (
     local_copy,
     placeholder,
 )
-from ._sharding import WHOLE, MicrobatchCut, Sharding, StageMesh
+from ._sharding import WHOLE, MicrobatchSplit, Sharding, StageMesh
 
 Leaves = Sequence[Any]
 # A `jax.Device`, which to a type checker is a variable and no type; or a `StageMesh`.
@@ -113,15 +113,15 @@ def first_device(device: Device) -> Device:
     return device.first if isinstance(device, StageMesh) else device
 
 
-def _stack(leaf: Any, cut: MicrobatchCut, num_shards: int) -> Any:
+def _stack(leaf: Any, split: MicrobatchSplit, num_shards: int) -> Any:
     """Cuts and stacks a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
     leaf = _without_explicit_axes(leaf)
-    axis = cut.axis % leaf.ndim
-    stop = cut.start + cut.parts * num_shards * cut.size
-    rows = leaf[(slice(None),) * axis + (slice(cut.start, stop),)]
+    axis = split.axis % leaf.ndim
+    stop = split.start + split.parts * num_shards * split.size
+    rows = leaf[(slice(None),) * axis + (slice(split.start, stop),)]
     before = rows.shape[:axis]
     after = rows.shape[axis + 1 :]
-    parts = rows.reshape(*before, cut.parts, num_shards, cut.size, *after)
+    parts = rows.reshape(*before, split.parts, num_shards, split.size, *after)
     xp = np if isinstance(leaf, np.ndarray) else jnp
     return xp.moveaxis(parts, (axis + 1, axis), (0, 1))
 
@@ -174,10 +174,10 @@ def put(
     arrays: list[Any] = []
     array_shardings: list[Any] = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
-        if sharding.cut and isinstance(device, StageMesh):
-            leaf = _stack(leaf, sharding.cut, device.num_shards)
+        if sharding.split and isinstance(device, StageMesh):
+            leaf = _stack(leaf, sharding.split, device.num_shards)
         arrays.append(leaf)
-        array_shardings.append(jax_sharding(device, sharding._replace(cut=None)))
+        array_shardings.append(jax_sharding(device, sharding._replace(split=None)))
     return jax.device_put(arrays, array_shardings, may_alias=may_alias)
 
 

@@ -87,7 +87,7 @@ def _with_fewest_residuals(body: core.ClosedJaxpr, carry_slice: slice) -> Body:
         residuals = _min_cut.find_residuals(
             forward,
             forward.jaxpr.outvars,
-            is_constant=[False] * num_inputs,
+            is_recomputable=[False] * num_inputs,
             # The loop stores constants and the arrays that it goes along as a whole.
             is_stored=[i not in carry_indices for i in range(num_inputs)],
             storable=eqn_index,

@@ -72,7 +72,7 @@ def find_residuals(
     closed: core.ClosedJaxpr,
     needed: Sequence[Any],
     *,
-    is_constant: Sequence[bool],
+    is_recomputable: Sequence[bool],
     is_stored: Sequence[bool],
     storable: Container[core.Var] | None = None,
 ) -> list[core.Var]:
@@ -85,8 +85,8 @@ def find_residuals(
     Args:
       closed: the jaxpr that computes all.
       needed: the variables of it that are needed again.
-      is_constant: one bool per input; True if all that follows from such inputs alone
-        may be computed again, at any cost.
+      is_recomputable: one bool per input; True if all that follows from such inputs
+        alone may be computed again, at any cost.
       is_stored: one bool per input; True if it is stored anyway.
       storable: the results of equations that may be stored; ``None``: all.
 
@@ -99,7 +99,7 @@ def find_residuals(
       NoCutError: if there is no such set.
     """
     jaxpr = closed.jaxpr
-    varying = _jaxpr.depending_on(closed, [not constant for constant in is_constant])
+    varying = _jaxpr.depending_on(closed, [not x for x in is_recomputable])
     invars = zip(jaxpr.invars, is_stored, strict=True)
     stored_inputs = {var for var, stored in invars if stored}
 

@@ -468,4 +468,4 @@ class Epilogue:
             copy=False,
         )
         result_tree = jax.tree.structure(placed.result)
-        return jax.tree.unflatten(result_tree, placed.into(graph, values))
+        return jax.tree.unflatten(result_tree, placed.write(graph, values))

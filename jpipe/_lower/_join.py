@@ -27,7 +27,7 @@ from .._jaxprs._jaxpr import is_inexact
 from .._layers._text import shape_text
 from .._messages import raise_all
 from .._trace._accumulation import accumulate, extend_mean, sum_spec
-from .._trace._microbatch_outputs import MicrobatchOutputs
+from ._microbatch_outputs import MicrobatchOutputs
 
 PyTree = Any
 # values of all micro-batches -> the value of the mini-batch

@@ -52,7 +52,7 @@ class Lowering:
       placement: the schedule and the devices.
       stages: the stages that run.
       batch: the mini-batch.
-      params_and_constants: the parameters, and behind them the arrays that the
+      params_and_captured: the parameters, and behind them the arrays that the
         function closes over, as values.
       batch_leaves: the leaves of the mini-batch, as values.
       joins: the join of each leaf of aux.
@@ -65,7 +65,7 @@ class Lowering:
         placement: StagePlacement,
         stages: Stages,
         batch: Batch,
-        params_and_constants: Values,
+        params_and_captured: Values,
         batch_leaves: Values,
         joins: Sequence[Join],
     ) -> None:
@@ -82,9 +82,9 @@ class Lowering:
         )
 
         microbatch_inputs = MicrobatchInputs(graph, placement, batch)
-        self._prologue = Prologue(graph, placement, stages, params_and_constants)
+        self._prologue = Prologue(graph, placement, stages, params_and_captured)
         self._weights = [
-            *microbatch_inputs.gather_weights(params_and_constants),
+            *microbatch_inputs.gather_weights(params_and_captured),
             *self._prologue.write_values(),
         ]
         self._epilogue = Epilogue(self._prologue, batch, self._weights, joins)
@@ -103,7 +103,7 @@ class Lowering:
         self._backward_operands: dict[Cell, Values] = {}
         # (number of cotangents, shape, dtype) -> the function that adds them
         self._cotangent_sums: dict[Any, Computation] = {}
-        self._stage_names = [str(stage) for stage in placement.stages]
+        self._stage_names = [str(stage) for stage in placement.layer_groups]
         # A forward pass alone has neither sums nor a loss divisor.
         self._sums = MicrobatchSums(
             graph,
@@ -176,7 +176,7 @@ class Lowering:
 
     # ------------------------------------------------------------------- the schedule
 
-    def run(self) -> StepOutputs:
+    def write(self) -> StepOutputs:
         """Writes the whole schedule of a training step."""
         for action in self._placement.schedule.order():
             is_fused = _cell(action) in self._fused_cells
@@ -199,7 +199,7 @@ class Lowering:
             aux=self._aux(),
         )
 
-    def run_forwards(self) -> StepOutputs:
+    def write_forwards(self) -> StepOutputs:
         """Writes the forwards of the schedule alone."""
         for action in self._placement.schedule.order():
             if action.op == FORWARD:
@@ -297,7 +297,9 @@ class Lowering:
     def _inputs(self, stage: int, m: int) -> Values:
         """The inputs of a forward: weights, input activations and batch inputs."""
         stage_slice = self._stages.slice_of(stage, m)
-        weights = zip(stage_slice.weights, self._stages.weights(stage, m), strict=True)
+        weights = zip(
+            stage_slice.weight_vars, self._stages.weight_indices(stage, m), strict=True
+        )
         # variable of the stage -> its value
         values = {var: self._weights[i] for var, i in weights}
         values |= {var: self._outputs[var, m] for var in stage_slice.input_activations}

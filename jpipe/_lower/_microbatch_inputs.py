@@ -11,7 +11,7 @@ import numpy as np
 from .._arguments import _microbatch
 from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
-from .._instructions._sharding import MicrobatchCut
+from .._instructions._sharding import MicrobatchSplit
 from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 
@@ -39,7 +39,7 @@ class MicrobatchInputs:
         self._is_mapped = batch.num_shards > 1
 
     def gather_weights(self, variables: Sequence[Value]) -> list[Value]:
-        """Gathers variables that are cut along `DATA`; returns all variables.
+        """Gathers variables that are sharded along `DATA`; returns all variables.
 
         They are gathered here, once in a step; or later, by each program that reads
         them.
@@ -47,7 +47,7 @@ class MicrobatchInputs:
         weights = list(variables)
         if self._placement.gather == "microbatch":
             return weights
-        # place -> the indices of its variables that are cut
+        # place -> the indices of its variables that are sharded
         cut_indices: dict[Place, list[int]] = {}
         for i, value in enumerate(variables):
             if not self._graph.shardings[value].is_gathered:
@@ -116,13 +116,13 @@ class MicrobatchInputs:
             local: Values = []
             for value, axis in leaves:
                 if self._is_mapped:
-                    cut = MicrobatchCut(
+                    split = MicrobatchSplit(
                         axis=axis,
                         start=group.start * self._batch.num_shards,
                         parts=group.number,
                         size=group.size,
                     )
-                    local.append(self._graph.cut(value, place, cut))
+                    local.append(self._graph.split_batch(value, place, split))
                 else:
                     local.append(self._graph.bring(value, place))
             parts += self._split_group(group, local, axes, place)

@@ -1,7 +1,7 @@
 """The start of a step: values that are computed once, before any micro-batch.
 
-    prologue:      params, constants -> values         such as a product of two weights
-    prologue_vjp:  params, constants, value_grads -> param_grads
+    prologue:      params, captured -> values         such as a product of two weights
+    prologue_vjp:  params, captured, value_grads -> param_grads
     loss_divisor:  batch_inputs -> sum of loss weights       where these alone tell it
 
 The first two are functions of leaves on all places, which `PlacedFunction` cuts by
@@ -46,19 +46,19 @@ class Prologue:
       graph: the graph that is written.
       placement: the schedule and the devices.
       stages: the stages, which know which weights they read.
-      params_and_constants: the parameters, and behind them the arrays that the function
+      params_and_captured: the parameters, and behind them the arrays that the function
         closes over, as values.
     """
 
     graph: Graph
     placement: StagePlacement
     stages: Stages
-    params_and_constants: Values
+    params_and_captured: Values
 
     @property
     def num_inputs(self) -> int:
-        """The number of parameters and constants: values of the prologue follow."""
-        return len(self.params_and_constants)
+        """The number of parameters and captured arrays; prologue values follow."""
+        return len(self.params_and_captured)
 
     def place_of(self, weight_index: WeightIndex) -> Place:
         """The place of a weight between steps, and so of its gradient."""
@@ -68,7 +68,7 @@ class Prologue:
         """The sharding of a weight there, and so of its gradient."""
         if weight_index >= self.num_inputs:
             return WHOLE
-        return self.graph.shardings[self.params_and_constants[weight_index]]
+        return self.graph.shardings[self.params_and_captured[weight_index]]
 
     def write_values(self) -> Values:
         """Writes the values of the prologue, each where it is read first."""
@@ -86,11 +86,11 @@ class Prologue:
         )
         prologue = PlacedFunction(
             core.jaxpr_as_fun(closed),
-            [self.graph.specs[value] for value in self.params_and_constants],
+            [self.graph.specs[value] for value in self.params_and_captured],
             placement,
             "prologue",
         )
-        return prologue.into(self.graph, self.params_and_constants)
+        return prologue.write(self.graph, self.params_and_captured)
 
     def write_vjp(self, value_grads: Mapping[int, Value]) -> dict[int, Value]:
         """Writes the gradients of parameters that come from the prologue's values.
@@ -120,7 +120,7 @@ class Prologue:
         places = [self.place_of(i) for i in [*range(num_inputs), *sorted(value_grads)]]
         grad_places = [self.place_of(i) for i in indices]
         grad_shardings = [self.sharding_of(i) for i in indices]
-        param_specs = [self.graph.specs[value] for value in self.params_and_constants]
+        param_specs = [self.graph.specs[value] for value in self.params_and_captured]
         cotangent_specs = [self.graph.specs[value] for value in cotangents]
         prologue_vjp = PlacedFunction(
             make_prologue_vjp(closed, is_differentiated, has_grad),
@@ -130,7 +130,7 @@ class Prologue:
             ),
             "prologue_vjp",
         )
-        grads = prologue_vjp.into(self.graph, [*self.params_and_constants, *cotangents])
+        grads = prologue_vjp.write(self.graph, [*self.params_and_captured, *cotangents])
         return dict(zip(indices, grads, strict=True))
 
     def write_loss_divisor(

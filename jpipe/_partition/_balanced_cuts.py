@@ -160,7 +160,7 @@ def crossing_bytes(traced: TracedFunction) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _StageDivision:
+class _StagesBefore:
     """Stages of the equations before some gap.
 
     Attributes:
@@ -180,16 +180,16 @@ class _StageDivision:
 
     def with_last_stage(
         self, start: int, cost: float, num_bytes: int
-    ) -> "_StageDivision":
+    ) -> "_StagesBefore":
         """The same stages, and one more behind them from an equation on."""
-        return _StageDivision(
+        return _StagesBefore(
             largest_cost=max(self.largest_cost, cost),
             num_bytes=self.num_bytes + num_bytes,
             stage_starts=(*self.stage_starts, start),
         )
 
 
-_IMPOSSIBLE = _StageDivision(largest_cost=np.inf)
+_IMPOSSIBLE = _StagesBefore(largest_cost=np.inf)
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,11 @@ def _balance_stages(
     cost_before = [0, *accumulate(costs)]
     ends = [*gaps.candidates, len(costs)]
     # best[j]: the best division of the equations before ends[j], at first as one stage
-    best = [_StageDivision(largest_cost=cost_before[end]) for end in ends]
+    best = [_StagesBefore(largest_cost=cost_before[end]) for end in ends]
     for _ in range(1, gaps.num_stages):
-        best_with_one_more = list[_StageDivision]()
+        best_with_one_more = list[_StagesBefore]()
         for j, end in enumerate(ends):
-            divisions = list[_StageDivision]()
+            divisions = list[_StagesBefore]()
             for i, begin in enumerate(ends[:j]):
                 divisions.append(
                     best[i].with_last_stage(

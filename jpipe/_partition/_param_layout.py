@@ -44,8 +44,8 @@ class ParamLayout:
       places: the place of the owner stage of each leaf.
       pieces: as in the arguments; so are `owner_stages`, `shardings` and
         `is_leaf_trained`.
-      params: the indices of the leaves that are in ``"params"``.
-      is_param_trained: one bool per index in `params`; True if it is trained.
+      param_indices: the indices of the leaves that are in ``"params"``.
+      is_param_trained: one bool per index in `param_indices`; True if it is trained.
     """
 
     def __init__(
@@ -71,9 +71,11 @@ class ParamLayout:
         self.places = [placement.place_of(stage) for stage in owner_stages]
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
-        self.params = _variables.param_indices(specs, has_collections=has_collections)
+        self.param_indices = _variables.param_indices(
+            specs, has_collections=has_collections
+        )
         self.is_leaf_trained = [*is_leaf_trained]
-        self.is_param_trained = [is_leaf_trained[i] for i in self.params]
+        self.is_param_trained = [is_leaf_trained[i] for i in self.param_indices]
         self._structure = jax.tree.structure(specs)
         self._placement = placement
         self._advice = advice
@@ -94,33 +96,33 @@ class ParamLayout:
           params: the tree, on the host or any devices.
         """
         placed = _transfer.put_tree(
-            self.split_params(params), self._placement.devices, self.locations
+            self.split_params(params), self._placement.devices, self.stage_shardings
         )
         return self.join_params(jax.tree.leaves(placed))
 
     @property
     def param_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the parameters, as their user has them."""
-        is_param = set(self.params)
+        is_param = set(self.param_indices)
         specs = [x if i in is_param else None for i, x in enumerate(self.specs)]
         params = _stacked.join_pieces(self._structure.unflatten(specs))
         return tuple(tuple(spec.shape) for spec in jax.tree.leaves(params))
 
     @property
-    def state(self) -> list[int]:
+    def state_indices(self) -> list[int]:
         """The indices of the leaves that are no parameters."""
-        params = set(self.params)
+        params = set(self.param_indices)
         return [i for i in range(len(self.specs)) if i not in params]
 
     @property
-    def locations(self) -> list[tuple[int, Sharding]]:
+    def stage_shardings(self) -> list[tuple[int, Sharding]]:
         """The owner stage of each leaf, and its sharding there."""
         return [*zip(self.owner_stages, self.shardings, strict=True)]
 
     @property
-    def param_locations(self) -> list[tuple[int, Sharding]]:
-        """The owner stage of each leaf of `params`, and its sharding there."""
-        return [(self.owner_stages[i], self.shardings[i]) for i in self.params]
+    def param_stage_shardings(self) -> list[tuple[int, Sharding]]:
+        """The owner stage of each leaf of `param_indices`, and its sharding there."""
+        return [(self.owner_stages[i], self.shardings[i]) for i in self.param_indices]
 
     @property
     def keys(self) -> list[list[str]]:
@@ -138,13 +140,13 @@ class ParamLayout:
     @property
     def facts(self) -> dict[str, str]:
         """The parameters of each stage in words, which processes compare."""
-        specs: list[list[Any]] = [[] for _ in self._placement.stages]
+        specs: list[list[Any]] = [[] for _ in self._placement.layer_groups]
         for spec, stage in zip(self.specs, self.owner_stages, strict=True):
             specs[stage].append(spec)
         return {
             f"stage {i}": f"{layers}, {shape_text(stage_specs)}"
             for i, (layers, stage_specs) in enumerate(
-                zip(self._placement.stages, specs, strict=True)
+                zip(self._placement.layer_groups, specs, strict=True)
             )
         }
 
@@ -169,7 +171,7 @@ class ParamLayout:
             ):
                 continue
             if stage not in faults:
-                group = self._placement.stages[stage]
+                group = self._placement.layer_groups[stage]
                 layers = f" ({group})" if group.layers else ""
                 faults[stage] = (
                     f"stage {stage}{layers} runs on {device}, and "

@@ -134,7 +134,7 @@ class Partition:
         return self.options.num_stages
 
     @property
-    def num_traced_stages(self) -> int:
+    def most_stages(self) -> int:
         """The number of stages for which calls of `jax.checkpoint` are inlined.
 
         It is the number of ranks, if the user gave none, and there may be fewer stages.
@@ -183,19 +183,19 @@ class Partition:
 
         first_size, first = next(iter(traced_functions.items()))
         cuts = self.cuts
-        num_traced_stages = self.num_traced_stages
+        most_stages = self.most_stages
         if cuts is None:
             first_starts = _balanced_cuts.choose_stage_starts(
                 first,
                 self.options.num_stages,
-                most_stages=num_traced_stages,
+                most_stages=most_stages,
                 warnings=self.warnings,
             )
             cuts = CutPoints.from_trace(
                 first,
                 first_starts,
                 num_params=num_params,
-                num_traced_stages=num_traced_stages,
+                num_traced_stages=most_stages,
                 division=division,
             )
         if cuts.positions and len(cuts.total_reads) != num_params:
@@ -211,7 +211,7 @@ class Partition:
             first,
             stage_starts[first_size],
             num_params=num_params,
-            num_traced_stages=num_traced_stages,
+            num_traced_stages=most_stages,
             division=division,
         )
         for size, traced in traced_functions.items():
@@ -246,10 +246,10 @@ class Partition:
           ScheduleError: if the schedule cannot run.
         """
         if num_stages not in self._placements:
-            self._placements[num_stages] = self._place(num_stages)
+            self._placements[num_stages] = self._choose_placement(num_stages)
         return self._placements[num_stages]
 
-    def _place(self, num_stages: int) -> StagePlacement:
+    def _choose_placement(self, num_stages: int) -> StagePlacement:
         options = self.options
         schedule = options.schedule
         if options.replicas is not None:
@@ -261,7 +261,7 @@ class Partition:
         if groups is None:  # the stages of a model have an index, but no layers
             groups = [LayerGroup(stage, stage, ()) for stage in range(num_stages)]
         return StagePlacement(
-            stages=tuple(groups),
+            layer_groups=tuple(groups),
             ranks=options.ranks_of(schedule),
             schedule=schedule,
             remat=_remat.settings_of_stages(options.remat, num_stages),

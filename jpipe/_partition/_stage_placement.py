@@ -35,7 +35,7 @@ class StagePlacement:
     """The stages of a pipeline, their devices, and their schedule.
 
     Attributes:
-      stages: all stages, in order.
+      layer_groups: the layers of each stage.
       ranks: the device of each rank.
       schedule: the actions of each rank, in order.
       remat: the remat setting of each stage.
@@ -44,7 +44,7 @@ class StagePlacement:
         each ``"microbatch"``.
     """
 
-    stages: tuple[LayerGroup, ...]
+    layer_groups: tuple[LayerGroup, ...]
     ranks: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[RematSetting, ...]
@@ -67,7 +67,7 @@ class StagePlacement:
     def layers(self) -> list[LayerAdapter]:
         """All layers, in order."""
         layers = list[LayerAdapter]()
-        for stage in self.stages:
+        for stage in self.layer_groups:
             layers += stage.layers
         return layers
 
@@ -145,7 +145,7 @@ class StagePlacement:
             text = self.schedule.to_text()
             graph.facts |= {
                 "layers": abbreviate(layers),
-                "balance": str([len(stage.layers) for stage in self.stages]),
+                "balance": str([len(stage.layers) for stage in self.layer_groups]),
                 "devices": ", ".join(map(self.device_text, self.devices)),
                 "micro-batches": str(self.schedule.num_microbatches),
                 "schedule": f"{self.schedule.name} ({digest([text])})",

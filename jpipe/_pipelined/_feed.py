@@ -79,7 +79,7 @@ class Feed:
             return x, targets
         if self._is_local:
             args = {"x": x, "targets": targets}
-            stages = {"x": 0, "targets": len(placement.stages) - 1}
+            stages = {"x": 0, "targets": len(placement.layer_groups) - 1}
         else:
             # One argument, which is compared as a whole and is x in errors.
             args = {"x": (x, targets)}

@@ -10,14 +10,14 @@ from .._arguments._objective import Objective
 from .._jaxprs import _jaxpr
 from .._layers import _rng
 from .._lower import _join
+from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._model._model import Model
-from .._trace._microbatch_outputs import MicrobatchOutputs
-from ._function_spec import ModelFunction, StateUse
+from ._user_function import ModelFunction, StateUse
 
 PyTree = Any
 
 
-def forward_spec(model: Model, *, train: bool) -> ModelFunction:
+def forward_function(model: Model, *, train: bool) -> ModelFunction:
     """``(variables, x, rngs) -> (outputs, changed)``; the changed state is dropped."""
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
@@ -42,7 +42,7 @@ def forward_spec(model: Model, *, train: bool) -> ModelFunction:
     )
 
 
-def loss_spec(
+def loss_function(
     model: Model, objective: Objective, outputs: list[PyTree], *, train: bool
 ) -> ModelFunction:
     """``(variables, x, targets, rngs) -> (loss, (aux, changed))``.

@@ -18,16 +18,16 @@ from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
 from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
+from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition, StageAssignment
 from .._partition._planned_shapes import check_planned_shapes
 from .._partition._stage_placement import StagePlacement
-from .._stage import _stacked_params
 from .._stage._stages import Stages
-from .._trace._microbatch_outputs import MicrobatchOutputs
-from ._function_spec import FunctionSpec
+from . import _stacked_params
 from ._specialization import Specialization
 from ._tracing import trace_sizes, trace_whole
+from ._user_function import UserFunction
 
 PyTree = Any
 
@@ -36,7 +36,7 @@ class PipelinedFunction:
     """``(params, *args)`` in stages; compiled once for each signature of arguments.
 
     Args:
-      spec: the function.
+      user_function: the function.
       partition: the stages that it is cut in.
       trained: ``specs of the parameters -> one bool per leaf``; True if it has a
         gradient.
@@ -48,18 +48,18 @@ class PipelinedFunction:
 
     def __init__(
         self,
-        spec: FunctionSpec,
+        user_function: UserFunction,
         partition: Partition,
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
     ) -> None:
-        self._spec = spec
+        self._user_function = user_function
         self._partition = partition
         self._trained = trained
         # (settings, signature of the arguments) -> specialization
         self._cache = RecentCache[Any, Specialization]()
         self.last_specialization: Specialization | None = None
 
-    def __call__(self, params: PyTree, *args: PyTree) -> Specialization:
+    def specialize(self, params: PyTree, *args: PyTree) -> Specialization:
         """Returns the specialization for arguments, built once for each signature."""
         key = _signature.settings(), _signature.tree_signature(params, args)
         if key not in self._cache:
@@ -75,7 +75,7 @@ class PipelinedFunction:
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        return self(params, *args).layout.place(params)
+        return self.specialize(params, *args).layout.place(params)
 
     def layout(self, params: PyTree, args: Sequence[PyTree]) -> ParamLayout:
         """Returns the layout of parameters, the same for all functions of a partition.
@@ -97,7 +97,7 @@ class PipelinedFunction:
         owner_stages = partition.owner_stages(params)
         if owner_stages is None:
             # Until a function was called, `plan` describes this.
-            self.last_specialization = self.divide(params, args)
+            self.last_specialization = self.build_unrunnable(params, args)
             return self.last_specialization.layout
         division = partition.division
         assert partition.num_stages is not None
@@ -132,19 +132,19 @@ class PipelinedFunction:
             specs,
             pieces=pieces,
             owner_stages=owner_stages,
-            shardings=self._spec.shardings(placement, specs, owner_stages),
+            shardings=self._user_function.shardings(placement, specs, owner_stages),
             is_leaf_trained=is_trained,
-            has_collections=self._spec.has_collections,
-            name=self._spec.params_name,
-            advice=self._spec.advice,
+            has_collections=self._user_function.has_collections,
+            name=self._user_function.params_name,
+            advice=self._user_function.advice,
         )
 
     def _check_planned(self, params: PyTree) -> None:
         check_planned_shapes(
             params,
             self._partition.options.planned_shapes,
-            name=self._spec.params_name,
-            has_collections=self._spec.has_collections,
+            name=self._user_function.params_name,
+            has_collections=self._user_function.has_collections,
         )
 
     # -------------------------------------------------------------------------- build
@@ -152,15 +152,15 @@ class PipelinedFunction:
     @pause_collector()
     def _build_checked(self, params: PyTree, *args: PyTree) -> Specialization:
         """Checks arguments, and builds the specialization for them."""
-        spec = self._spec
+        user_function = self._user_function
         _variables.check_concrete(jax.tree.leaves((params, args)))
-        spec.check_params(params)
+        user_function.check_params(params)
         with self._explain(params, args):
             batch = self._batch(args)
-            if spec.check is not None:
-                spec.check(params, args)
+            if user_function.check_signature is not None:
+                user_function.check_signature(params, args)
             specialization = self.build(params, batch)
-        spec.check_captured(params, specialization)
+        user_function.check_captured(params, specialization)
         return specialization
 
     @contextmanager
@@ -169,19 +169,21 @@ class PipelinedFunction:
         try:
             yield
         except Exception as error:
-            if self._spec.explain is not None:
-                self._spec.explain(error, params, args)
+            if self._user_function.explain is not None:
+                self._user_function.explain(error, params, args)
             raise
 
     def _batch(self, args: Sequence[PyTree], *, allows_unsplit: bool = False) -> Batch:
-        return self._spec.batch(
+        return self._user_function.batch(
             args,
             num_microbatches=self._partition.num_microbatches,
             num_shards=self._partition.num_shards,
             allows_unsplit=allows_unsplit,
         )
 
-    def divide(self, params: PyTree, args: Sequence[PyTree]) -> Specialization:
+    def build_unrunnable(
+        self, params: PyTree, args: Sequence[PyTree]
+    ) -> Specialization:
         """Builds a specialization that cannot run: there may be too few examples."""
         with self._explain(params, args):
             batch = self._batch(args, allows_unsplit=True)
@@ -197,7 +199,7 @@ class PipelinedFunction:
           batch: the mini-batch.
           runs: True if it has enough examples to run.
         """
-        spec = self._spec
+        user_function = self._user_function
         specs = _microbatch.array_specs(params, "params")
         is_trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
         are_merged = batch.num_microbatch_shards > 1
@@ -206,12 +208,12 @@ class PipelinedFunction:
             _batch_norm.merge_statistics(are_merged=are_merged),
         ):
             traced_functions, division = trace_sizes(
-                spec, self._partition, specs, batch
+                user_function, self._partition, specs, batch
             )
             self._check_planned(specs)
             is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
             inner_specs = _stacked.split_pieces(specs, division.params)
-            traced_functions, state = spec.find_state(
+            traced_functions, state = user_function.find_state(
                 traced_functions, inner_specs, runs=runs
             )
             count = len(is_trained)
@@ -242,18 +244,18 @@ class PipelinedFunction:
                 stages, layout.names, self._partition.warnings
             )
 
-        if spec.has_loss:
+        if user_function.has_loss:
             placement.check_trains()
         joins = None
         if runs:
-            joins = spec.make_joins(self._results(stages, specs, batch))
+            joins = user_function.make_joins(self._results(stages, specs, batch))
         return Specialization(
             placement=placement,
             stages=stages,
             layout=layout,
             cuts=cuts,
             batch=batch,
-            aux=spec.aux_of(stages.traced()),
+            aux=user_function.aux_of(stages.traced()),
             joins=joins,
         )
 
@@ -267,8 +269,8 @@ class PipelinedFunction:
         return MicrobatchOutputs(
             traced=stages.traced(),
             has_examples=[axis is not None for axis in batch.axes],
-            first=self._spec.aux_of(stages.traced()),
-            last=self._spec.aux_of(stages.traced(-1)),
+            first=self._user_function.aux_of(stages.traced()),
+            last=self._user_function.aux_of(stages.traced(-1)),
             sizes=sizes,
-            trace_whole=lambda: trace_whole(self._spec, specs, batch),
+            trace_whole=lambda: trace_whole(self._user_function, specs, batch),
         )

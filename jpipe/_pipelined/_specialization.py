@@ -71,7 +71,7 @@ class Specialization:
             written += zip(state.param_indices, state.aux_indices, strict=True)
         self.written = sorted(written)
 
-    def into(
+    def write(
         self, graph: Graph, params: Sequence[Value], batch_leaves: Sequence[Value]
     ) -> StepOutputs:
         """Writes the mini-batch into a graph.
@@ -84,28 +84,30 @@ class Specialization:
         graph.facts["mini-batch"] = shape_text(self.batch.args)
         graph.facts |= self.layout.facts
         # Arrays that the function closes over are weights behind the parameters.
-        constants = self.stages.traced().captured_arrays
-        num_inputs = len(params) + len(constants)
+        captured_arrays = self.stages.traced().captured_arrays
+        num_inputs = len(params) + len(captured_arrays)
         owner_stages = self.stages.owner_stages[len(params) : num_inputs]
-        constant_values = list[Value]()
-        for array, stage in zip(constants, owner_stages, strict=True):
+        captured_values = list[Value]()
+        for array, stage in zip(captured_arrays, owner_stages, strict=True):
             place = self.placement.place_of(stage)
-            constant_values.append(graph.constant(jnp.asarray(array), place))
+            captured_values.append(graph.constant(jnp.asarray(array), place))
 
         lowering = Lowering(
             graph,
             placement=self.placement,
             stages=self.stages,
             batch=self.batch,
-            params_and_constants=[*params, *constant_values],
+            params_and_captured=[*params, *captured_values],
             batch_leaves=list(batch_leaves),
             joins=self._joins,
         )
         if self.stages.traced().has_loss:
-            return lowering.run()
-        return lowering.run_forwards()
+            return lowering.write()
+        return lowering.write_forwards()
 
-    def batch_arguments(self, graph: Graph, args: Sequence[PyTree]) -> list[Value]:
+    def write_batch_arguments(
+        self, graph: Graph, args: Sequence[PyTree]
+    ) -> list[Value]:
         """Adds the leaves of the first arguments of the batch to those of a graph.
 
         Args:
@@ -150,12 +152,12 @@ class Specialization:
     @cached_property
     def program(self) -> Program:
         """``(*params, *mini-batch) -> (*loss, *aux, *grads)``."""
-        return self._lowered([])
+        return self._make_program([])
 
     @cached_property
     def program_with_state(self) -> Program:
         """``(*params, *mini-batch) -> (*loss, *aux, *grads, *new state)``."""
-        return self._lowered(self.layout.state)
+        return self._make_program(self.layout.state_indices)
 
     @cached_property
     def compiled_actions(self) -> tuple[Action, ...]:
@@ -172,7 +174,7 @@ class Specialization:
         return self.stages.residuals(stage) if has_forwards else None
 
     @pause_collector()
-    def _lowered(self, state_indices: Sequence[int]) -> Program:
+    def _make_program(self, state_indices: Sequence[int]) -> Program:
         """The program that also returns the new state of some leaves of the parameters.
 
         Args:
@@ -188,9 +190,9 @@ class Specialization:
             strict=True,
         ):
             params.append(graph.argument(spec, place, name=name, sharding=sharding))
-        batch_leaves = self.batch_arguments(graph, self.batch.args)
+        batch_leaves = self.write_batch_arguments(graph, self.batch.args)
 
-        step = self.into(graph, params, batch_leaves)
+        step = self.write(graph, params, batch_leaves)
         metrics = [*step.loss, *step.aux]
         ordered_grads = [step.grads[i] for i in sorted(step.grads)]
         new_state = [step.new_state.get(i, params[i]) for i in state_indices]

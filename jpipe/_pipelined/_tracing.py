@@ -31,18 +31,18 @@ from .._partition._scan_division import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
 from .._trace._layer_scans import UNDIVIDED, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction
-from ._function_spec import FunctionSpec
+from ._user_function import UserFunction
 
 PyTree = Any
 
 
 def trace_sizes(
-    spec: FunctionSpec, partition: Partition, params: PyTree, batch: Batch
+    user_function: UserFunction, partition: Partition, params: PyTree, batch: Batch
 ) -> tuple[dict[int, TracedFunction], ScanDivision]:
     """Traces a function on micro-batches of each size.
 
     Args:
-      spec: the function.
+      user_function: the function.
       partition: the stages that it is cut in.
       params: specs of the parameters.
       batch: the mini-batch.
@@ -54,7 +54,7 @@ def trace_sizes(
     traced_functions = {}
     for size in dict.fromkeys(batch.sizes):
         traced = _trace(
-            spec, params, batch, size, num_stages=partition.num_traced_stages
+            user_function, params, batch, size, num_stages=partition.most_stages
         )
         closed = _user_meshes.restrict_to_devices(
             traced.closed, partition.devices, partition.warnings
@@ -64,20 +64,20 @@ def trace_sizes(
             closed=closed,
             captures_batch=all(axis is None for axis in batch.axes),
         )
-        traced = spec.count_inputs(traced, batch.microbatch_specs(size))
-        if spec.has_loss:
-            traced = _with_scaled_loss(spec, traced, batch, size)
+        traced = user_function.count_inputs(traced, batch.microbatch_specs(size))
+        if user_function.has_loss:
+            traced = _with_scaled_loss(user_function, traced, batch, size)
         traced_functions[size] = traced
     division = partition.division
     if division is None:
         first = traced_functions[batch.sizes[0]]
         division = choose_division(
             first,
-            partition.num_traced_stages,
-            lambda division: _divide_scans(spec, params, first, division),
+            partition.most_stages,
+            lambda division: _divide_scans(user_function, params, first, division),
         )
     traced_functions = {
-        size: _divide_scans(spec, params, traced, division)
+        size: _divide_scans(user_function, params, traced, division)
         for size, traced in traced_functions.items()
     }
     traced_functions = _traced_function.with_equal_arrays(traced_functions)
@@ -87,7 +87,7 @@ def trace_sizes(
 
 
 def _divide_scans(
-    spec: FunctionSpec,
+    user_function: UserFunction,
     params: PyTree,
     traced: TracedFunction,
     division: ScanDivision,
@@ -96,21 +96,21 @@ def _divide_scans(
     if division == UNDIVIDED:
         return traced
     names = [
-        f"{spec.params_name}{jax.tree_util.keystr(path)}"
+        f"{user_function.params_name}{jax.tree_util.keystr(path)}"
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
-    first_index, leaves = spec.state_leaves(traced, params)
+    first_index, leaves = user_function.state_leaves(traced, params)
     written_params = {
         index: leaf.param_index for index, leaf in enumerate(leaves, first_index)
     }
     return replace(
         divide_scans(traced, division, names, written_params),
-        aux=spec.aux_in_pieces(traced, division.params, num_params=len(names)),
+        aux=user_function.aux_in_pieces(traced, division.params, num_params=len(names)),
     )
 
 
 def trace_whole(
-    spec: FunctionSpec, params: PyTree, batch: Batch
+    user_function: UserFunction, params: PyTree, batch: Batch
 ) -> tuple[TracedFunction, PyTree]:
     """Traces a function on the mini-batch as one micro-batch.
 
@@ -120,7 +120,7 @@ def trace_whole(
     size = batch.num_examples
     try:
         with _batch_norm.merge_statistics(are_merged=True):
-            traced = _trace(spec, params, batch, size, num_stages=1)
+            traced = _trace(user_function, params, batch, size, num_stages=1)
     except Exception as error:
         error.add_note(
             f"raised on the {size} examples of the mini-batch at once: something "
@@ -128,34 +128,39 @@ def trace_whole(
             f"returns"
         )
         raise
-    return traced, spec.aux_of(traced)
+    return traced, user_function.aux_of(traced)
 
 
 def _trace(
-    spec: FunctionSpec, params: PyTree, batch: Batch, size: int, *, num_stages: int
+    user_function: UserFunction,
+    params: PyTree,
+    batch: Batch,
+    size: int,
+    *,
+    num_stages: int,
 ) -> TracedFunction:
     return _traced_function.trace_function(
-        spec.function,
+        user_function.call,
         params,
         batch.microbatch_specs(size),
         is_split=[axis is not None for axis in batch.axes],
         num_stages=num_stages,
-        has_aux=spec.has_aux,
-        has_loss=spec.has_loss,
-        is_weighted=spec.reduction == "weighted",
-        folds_params=spec.folds_params,
+        has_aux=user_function.has_aux,
+        has_loss=user_function.has_loss,
+        is_weighted=user_function.reduction == "weighted",
+        folds_params=user_function.folds_params,
     )
 
 
 def _with_scaled_loss(
-    spec: FunctionSpec, traced: TracedFunction, batch: Batch, size: int
+    user_function: UserFunction, traced: TracedFunction, batch: Batch, size: int
 ) -> TracedFunction:
     """Scales the loss of a micro-batch to its part of that of the mini-batch."""
     share = 1 / batch.num_microbatch_shards
     # reduction -> scale
     scales = {"mean": size / batch.num_examples, "sum": 1.0, "weighted": 1.0}
-    scale = scales.get(spec.reduction, share)
-    if not spec.may_have_penalty:
+    scale = scales.get(user_function.reduction, share)
+    if not user_function.may_have_penalty:
         return _penalty.scale_loss(traced, scale)
     is_split = [axis is not None for axis in batch.axes]
     return _penalty.separate_penalty(
@@ -163,5 +168,5 @@ def _with_scaled_loss(
         is_split,
         scale=scale,
         share=share,
-        adds_up=spec.reduction in ("sum", "weighted"),
+        adds_up=user_function.reduction in ("sum", "weighted"),
     )

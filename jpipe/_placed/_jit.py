@@ -106,10 +106,10 @@ class Jitted:
         graph = Graph(self.devices)
         is_donated = self._donated(leaves, arguments)
         inputs = [
-            leaf.add_to(graph, donated=donated)
+            leaf.write_argument(graph, donated=donated)
             for leaf, donated in zip(leaves, is_donated, strict=True)
         ]
-        outputs: list[Any] = function.into(graph, inputs)
+        outputs: list[Any] = function.write(graph, inputs)
         results, result_structure = jax.tree.flatten(function.result)
         for i, (spec, place) in enumerate(zip(results, function.places, strict=True)):
             # Each process may log a scalar, so each gets a copy.

@@ -40,7 +40,7 @@ class ArgumentLeaf(NamedTuple):
         """The leaf in messages."""
         return f"argument {self.argument_key!r}{jax.tree_util.keystr(self.path)}"
 
-    def add_to(self, graph: Graph, *, donated: bool = False) -> Value:
+    def write_argument(self, graph: Graph, *, donated: bool = False) -> Value:
         """Adds the leaf, whose value is its spec, to the arguments of a graph."""
         return graph.argument(
             self.value,

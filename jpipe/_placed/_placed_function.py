@@ -138,7 +138,7 @@ class PlacedFunction:
             for place, part in _segments.parts(self._placed, self._result_places)
         ]
 
-    def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
+    def write(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
         """Writes the calls into a graph.
 
         Args:

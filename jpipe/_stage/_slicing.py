@@ -145,7 +145,7 @@ class _Slicer:
             outvars=[*outputs, *other_outputs],
         )
         return StageSlice(
-            weights=[*trained_weights, *fixed_weights],
+            weight_vars=[*trained_weights, *fixed_weights],
             num_trained=len(trained_weights),
             input_activations=[*with_grad, *without_grad],
             num_input_grads=len(with_grad),
@@ -278,7 +278,7 @@ def prologue_jaxpr(
     params = set(traced.params)
     values = dict[core.Var, None]()
     for stage in stages:
-        values |= dict.fromkeys(var for var in stage.weights if var not in params)
+        values |= dict.fromkeys(var for var in stage.weight_vars if var not in params)
     outvars = [*values, *traced.penalty]
     jaxpr = traced.closed.jaxpr
     jaxpr = jaxpr.replace(

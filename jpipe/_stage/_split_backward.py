@@ -101,7 +101,7 @@ def split_backward(
         residuals = _min_cut.find_residuals(
             first,
             second_reads,
-            is_constant=is_weight,
+            is_recomputable=is_weight,
             is_stored=[False] * len(is_weight),
         )
 

@@ -66,7 +66,7 @@ class StageFunctions:
 
     @cached_property
     def _is_weight(self) -> list[bool]:
-        weights = {*self.slice.weights}
+        weights = {*self.slice.weight_vars}
         return [var in weights for var in self.slice.closed.jaxpr.invars]
 
     @cached_property
@@ -213,7 +213,8 @@ class StageFunctions:
     def _add_grads(self) -> core.ClosedJaxpr:
         """``(sums, gradients) -> sums``."""
         sums = [
-            sum_spec(var.aval) for var in self.slice.weights[: self.slice.num_trained]
+            sum_spec(var.aval)
+            for var in self.slice.weight_vars[: self.slice.num_trained]
         ]
         grads = self._vjp_parts.backward.out_avals[: self.slice.num_trained]
         closed, _ = _inlining.trace(accumulate, sums, [*map(_jaxpr.spec, grads)])

@@ -13,7 +13,7 @@ class StageSlice:
     activations that have none, then batch inputs.
 
     Attributes:
-      weights: the inputs that are the same for all micro-batches: parameters, and
+      weight_vars: the inputs that are the same for all micro-batches: parameters, and
         values of the prologue. Weights with a gradient come first.
       num_trained: the number of weights with a gradient.
       input_activations: the activations of other stages, those with a gradient first.
@@ -27,7 +27,7 @@ class StageSlice:
       closed: its jaxpr: ``inputs -> (*differentiated_outputs, *other_outputs)``.
     """
 
-    weights: list[core.Var]
+    weight_vars: list[core.Var]
     num_trained: int
     input_activations: list[core.Var]
     num_input_grads: int

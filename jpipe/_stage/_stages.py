@@ -47,7 +47,7 @@ class _SlicedFunction:
     prologue: core.ClosedJaxpr
 
     @cached_property
-    def weights(self) -> list[list[WeightIndex]]:
+    def weight_indices(self) -> list[list[WeightIndex]]:
         """The weights that each stage reads."""
         weight_vars = [*self.traced.params, *self.prologue.jaxpr.outvars]
         weight_index = {
@@ -57,7 +57,7 @@ class _SlicedFunction:
         }
         indices = list[list[WeightIndex]]()
         for stage_slice in self.slices:
-            indices.append([weight_index[var] for var in stage_slice.weights])
+            indices.append([weight_index[var] for var in stage_slice.weight_vars])
         return indices
 
     @cached_property
@@ -125,8 +125,8 @@ class Stages:
     ) -> None:
         self._sizes = sizes
         self._remat = remat
-        num_constants = traced_functions[sizes[0]].num_params - len(trained)
-        self.trained = [*trained, *[False] * num_constants]
+        num_captured = traced_functions[sizes[0]].num_params - len(trained)
+        self.trained = [*trained, *[False] * num_captured]
 
         # size of a micro-batch -> the function in slices
         self._sliced: dict[int, _SlicedFunction] = {}
@@ -172,20 +172,22 @@ class Stages:
         """The slice that a stage computes on a micro-batch."""
         return self._sliced[self._sizes[microbatch]].slices[stage_index]
 
-    def weights(self, stage_index: int, microbatch: int = 0) -> list[WeightIndex]:
-        """The weights that a stage reads, in the order of `StageSlice.weights`."""
-        return self._sliced[self._sizes[microbatch]].weights[stage_index]
+    def weight_indices(
+        self, stage_index: int, microbatch: int = 0
+    ) -> list[WeightIndex]:
+        """The weights that a stage reads, in the order of `StageSlice.weight_vars`."""
+        return self._sliced[self._sizes[microbatch]].weight_indices[stage_index]
 
     def weights_on(self, stage_index: int) -> list[WeightIndex]:
         """The weights that a stage reads, and those that it owns though nobody does."""
         owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage_index]
-        return [*dict.fromkeys([*self.weights(stage_index), *owned])]
+        return [*dict.fromkeys([*self.weight_indices(stage_index), *owned])]
 
     def params_of(self, stage_index: int) -> set[int]:
         """The parameters that a stage reads, itself or by values of the prologue."""
         num_params = self.traced().num_params
         params = set[int]()
-        for weight in self.weights(stage_index):
+        for weight in self.weight_indices(stage_index):
             if weight < num_params:
                 params.add(weight)
             else:
@@ -199,7 +201,7 @@ class Stages:
 
     def trained_weights(self, stage_index: int) -> list[WeightIndex]:
         """The weights that a stage reads and that have a gradient."""
-        return [i for i in self.weights(stage_index) if self.trained[i]]
+        return [i for i in self.weight_indices(stage_index) if self.trained[i]]
 
     def structural_key(self, stage_index: int, microbatch: int = 0) -> Hashable:
         """A key that is equal for stages whose forwards and backwards are the same."""
@@ -267,7 +269,7 @@ class Stages:
         first = self._sliced[self._sizes[0]]
         for sliced in self._sliced.values():
             has_equal_values = _values(sliced.prologue) == _values(first.prologue)
-            has_equal_weights = sliced.weights == first.weights
+            has_equal_weights = sliced.weight_indices == first.weight_indices
             has_equal_leaves = sliced.batch_indices == first.batch_indices
             if not (has_equal_values and has_equal_weights and has_equal_leaves):
                 raise ValueError(READS_DEPEND_ON_SIZE)
@@ -291,7 +293,7 @@ class Stages:
         num_weights = num_params + len(self.prologue.jaxpr.outvars)
         readers: dict[WeightIndex, int] = {}
         for stage_index in range(self.num_stages):
-            for weight in self.weights(stage_index):
+            for weight in self.weight_indices(stage_index):
                 readers.setdefault(weight, stage_index)
         for index in range(len(self.prologue.jaxpr.outvars)):
             reader = readers.get(num_params + index, self._last)
@@ -309,7 +311,7 @@ class Stages:
         if key not in self._jaxpr_keys:
             stage_slice = self.slice_of(stage_index, microbatch)
             self._jaxpr_keys[key] = (
-                len(stage_slice.weights),
+                len(stage_slice.weight_vars),
                 len(stage_slice.input_activations),
                 len(stage_slice.model_inputs),
                 len(stage_slice.side_inputs),

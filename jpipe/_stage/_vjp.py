@@ -101,7 +101,7 @@ def split_vjp(
     pullback_vars = closed.jaxpr.outvars[num_outputs:]
     if mode.stores_fewest_bytes:
         residual_vars = _min_cut.find_residuals(
-            closed, pullback_vars, is_constant=is_weight, is_stored=is_stored
+            closed, pullback_vars, is_recomputable=is_weight, is_stored=is_stored
         )
     else:
         residual_vars = _all_residuals(closed, pullback_vars, is_weight)

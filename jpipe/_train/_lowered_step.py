@@ -68,7 +68,7 @@ class LoweredStep:
         self.variable_indices = jax.tree.leaves(indices.variables)
         # That of the states that it returns, after the first one.
         self._signature_index: int | None = None
-        self.program = self._lower(state, indices, donate=donate)
+        self.program = self._write_program(state, indices, donate=donate)
 
     def split_state(self, state: TrainState) -> TrainState:
         """A user's state, with a node of pieces for each leaf in pieces."""
@@ -82,7 +82,9 @@ class LoweredStep:
         )
 
     @pause_collector()
-    def _lower(self, state: TrainState, indices: Any, *, donate: bool) -> Program:
+    def _write_program(
+        self, state: TrainState, indices: Any, *, donate: bool
+    ) -> Program:
         """Writes the step into a graph.
 
         Args:
@@ -95,7 +97,7 @@ class LoweredStep:
         inputs = self._add_state(graph, state, indices, donate=donate)
         variables = [inputs[i] for i in self.variable_indices]
         x, targets, _ = self.specialization.batch.args
-        batch = self.specialization.batch_arguments(graph, (x, targets))
+        batch = self.specialization.write_batch_arguments(graph, (x, targets))
 
         rng_indices = jax.tree.leaves(indices.rng)
         rngs_and_step = [*(inputs[i] for i in rng_indices), inputs[indices.step]]
@@ -105,7 +107,7 @@ class LoweredStep:
         first_place = self.specialization.placement.place_of(0)
         *rngs, next_step = graph.call_in_processes(advance, first_place, rngs_and_step)
 
-        loss, aux, grads, changed = self.specialization.into(
+        loss, aux, grads, changed = self.specialization.write(
             graph, variables, [*batch, *rngs]
         )
 
@@ -113,11 +115,11 @@ class LoweredStep:
         pairs = zip(param_indices, layout.is_param_trained, strict=True)
         trained_indices = [i for i, is_trained in pairs if is_trained]
         updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
-        updated = self.optimizer.update.into(
+        updated = self.optimizer.update.write(
             graph,
             [
                 *(inputs[i] for i in updated_indices),
-                *(grads[i] for i in layout.params if i in grads),
+                *(grads[i] for i in layout.param_indices if i in grads),
             ],
         )
 
@@ -146,7 +148,9 @@ class LoweredStep:
         ):
             leaves[index] = spec, place, sharding
         opt_state_indices = jax.tree.leaves(indices.opt_state)
-        for index, leaf in zip(opt_state_indices, self.optimizer.state, strict=True):
+        for index, leaf in zip(
+            opt_state_indices, self.optimizer.state_leaves, strict=True
+        ):
             leaves[index] = leaf.value, leaf.place, leaf.sharding
         # Keys and the number of the step come from outside, and are not overwritten.
         rng_indices = jax.tree.leaves(indices.rng)
@@ -214,7 +218,7 @@ def make_optimizer(
         params=_variables.params(layout.split_params(specs)),
         trained=layout.is_param_trained,
         placement=specialization.placement,
-        locations=layout.param_locations,
+        stage_shardings=layout.param_stage_shardings,
         opt_state=state.opt_state,
     )
 

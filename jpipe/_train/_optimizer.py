@@ -27,7 +27,7 @@ from ._transformation import Transformation, place_init, place_update
 
 PyTree = Any
 # The stage of each leaf, and its sharding there.
-Locations = Sequence[tuple[int, Sharding]]
+StageShardings = Sequence[tuple[int, Sharding]]
 
 _ADVICE_TO_LOOP = (
     "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
@@ -52,7 +52,7 @@ class Optimizer:
       params: specs of the parameters, with a node of pieces for each in pieces.
       trained: one bool per leaf of these; True if it is trained.
       placement: the devices of the stages.
-      locations: the stage of each leaf, and its sharding there.
+      stage_shardings: the stage of each leaf, and its sharding there.
       opt_state: a state that is to be updated; its leaves may be in another memory than
         those of ``tx.init``.
 
@@ -72,7 +72,7 @@ class Optimizer:
         params: PyTree,
         trained: Sequence[bool],
         placement: StagePlacement,
-        locations: Locations,
+        stage_shardings: StageShardings,
         opt_state: PyTree = None,
     ) -> None:
         self._transformation = Transformation(tx, _ADVICE)
@@ -94,7 +94,7 @@ class Optimizer:
         self._trained_params = _hide_frozen(params, trained)
         trained_locations = [
             (placement.place_of(stage), sharding)
-            for stage, sharding in _selected(locations, trained)
+            for stage, sharding in _selected(stage_shardings, trained)
         ]
         self._param_leaves = leaves_at(0, self._trained_params, trained_locations)
         self._init = PlacedFunction(
@@ -109,12 +109,12 @@ class Optimizer:
         if opt_state is not None:
             _check_state(opt_state, _stacked.join_specs(state), self._param_leaves)
             state = jax.tree.map(in_memory_of, state, self.split_state(opt_state))
-        self.state = MirroredPlaces(self._param_leaves).leaves_of(1, state)
+        self.state_leaves = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
         self.update = PlacedFunction(
             update,
             [self._trained_params, state, self._trained_params],
-            place_update([*self._param_leaves, *self.state, *grad_leaves]),
+            place_update([*self._param_leaves, *self.state_leaves, *grad_leaves]),
             "optimizer_update",
         )
 
@@ -138,8 +138,8 @@ class Optimizer:
                 )
         else:
             graph.facts["parameters"] = shape_text(self._trained_params)
-        inputs = [leaf.add_to(graph) for leaf in self._param_leaves]
-        program = Program(graph, self._init.into(graph, inputs))
+        inputs = [leaf.write_argument(graph) for leaf in self._param_leaves]
+        program = Program(graph, self._init.write(graph, inputs))
         trained_leaves = _selected(jax.tree.leaves(params), self._trained)
         state = self._state_structure.unflatten(program(trained_leaves))
         return _stacked.join_pieces(state)
@@ -154,7 +154,7 @@ class Optimizer:
           ValueError: if it is not.
         """
         devices = self._placement.devices_of_places
-        for array, leaf in zip(jax.tree.leaves(state), self.state, strict=True):
+        for array, leaf in zip(jax.tree.leaves(state), self.state_leaves, strict=True):
             if not _transfer.is_in_place(array, devices[leaf.place], leaf.sharding):
                 raise ValueError(
                     "state.opt_state is not in place; type state = pipe.place(state)"
@@ -254,7 +254,10 @@ def opt_state_bytes(
 
 
 def place_opt_state(
-    state: PyTree, params: PyTree, placement: StagePlacement, locations: Locations
+    state: PyTree,
+    params: PyTree,
+    placement: StagePlacement,
+    stage_shardings: StageShardings,
 ) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
@@ -262,13 +265,13 @@ def place_opt_state(
       state: the state, on the host or any devices.
       params: the parameters, with a node of pieces for each in pieces.
       placement: the devices of the stages.
-      locations: the stage of each leaf of the parameters, and its sharding there.
+      stage_shardings: the stage of each leaf of the parameters, and its sharding there.
 
     Returns:
       The same values; a leaf that belongs to no parameter is on the first device.
     """
     param_locations = [
-        (placement.place_of(stage), sharding) for stage, sharding in locations
+        (placement.place_of(stage), sharding) for stage, sharding in stage_shardings
     ]
     param_leaves = leaves_at(0, params, param_locations)
     inner = _split_mirrored(state, param_leaves)

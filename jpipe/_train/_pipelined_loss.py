@@ -29,7 +29,7 @@ class PipelinedLoss:
       losses: ``train`` -> ``(variables, x, targets, rngs) -> ...``, which ``functions``
         trace.
       outputs: specs of the outputs that the loss was traced on: each trace of
-        ``losses`` appends an entry, see `_model_functions.loss_spec`.
+        ``losses`` appends an entry, see `_model_functions.loss_function`.
       unchecked: the reason why the loss was not checked, for print; empty if it was.
     """
 
@@ -52,12 +52,12 @@ class PipelinedLoss:
             or self.functions[False].last_specialization
         )
 
-    def __call__(
+    def specialize(
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, *, train: bool
     ) -> Specialization:
         """The specialization for these arguments; checks the loss of a new one."""
         self.outputs.clear()  # after a trace that could not be built
-        specialization = self.functions[train](variables, x, targets, rngs)
+        specialization = self.functions[train].specialize(variables, x, targets, rngs)
         if self.outputs:
             self._outputs_to_check[specialization] = self.outputs[0]
         if specialization in self._outputs_to_check:

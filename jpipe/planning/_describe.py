@@ -82,17 +82,17 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
     """
     placement = info.placement
     specialization = info.specialization
-    residual_bytes: Sequence[int | None] = [None] * len(placement.stages)
+    residual_bytes: Sequence[int | None] = [None] * len(placement.layer_groups)
     peaks: tuple[tuple[str, int], ...] = ()
     compiled_actions: tuple[Action, ...] = ()
     step = info.training_step
     if step is not None:
         compiled_actions = step.compiled_actions
-        residual_bytes = peak_residual_bytes(step.program, len(placement.stages))
+        residual_bytes = peak_residual_bytes(step.program, len(placement.layer_groups))
         devices = map(placement.device_text, step.program.devices)
         peaks = tuple(zip(devices, _memory.peak_bytes(step.program), strict=True))
-    sent_bytes: Sequence[int | None] = [None] * len(placement.stages)
-    work: Sequence[float | None] = [None] * len(placement.stages)
+    sent_bytes: Sequence[int | None] = [None] * len(placement.layer_groups)
+    work: Sequence[float | None] = [None] * len(placement.layer_groups)
     skips: Sequence[tuple[str, int, int]] = ()
     if specialization is not None:
         sent_bytes = _sent_bytes(placement, specialization.stages)
@@ -100,7 +100,7 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         skips = _find_skips(specialization.stages)
 
     stages = []
-    for index in range(len(placement.stages)):
+    for index in range(len(placement.layer_groups)):
         stage = _describe_stage(
             info,
             index,
@@ -189,7 +189,7 @@ def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _Stage
     """Counts the parameters that a stage reads; shared ones within it count once."""
     device = info.placement.devices[stage]
     read = set(info.stage_params[stage])
-    indices = [index for index in layout.params if index in read]
+    indices = [index for index in layout.param_indices if index in read]
     # index of a parameter -> its number of elements
     sizes = {index: layout.specs[index].size for index in indices}
 

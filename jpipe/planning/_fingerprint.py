@@ -97,7 +97,7 @@ def _describe_layer(model: TracedLayers, layer: int, default_precision: str) -> 
     """The name, the inputs and the digest of a layer."""
     stages = model.stages
     stage_slice = stages.slice_of(layer)
-    weights = stages.weights(layer)
+    weights = stages.weight_indices(layer)
     digested = [
         str(model.specs(weights)),
         str([model.paths[i] for i in weights if i < len(model.paths)]),

@@ -165,7 +165,7 @@ def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int
     ]
     values += [np.int32(0), *traced.folded_numbers]
     value_of = dict(zip(traced.batch_inputs, values, strict=True))  # variable -> value
-    first = len(stage_slice.weights) + len(stage_slice.input_activations)
+    first = len(stage_slice.weight_vars) + len(stage_slice.input_activations)
     return {
         index: value_of[var]
         for index, var in enumerate(stage_slice.batch_inputs, start=first)

@@ -28,9 +28,9 @@ from .._partition._partition import Partition
 from .._partition._remat_mode import NONE
 from .._partition._scan_division import divide_by_iteration
 from .._pipelined import _model_functions
-from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._specialization import Specialization
+from .._pipelined._user_function import StateUse
 from .._stage._stage_names import name_stages
 from .._trace._layer_scans import UNDIVIDED
 from ..schedules import gpipe
@@ -161,13 +161,13 @@ class PlannedModel:
             self._model = model
 
         # No caller receives the state that is written, so no warning is due.
-        function_spec = replace(
-            _model_functions.forward_spec(model, train=request.train),
+        user_function = replace(
+            _model_functions.forward_function(model, train=request.train),
             state_use=StateUse.DROP,
         )
         args: list[PyTree] = [request.x, request.rngs]
         if request.objective is not None:
-            function_spec = _model_functions.loss_spec(
+            user_function = _model_functions.loss_function(
                 model, request.objective, [], train=request.train
             )
             args = [request.x, request.targets, request.rngs]
@@ -179,8 +179,8 @@ class PlannedModel:
         try:
             initial = model.initial(model.sample_batch(request.x, partition))
             variables = model.from_entries(initial.specs)
-            function = PipelinedFunction(function_spec, partition, trained)
-            specialization = function(variables, *args)
+            function = PipelinedFunction(user_function, partition, trained)
+            specialization = function.specialize(variables, *args)
         except Exception as error:
             has_loss = request.loss_fn not in (None, sum_outputs)
             if has_loss and not jax.tree.leaves(request.targets):

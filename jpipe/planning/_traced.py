@@ -82,7 +82,7 @@ class TracedLayers:
 
     def owned_variables(self, layer: int, *, are_params: bool) -> list[int]:
         """The indices of the parameters that a layer owns, or of its other state."""
-        params = set(self.specialization.layout.params)
+        params = set(self.specialization.layout.param_indices)
         return [
             index
             for index, owner in enumerate(self.specialization.layout.owner_stages)
@@ -95,9 +95,9 @@ class TracedLayers:
 
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
-        weights = [set(self.stages.weights(i)) for i in range(len(self.names))]
+        weights = [set(self.stages.weight_indices(i)) for i in range(len(self.names))]
         groups: dict[int, set[int]] = {}  # owner -> the layers that use its parameters
-        for param in self.specialization.layout.params:
+        for param in self.specialization.layout.param_indices:
             readers = [layer for layer, read in enumerate(weights) if param in read]
             if len(readers) > 1:  # the first of them owns it
                 groups.setdefault(readers[0], set()).update(readers)

@@ -68,7 +68,7 @@ def test_no_other_choice_has_fewer_bytes(steps, number, held):
     found = find_residuals(
         closed,
         wanted,
-        is_constant=[True, False, False],
+        is_recomputable=[True, False, False],
         is_stored=[False, False, held],
     )
     # Which inputs are kept is not said: those that are read.
@@ -103,7 +103,7 @@ def test_a_long_chain_is_divided_where_it_is_narrow():
     inputs = [True] * (1 + depth)
     wanted = closed.jaxpr.outvars
     residuals = find_residuals(
-        closed, wanted, is_constant=[False for _ in inputs], is_stored=inputs
+        closed, wanted, is_recomputable=[False for _ in inputs], is_stored=inputs
     )
     dear = {eqn.outvars[0] for eqn in closed.jaxpr.eqns if not is_cheap(eqn)}
     links = [var for var in residuals if var not in dear]

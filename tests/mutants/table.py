@@ -70,7 +70,7 @@ REACHED_BY = {
     "_partition/_scan_division": "loss_functions/test_layer_scan_forms.py loss_functions/test_layer_scans.py",
     "_partition/_param_sharding": "train/test_reductions.py matrix instructions stage mesh",
     "_pipelined": "loss_functions/test_value_and_grad.py loss_functions models pipelined",
-    "_pipelined/_function_spec": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
+    "_pipelined/_user_function": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_pipelined/_pipelined_function": "layers loss_functions models matrix mesh",
     "_pipelined/_tracing": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_placed": "test_transparency.py train",
@@ -136,7 +136,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_instructions/_graph": [
         ("            taken.add(value)\n", ""),
-        ("key = value, place, sharding.cut", "key = value, place, None"),
+        ("key = value, place, sharding.split", "key = value, place, None"),
     ],
     "_instructions/_memory": [
         ("+= sign *", "+= abs(sign) *"),
@@ -314,7 +314,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_pipelined/_tracing": [
         ("size / batch.num_examples", "size / sum(batch.sizes)"),
     ],
-    "_pipelined/_function_spec": [
+    "_pipelined/_user_function": [
         ("local_args = args[:2] if", "local_args = args[:0] if"),
     ],
     "_placed/_mirrored_places": [
@@ -357,8 +357,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_stage/_vjp": [
         (
-            "is_constant=is_weight, is_stored=is_stored",
-            "is_constant=is_weight, is_stored=[not x for x in is_weight]",
+            "is_recomputable=is_weight, is_stored=is_stored",
+            "is_recomputable=is_weight, is_stored=[not x for x in is_weight]",
         ),
     ],
     "_trace/_accumulation": [

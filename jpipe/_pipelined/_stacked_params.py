@@ -12,8 +12,8 @@ from jax.extend import core
 from .._jaxprs import _jaxpr
 from .._jaxprs._min_cut import nbytes
 from .._messages import WarnOnce
+from .._stage._stages import Stages
 from ..schedules._formats import format_bytes
-from ._stages import Stages
 
 # A parameter of fewer bytes takes less to send than a transfer takes to start.
 _LEAST_BYTES = 2**16
@@ -37,7 +37,7 @@ def check_stacked_params(
         readers = [
             stage
             for stage in range(stages.num_stages)
-            if param in stages.weights(stage)
+            if param in stages.weight_indices(stage)
         ]
         num_bytes = nbytes(stages.traced().params[param])
         if len(readers) < 2 or num_bytes < _LEAST_BYTES:

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from .._jaxprs import _dataflow
 from .._layers._text import shape_text
-from ._traced_function import TracedFunction
+from .._trace._traced_function import TracedFunction
 
 PyTree = Any
 

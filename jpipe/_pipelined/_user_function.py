@@ -1,6 +1,6 @@
 """A function of parameters and a mini-batch, and all that a pipeline knows of it.
 
-It is a `LossFunction` of a user, which reads parameters and any arguments, or a
+It is a `PlainFunction` of a user, which reads parameters and any arguments, or a
 `ModelFunction`, the outputs of a model or a loss of them.
 """
 
@@ -19,11 +19,11 @@ from .._instructions._sharding import Sharding
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._layers import _rng
 from .._lower._join import Join
+from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._model._model import Model
 from .._partition import _param_sharding
 from .._partition._stage_placement import StagePlacement
 from .._trace._discarded_state import check_discarded_state
-from .._trace._microbatch_outputs import MicrobatchOutputs
 from .._trace._state_updates import (
     StateLeaf,
     StateUpdate,
@@ -48,18 +48,19 @@ class StateUse(enum.Enum):
 
 
 @dataclass(frozen=True)
-class FunctionSpec(abc.ABC):
+class UserFunction(abc.ABC):
     """A function that is computed in stages.
 
     Attributes:
-      function: ``(params, *args) -> loss``, ``(loss, aux)``, or without a loss ``aux``,
+      call: ``(params, *args) -> loss``, ``(loss, aux)``, or without a loss ``aux``,
         its outputs.
       make_joins: ``results of micro-batches besides the loss -> join of each leaf``.
       in_axes: the axes of the examples in the arguments after ``params``.
       has_loss: True if it returns a loss, which is differentiated.
       has_aux: True if it returns something besides the loss.
       reduction: the loss over the examples: see `jpipe.value_and_grad`.
-      check: checks parameters and arguments of a new signature, before it is built.
+      check_signature: checks the arguments of a new signature before it is built;
+        `PipelinedModel` sets that of a model.
       explain: ``(error, params, args)``; raises a better error than one that was raised
         on these parameters and arguments.
       params_name: the name of the parameters in errors.
@@ -69,13 +70,13 @@ class FunctionSpec(abc.ABC):
       may_have_penalty: True if the loss may have terms that follow from no example.
     """
 
-    function: Callable[..., Any]
+    call: Callable[..., Any]
     make_joins: Callable[[MicrobatchOutputs], list[Join]]
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
-    check: Callable[[PyTree, Sequence[PyTree]], None] | None = None
+    check_signature: Callable[[PyTree, Sequence[PyTree]], None] | None = None
     explain: Callable[[Exception, PyTree, Sequence[PyTree]], None] | None = None
 
     params_name: ClassVar[str]
@@ -212,7 +213,7 @@ class FunctionSpec(abc.ABC):
 
 
 @dataclass(frozen=True)
-class LossFunction(FunctionSpec):
+class PlainFunction(UserFunction):
     """A loss function of a user; its last argument is a dict of those by name.
 
     Attributes:
@@ -257,7 +258,7 @@ class LossFunction(FunctionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFunction(FunctionSpec):
+class ModelFunction(UserFunction):
     """The forward pass of a model, or its loss.
 
     The first argument after the parameters is the input; aux is a pair, of aux (of
