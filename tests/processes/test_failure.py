@@ -77,7 +77,7 @@ def assert_awaited_array_is_named(outcome, why):
 
 
 def test_the_awaited_array_of_a_process_that_raises_is_named(refused_then_raised):
-    why = "it has failed: ZeroDivisionError: "
+    why = "process 1 has failed: ZeroDivisionError: "
     assert_awaited_array_is_named(refused_then_raised, why)
     assert "ZeroDivisionError" in refused_then_raised.of(1)
 
@@ -86,8 +86,8 @@ def test_the_awaited_array_of_a_process_that_raises_is_named(refused_then_raised
 @pytest.mark.parametrize(
     ("how", "timeout", "why"),
     [
-        ("kill", 60, "it has failed or was ended"),
-        ("stop", 15, "nothing came for 15 s"),
+        ("kill", 60, "process 1 is gone: it was killed"),
+        ("stop", 15, "process 1 awaited nobody and sent nothing for 15 s"),
     ],
 )
 def test_the_awaited_array_of_a_process_that_ends_is_named(how, timeout, why):

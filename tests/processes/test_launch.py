@@ -1,16 +1,13 @@
 """`python -m jpipe launch`: what is started, and what is printed of it."""
 
-import io
 import os
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 
 import jpipe
-from jpipe._command import _launch
 
 from .jobs import ROOT
 
@@ -48,33 +45,6 @@ def test_a_script_or_a_module_is_started_so_many_times(
     ]
 
 
-def test_threads_start_after_the_last_process(monkeypatch):
-    """Between `fork` and `exec` a process may wait for a lock that a thread held."""
-    counts = []
-    has_ended = threading.Event()
-
-    class Output(io.StringIO):
-        def __iter__(self):
-            has_ended.wait(timeout=60)
-            return iter(())
-
-    class Process:
-        def __init__(self, *args, **options):
-            counts.append(threading.active_count())
-            self.stdout = Output()
-            self.stderr = Output()
-
-        def poll(self):
-            has_ended.set()
-            return 0
-
-    monkeypatch.setattr(subprocess, "Popen", Process)
-    monkeypatch.setattr(_launch, "_kill", lambda process: None)
-    assert _launch.launch(["a program"], num_processes=3) == 0
-    assert len(counts) == 3
-    assert len(set(counts)) == 1
-
-
 def test_a_program_that_forgets_to_join_is_refused(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text("import jpipe, math\njpipe.pipeline([math.sin], 1)\n")
@@ -101,9 +71,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_starts(options, m
 def test_a_port_in_use_is_named_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(
-            RuntimeError, match=r"port \d+ of .* is in use on this host"
-        ):
+        with pytest.raises(RuntimeError, match=r"port \d+ is in use on this host"):
             jpipe.distributed(address, 2, 0)
 
 
