@@ -25,6 +25,7 @@ from ._lines import KILLED, Fault, list_processes
 
 _SECONDS_BETWEEN_TRIES = 0.2
 _TRY_SECONDS = 5.0
+_FAREWELL_SECONDS = 5.0
 _LONGEST_GREETING = 4096  # bytes
 Sockets = dict[int, socket.socket]
 
@@ -98,99 +99,115 @@ def receive_all(
       RuntimeError: if a process ends, or its numbers do not fit.
       TimeoutError: with the processes that did not come.
     """
-    arrived: Sockets = {}
-    greetings: dict[socket.socket, bytearray] = {}  # of those that say who they are
+    arrivals = _Arrivals(num_processes)
     until = time.monotonic() + timeout
-    try:
-        with listener, selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while len(arrived) < num_processes - 1:
-                seconds = until - time.monotonic()
-                if seconds <= 0:
-                    missing = {*range(1, num_processes)} - {*arrived}
-                    raise TimeoutError(
-                        f"{list_processes(sorted(missing))} of {num_processes} did not "
-                        f"join process 0 within {timeout:g} s: start all of them, with "
-                        f"a coordinator_address= that they reach"
-                    )
-                for key, _ in selector.select(seconds):
-                    line: Any = key.fileobj
-                    if line is listener:
-                        line, _ = listener.accept()
-                        line.settimeout(_TRY_SECONDS)
-                        greetings[line] = bytearray()
-                        selector.register(line, selectors.EVENT_READ)
-                    elif line in greetings:
-                        if not _read_greeting(line, greetings, arrived, num_processes):
-                            selector.unregister(line)
-                            line.close()
-                    else:  # it says nothing before all have come
-                        process = next(p for p in arrived if arrived[p] is line)
-                        del arrived[process]
-                        line.close()
-                        raise _RefusalError(f"{Fault((process,), KILLED)}")
-    except (_RefusalError, TimeoutError) as refusal:
-        for line in [*arrived.values(), *greetings]:
-            _tell(line, {"refused": str(refusal)})
-            line.close()
-        if isinstance(refusal, TimeoutError):
-            raise
-        raise RuntimeError(f"the processes cannot start: {refusal}") from None
-    for line in arrived.values():
-        _tell(line, {"starts": True})
-    for line in greetings:
-        line.close()
-    return arrived
+    refusal = ""
+    with listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while arrivals.missing:
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                break
+            for key, _ in selector.select(seconds):
+                line: Any = key.fileobj
+                if line is listener:
+                    line, _ = listener.accept()
+                    line.settimeout(_TRY_SECONDS)
+                    selector.register(line, selectors.EVENT_READ, bytearray())
+                    continue
+                try:
+                    is_open = arrivals.read(line, key.data)
+                except _RefusalError as error:
+                    refusal = refusal or str(error)
+                    # Those that are on their way are told too.
+                    until = min(until, time.monotonic() + _FAREWELL_SECONDS)
+                    is_open = False
+                if refusal:
+                    arrivals.tell({"refused": refusal})
+                if not is_open:
+                    selector.unregister(line)
+                    line.close()
+    if refusal:
+        raise RuntimeError(f"the processes cannot start: {refusal}")
+    if arrivals.missing:
+        late = (
+            f"{list_processes(sorted(arrivals.missing))} of {num_processes} did not "
+            f"join process 0 within {timeout:g} s: start all of them, with a "
+            f"coordinator_address= that they reach"
+        )
+        arrivals.tell({"refused": late})
+        raise TimeoutError(late)
+    arrivals.tell({"starts": True})
+    return arrivals.sockets
 
 
-def _read_greeting(
-    line: socket.socket,
-    greetings: dict[socket.socket, bytearray],
-    arrived: Sockets,
-    num_processes: int,
-) -> bool:
-    """Reads who has come, as far as it is there.
+class _Arrivals:
+    """The processes that have come to process 0.
 
-    Args:
-      line: the connection.
-      greetings: connection -> the bytes of its greeting so far; removed if complete.
-      arrived: process -> connection; added.
-      num_processes: the number of all processes.
-
-    Returns:
-      False if it is no process of a job.
-
-    Raises:
-      _RefusalError: if it is one with numbers that do not fit.
+    Attributes:
+      sockets: process -> the connection to it.
+      missing: the processes that have not come.
     """
-    received = greetings[line]
-    with contextlib.suppress(OSError):
-        received += line.recv(_LONGEST_GREETING)
-    is_complete = received.endswith(b"\n")
-    if not is_complete and 0 < len(received) < _LONGEST_GREETING:
+
+    def __init__(self, num_processes: int) -> None:
+        self.sockets: Sockets = {}
+        self.missing = {*range(1, num_processes)}
+        self._num_processes = num_processes
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message to all that have come."""
+        for line in self.sockets.values():
+            _tell(line, message)
+
+    def read(self, line: socket.socket, received: bytearray) -> bool:
+        """Reads what a process says, as far as it is there.
+
+        Args:
+          line: the connection.
+          received: the bytes that have come before, to which others are added.
+
+        Returns:
+          False if it is no process of a job.
+
+        Raises:
+          _RefusalError: if it has ended, or its numbers do not fit.
+        """
+        content = b""
+        with contextlib.suppress(OSError):
+            content = line.recv(_LONGEST_GREETING)
+        received += content
+        for process, other in self.sockets.items():
+            if other is line:  # it says nothing before all have come
+                del self.sockets[process]
+                raise _RefusalError(f"{Fault((process,), KILLED)}")
+        if content and not received.endswith(b"\n"):
+            return len(received) < _LONGEST_GREETING
+        try:
+            greeting = json.loads(received)
+            process = int(greeting["process"])
+            count = int(greeting["num_processes"])
+        except (KeyError, TypeError, ValueError):
+            return False
+
+        reason = ""
+        if count != self._num_processes or not 0 < process < count:
+            reason = (
+                f"process {process} says that there are {count} processes, and "
+                f"process 0 that there are {self._num_processes}: set {PROCESSES} "
+                f"alike, and {PROCESS} from 0 to {self._num_processes - 1}"
+            )
+        elif process in self.sockets:
+            reason = (
+                f"two processes say that they are process {process}: give each "
+                f"another {PROCESS}"
+            )
+        if reason:
+            _tell(line, {"refused": reason})
+            raise _RefusalError(reason)
+        self.missing.discard(process)
+        self.sockets[process] = line
+        _tell(line, {"taken": True})
         return True
-    try:
-        greeting = json.loads(received)
-        process = int(greeting["process"])
-        count = int(greeting["num_processes"])
-    except (KeyError, TypeError, ValueError):
-        del greetings[line]
-        return False
-    if count != num_processes or not 0 < process < num_processes:
-        raise _RefusalError(
-            f"process {process} says that there are {count} processes, and process 0 "
-            f"that there are {num_processes}: set {PROCESSES} alike, and {PROCESS} "
-            f"from 0 to {num_processes - 1}"
-        )
-    if process in arrived:
-        raise _RefusalError(
-            f"two processes say that they are process {process}: give each another "
-            f"{PROCESS}"
-        )
-    del greetings[line]
-    arrived[process] = line
-    _tell(line, {"taken": True})
-    return True
 
 
 def join_first(

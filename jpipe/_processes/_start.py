@@ -312,13 +312,13 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     peers = group()
     if error is None:
-        fault = _leave_with_others()
-        if fault is None:
+        if _leave_with_others():
             return
         status = _exit_status()
     else:
-        peers.leave("has failed", _root(error))
-        status = 1
+        fault = _root(error)
+        peers.leave("has failed", fault)
+        status = 1 if fault.processes == (peers.lines.process,) else FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     if peers.lines.is_first:
@@ -326,10 +326,10 @@ def _leave() -> None:
     os._exit(status)
 
 
-def _leave_with_others() -> Exception | None:
-    """Comes to the end of the program; returns why that is no good end, if it is none.
+def _leave_with_others() -> bool:
+    """Comes to the end of the program; returns False if the others do not.
 
-    The others may await more of this process, or one of them has failed.
+    They may await more of this process, or one of them has failed.
     """
     peers = group()
     by_exit = f" by sys.exit({_exit_argument!r})" if _exit_argument else ""
@@ -338,9 +338,9 @@ def _leave_with_others() -> Exception | None:
         peers.wait_for_end()
         watch().finish()
     except (RuntimeError, TimeoutError, ValueError) as fault:
-        sys.stderr.write(f"jpipe: {fault}\n")
-        return fault
-    return None
+        watch().print_once(str(fault))
+        return False
+    return True
 
 
 def _exit_status() -> int:
@@ -361,6 +361,7 @@ def _root(error: BaseException) -> Fault:
         while peers.lines.fault is None and time.monotonic() < until:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         if peers.lines.fault is not None:
+            watch().explain(peers.lines.fault)
             return peers.lines.fault
     text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
     return Fault((peers.lines.process,), f"has failed: {text}")

@@ -67,6 +67,7 @@ class Watch:
         # The crossing whose arrays failed, and the first line of the error.
         self._failure: tuple[Any, str] | None = None
         self._has_finished = False
+        self._may_explain = threading.Lock()
         self._arrivals = threading.Thread(
             target=self._await_arrivals, name="jpipe-arrivals", daemon=True
         )
@@ -109,12 +110,13 @@ class Watch:
             lines.changed.clear()
             if not self._has_finished:
                 if found := self._find_fault():
-                    _end(*found)
+                    self._end(*found)
             # All have come to their end, and JAX waits for one that was killed since.
             elif lines.gone and jax.distributed.is_initialized():
                 num_last_looks += 1
                 if num_last_looks > _LAST_LOOKS:
-                    _end(Fault(tuple(sorted(lines.gone)), KILLED), "JAX's shutdown")
+                    killed = Fault(tuple(sorted(lines.gone)), KILLED)
+                    self._end(killed, "the end of JAX")
 
     def _find_fault(self) -> tuple[Fault, Any] | None:
         """The fault for which this process ends, and what it awaited, if it does."""
@@ -125,19 +127,61 @@ class Watch:
         now = time.monotonic()
         late = [wait for wait in waits if now - wait.begin > _SECONDS_BETWEEN_LOOKS]
         lines.post_wait(late[0].processes if late else ())
-        purpose = waits[0].purpose if waits else None
         if self._failure is not None:
             crossing, error = self._failure
-            return _explain(crossing, error), crossing
+            return _find_root(crossing, error), crossing
         if lines.fault is not None:
-            return lines.fault, purpose
+            return lines.fault, None
         for wait in waits:
             if fault := group().find_early_end(wait) or _lateness(wait, now):
                 return fault, wait.purpose
         return None
 
+    def _end(self, fault: Fault, purpose: Any) -> None:
+        """Ends the process, which may be waiting for ever.
 
-def _explain(crossing: Any, error: str) -> Fault:
+        Args:
+          fault: the reason.
+          purpose: the text, or what gives it, of what was awaited, or ``None``.
+        """
+        lines = group().lines
+        group().leave("has failed", fault)
+        if any(wait.raises for wait in list(group().waits.values())):
+            time.sleep(_GRACE)
+        self.explain(fault, purpose)
+        # What fails in another process fails here too, and has a traceback; without
+        # process 0 JAX aborts this one.
+        if (self._failure or lines.fault) and 0 not in lines.gone:
+            time.sleep(_GRACE)
+        if lines.is_first:
+            give_farewell()
+        os._exit(FAILED)
+
+    def explain(self, fault: Fault, purpose: Any = None) -> None:
+        """Prints why this process ends, unless it has been printed.
+
+        Args:
+          fault: the reason.
+          purpose: the text, or what gives it, of what it awaited; default: that of
+            its longest wait, or of the arrays that failed.
+        """
+        if purpose is None and self._failure is not None:
+            purpose, _ = self._failure
+        waits = sorted([*group().waits.values()], key=lambda wait: wait.begin)
+        if purpose is None and waits:
+            purpose = waits[0].purpose
+        action = "ends" if purpose is None else f"awaited {purpose}"
+        self.print_once(f"process {group().lines.process} {action}; {fault}")
+
+    def print_once(self, text: str) -> None:
+        """Prints why this process ends, unless it has been printed."""
+        if self._may_explain.acquire(blocking=False):
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"\njpipe: {text}\n")  # after half of a traceback
+                sys.stderr.flush()
+
+
+def _find_root(crossing: Any, error: str) -> Fault:
     """The fault for which arrays failed: the line of a killed process may end later."""
     until = time.monotonic() + SECONDS_TO_EXPLAIN
     while group().lines.fault is None and time.monotonic() < until:
@@ -145,28 +189,6 @@ def _explain(crossing: Any, error: str) -> Fault:
     source = crossing.source.process_index
     failed = Fault((source,), f"has failed or was ended ({error})")
     return group().lines.fault or failed
-
-
-def _end(fault: Fault, purpose: Any) -> None:
-    """Ends the process, which may be waiting for ever.
-
-    Args:
-      fault: the reason.
-      purpose: the text, or what gives it, of what was awaited; ``None`` for nothing.
-    """
-    lines = group().lines
-    group().leave("has failed", fault)
-    if any(wait.raises for wait in list(group().waits.values())):
-        time.sleep(_GRACE)
-    explanation = describe(fault, purpose)
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"\njpipe: {explanation}\n")  # after the half of a traceback
-        sys.stderr.flush()
-    if 0 not in lines.gone:  # else JAX aborts this process
-        time.sleep(_GRACE)
-    if lines.is_first:
-        give_farewell()
-    os._exit(FAILED)
 
 
 def give_farewell() -> None:
@@ -177,12 +199,6 @@ def give_farewell() -> None:
         if len(lines.gone) >= group().num_processes - 1:
             return
         time.sleep(_SECONDS_BETWEEN_LOOKS / 20)
-
-
-def describe(fault: Fault, purpose: Any) -> str:
-    """The sentence about a fault, and about what this process awaited."""
-    action = "ends" if purpose is None else f"awaited {purpose}"
-    return f"process {group().lines.process} {action}; {fault}"
 
 
 def _await(arrays: Sequence[Any]) -> str:
