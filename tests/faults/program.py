@@ -8,6 +8,7 @@ A failure is ``process:moment:act``, such as ``1:step:kill``: see `fail`.
 import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ STEPS, SAVE_EVERY, FAILING_STEP = 8, 3, 5
 STOPPED_EARLY = 75
 # The seconds for which a process that is late waits before it joins the others.
 SECONDS_LATE = 3.0
+# The seconds for which a process is stopped that goes on then.
+SECONDS_PAUSED = 5
 _stops = threading.Event()
 
 
@@ -31,14 +34,18 @@ def fail(act: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "pause":
+            wake = f"sleep {SECONDS_PAUSED}; kill -CONT {os.getpid()}"
+            with subprocess.Popen(["sh", "-c", wake]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        case "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         case "raise":
             raise ZeroDivisionError("by a test")
         case "sys.exit":
             sys.exit(3)
         case "os._exit":
             os._exit(4)
-        case "sleep":
-            time.sleep(3600)
         case "leave":
             _stops.set()
         case "term":
@@ -101,10 +108,8 @@ def main(folder: str, failure: str = "none:none:none", *_job: str) -> None:
     x, _ = batch(0)
     state: Any = pipe.init_train_state(jax.random.key(0), x, tx)
     path = Path(folder) / "state"
-    restart_count = os.environ.get("JPIPE_RESTART_COUNT")
-    if restart_count != "0" or path.exists():
-        exists = path.exists() or path.with_name("state.jpipe-new").exists()
-        state = jpipe.checkpoint.restore(path, state) if exists else state
+    if path.exists():
+        state = jpipe.checkpoint.restore(path, state)
     step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx)
 
     fail_soon("compile", 0.3)
