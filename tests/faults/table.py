@@ -15,6 +15,7 @@ _EXTRA_SECONDS = 10.0
 _GONE = "is gone: it was killed, or its host or network failed"
 _RAISED = "has failed: ZeroDivisionError: by a test"
 _HANGS = r"awaited nobody and sent nothing for [\d.]+ s: it hangs, or is slow"
+_OF_JAX = "the JAX distributed service detected fatal errors"
 _LEFT = "came to its end after 6 calls of the pipelines"
 
 
@@ -68,11 +69,13 @@ ROWS = [
             *((2, 1, moment) for moment in ("joined", "compile", "step", "save")),
             *((3, 0, moment) for moment in ("joined", "compile", "step", "save")),
             *((3, 2, moment) for moment in ("joined", "compile", "step", "save")),
-            *((2, process, moment) for moment in ("end", "exit") for process in (0, 1)),
+            *((2, 0, "end"), (2, 1, "end"), (2, 1, "exit")),
             *((8, process, "step") for process in (0, 5)),
             (8, 7, "joined"),
         )
     ),
+    # All have come to their end: without its store JAX aborts, before anything else.
+    Row(2, "0:exit:kill", f"({_GONE}|{_OF_JAX})", status=-9),
     Row(2, "1:step:raise", _RAISED, status=1),
     Row(3, "0:step:raise", _RAISED, status=1),
     Row(2, "1:step:interrupt", "has failed: KeyboardInterrupt", status=1),
@@ -119,8 +122,9 @@ def find_breaches(row: Row) -> list[str]:
             breaches.append(f"process {index} has status 0")
         if row.seconds and process.seconds > row.seconds:
             breaches.append(f"process {index} took {process.seconds:.1f} s")
-        # Of a process that has not come nobody knows why.
-        subject = "" if ":start:" in row.failure else f"process {failing} "
+        # A process that has not come is not named by its end, nor by JAX.
+        has_name = ":start:" not in row.failure and _OF_JAX not in row.why
+        subject = f"process {failing} " if has_name else ""
         if not re.search(subject + row.why, process.text):
             breaches.append(f"process {index} does not print why: {process.text}")
     if len(saved) > 1:
