@@ -35,8 +35,6 @@ from ._lines import (
 _DEFAULT_TIMEOUT = 600.0
 RUNS = "calls of the pipelines so far"
 _LONGEST_WAIT = 1.0  # Ctrl-C does not end a longer one
-# Seconds in which process 0 answers, if it runs.
-_SECONDS_TO_ANSWER = 2.0
 _POLL_SECONDS = 0.005
 
 
@@ -203,7 +201,7 @@ class Group:
 
     def find_hang(self, processes: Sequence[int], seconds: float) -> Fault:
         """The fault of those for which some processes wait, after so many seconds."""
-        roots = self.lines.find_roots(processes, _SECONDS_TO_ANSWER)
+        roots = self.lines.find_roots(processes)
         return Fault(
             roots,
             f"awaited nobody and sent nothing for {seconds:g} s: it hangs, or is slow; "
@@ -298,12 +296,12 @@ class Group:
           ValueError: with how many each ran, if that differs.
         """
         departures = self.lines.departures
-        others = sorted(self.lines.others)
+        peers = sorted(self.lines.peers)
         self.wait_until(
-            lambda: [process for process in others if process not in departures],
+            lambda: [process for process in peers if process not in departures],
             "the end of the program",
         )
-        runs = {process: departures[process].runs for process in others}
+        runs = {process: departures[process].runs for process in peers}
         runs[self.process_index] = self.runs
         facts = [{RUNS: str(runs[process])} for process in sorted(runs)]
         if differences := find_differences(facts):

@@ -9,8 +9,8 @@ comes over it:
 
 The kernel closes the line of a process that is killed, and a host that is gone answers
 no keepalive, so that a death is known at once, whatever the others wait for. A process
-that hangs sends nothing, and so awaits nobody. Of an awaited process that awaits
-others, the *roots* of the wait are asked for:
+that is stopped sends no beats. One that hangs in its own code awaits nobody: of an
+awaited process that awaits others, the *roots* of the wait are asked for:
 
     roots(p) = {p}                                     if p awaits nobody
                the roots of all q that p awaits        else
@@ -22,6 +22,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ KILLED = "is gone: it was killed, or its host or network failed"
 # Seconds without an answer, and between questions, and how many remain unanswered
 # before a host counts as gone.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_SECONDS_BETWEEN_BEATS = 2.0
 _SEND_SECONDS = 1.0  # a process that is stopped reads nothing
 _LONGEST_MESSAGE = 1 << 16  # bytes
 _READ_BYTES = 1 << 14
@@ -86,7 +88,7 @@ class Lines:
 
     Attributes:
       process: the number of this process.
-      others: the other processes.
+      peers: the other processes.
       departures: process -> its departure, in the order in which they are known.
       gone: the processes whose lines have ended.
       changed: an event that is set when a process departs or is gone.
@@ -105,7 +107,7 @@ class Lines:
             alone in others; empty where there is one process.
         """
         self.process = process
-        self.others = {*range(num_processes)} - {process}
+        self.peers = {*range(num_processes)} - {process}
         self.departures: dict[int, Departure] = {}
         self.gone: set[int] = set()
         self.changed = threading.Event()
@@ -114,7 +116,9 @@ class Lines:
         self._waits: dict[int, tuple[int, ...]] = {}  # process -> those that it awaits
         self._posted_wait: tuple[int, ...] = ()
         self._has_left = False
-        self._has_answer = threading.Event()
+        self._last_beat = time.monotonic()
+        # process -> the time when something came over its line
+        self._last_heard = dict.fromkeys(sockets, self._last_beat)
         self._lock = threading.Lock()
         if not sockets:
             return
@@ -152,21 +156,37 @@ class Lines:
             self._posted_wait = awaited
             self._post({"awaits": awaited})
 
-    def find_roots(self, processes: Iterable[int], seconds: float) -> tuple[int, ...]:
+    def beat(self, timeout: float) -> None:
+        """Sends a sign of life, and departs those that have sent none for too long.
+
+        Args:
+          timeout: the seconds for which a process may send nothing.
+        """
+        now = time.monotonic()
+        seconds = now - self._last_beat
+        if seconds < min(_SECONDS_BETWEEN_BEATS, timeout / 4):
+            return
+        self._last_beat = now
+        self._post({"beats": True})
+        if seconds > timeout / 2:  # this process was stopped, and has not read since
+            self._last_heard = dict.fromkeys(self._sockets, now)
+        for process, last_heard in [*self._last_heard.items()]:
+            if now - last_heard > timeout and process not in self.departures:
+                why = f"sent nothing for {timeout:g} s: it, its host or network hangs"
+                self._depart(process, why)
+
+    def find_roots(self, processes: Iterable[int]) -> tuple[int, ...]:
         """The processes for which all of them wait that are awaited.
 
         Args:
-          processes: those that this process awaits.
-          seconds: the time that process 0, which passes on who awaits whom, has to
-            answer: if it does not, it is the root.
+          processes: the processes that this one awaits.
 
         Returns:
           The roots; all that wait for each other, if nobody else is awaited.
         """
-        if not self.is_first:
-            self._has_answer.clear()
-            self._post({"asks": True})
-            if not self._has_answer.wait(seconds):
+        if not self.is_first:  # it passes on who awaits whom
+            silence = time.monotonic() - self._last_heard[0]
+            if silence > 3 * _SECONDS_BETWEEN_BEATS:
                 return (0,)
         reached: set[int] = set()
         pending = list(processes)
@@ -224,6 +244,7 @@ class Lines:
         except OSError:
             return False
         received += content
+        self._last_heard[process] = time.monotonic()
         while (end := received.find(b"\n")) >= 0:
             try:
                 message = json.loads(received[:end])
@@ -238,9 +259,7 @@ class Lines:
     def _apply(self, message: dict[str, Any]) -> None:
         """Notes a message, which process 0 passes on."""
         process = message["process"]
-        if "asks" in message:
-            self._has_answer.set()
-            self._send(message, [process] if self.is_first else [])
+        if "beats" in message:
             return
         if "awaits" in message:
             self._waits[process] = tuple(message["awaits"])
@@ -255,16 +274,19 @@ class Lines:
         elif "gone" in message:
             self.gone.add(process)
         if self.is_first:
-            others = (other for other in self._sockets if other != process)
-            self._send(message, others)
+            self._send(message, self.peers - {process})
         self.changed.set()
+
+    def _depart(self, process: int, why: str) -> None:
+        """Notes the end of a process that did not tell it."""
+        fault = Fault((process,), why)
+        left = {"runs": 0, "end": why, "fault": fault}
+        self._apply({**left, "process": process})
 
     def _mark_gone(self, process: int) -> None:
         """Notes that a line has ended."""
         if process not in self.departures:
-            fault = Fault((process,), KILLED)
-            left = {"runs": 0, "end": KILLED, "fault": fault}
-            self._apply({**left, "process": process})
+            self._depart(process, KILLED)
         self._apply({"gone": True, "process": process})
 
     def _close(self) -> None:

@@ -42,7 +42,7 @@ def preempted() -> bool:
     if not lines.last_call.count():
         return False
     group().wait_until(
-        lambda: [*lines.others - lines.last_call.counts.keys() - lines.gone],
+        lambda: [*lines.peers - lines.last_call.counts.keys() - lines.gone],
         "the number of its last step",
     )
     return lines.last_call.is_reached

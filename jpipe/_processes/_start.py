@@ -125,7 +125,7 @@ def _initialize(
     }
     _leave_sigterm()
     try:
-        with group().waiting(sorted(group().lines.others), "the start of JAX"):
+        with group().waiting(sorted(group().lines.peers), "the start of JAX"):
             jax.distributed.initialize(
                 address, num_processes, process_id, **{**waits, **options}
             )
@@ -218,7 +218,7 @@ def _come_together_by_store() -> None:
 def _watch_over(lines: Lines) -> None:
     """Lets the other processes know when and why this one ends, and it of them."""
     group().lines = lines
-    if not lines.others:
+    if not lines.peers:
         return
     watch()  # no thread can be started at the end
     _note_exit_status()
@@ -281,7 +281,7 @@ def _num_cores() -> int:
 @functools.cache
 def _leave_together() -> None:
     """Joins the processes by lines, if `distributed` has not."""
-    if not group().lines.others:
+    if not group().lines.peers:
         _come_together_by_store()
 
 
@@ -311,23 +311,23 @@ def _leave() -> None:
     """
     error = getattr(sys, "last_value", None)
     peers = group()
-    if error is None:
-        if _leave_with_others():
-            return
-        status = _exit_status()
-    else:
+    if error is not None:
         fault = _root(error)
         peers.leave("has failed", fault)
         status = 1 if fault.processes == (peers.lines.process,) else FAILED
+    elif fault := _leave_with_others():
+        status = _exit_status()
+    else:
+        return
+    watch().dismiss()
     sys.stdout.flush()
     sys.stderr.flush()
-    if peers.lines.is_first:
-        give_farewell()
+    give_farewell(fault)
     os._exit(status)
 
 
-def _leave_with_others() -> bool:
-    """Comes to the end of the program; returns False if the others do not.
+def _leave_with_others() -> Fault | None:
+    """Comes to the end of the program; returns the fault if the others do not.
 
     They may await more of this process, or one of them has failed.
     """
@@ -337,10 +337,11 @@ def _leave_with_others() -> bool:
         peers.leave(f"came to its end{by_exit}")
         peers.wait_for_end()
         watch().finish()
-    except (RuntimeError, TimeoutError, ValueError) as fault:
-        watch().print_once(str(fault))
-        return False
-    return True
+    except (RuntimeError, ValueError) as error:
+        watch().print_once(str(error))
+        is_of_peer = isinstance(error, PeerError)
+        return error.fault if is_of_peer else Fault((), "other numbers of calls")
+    return None
 
 
 def _exit_status() -> int:

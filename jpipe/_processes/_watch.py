@@ -67,6 +67,7 @@ class Watch:
         # The crossing whose arrays failed, and the first line of the error.
         self._failure: tuple[Any, str] | None = None
         self._has_finished = False
+        self._is_dismissed = False
         self._may_explain = threading.Lock()
         self._arrivals = threading.Thread(
             target=self._await_arrivals, name="jpipe-arrivals", daemon=True
@@ -86,6 +87,10 @@ class Watch:
         self._awaited.put(None)
         self._arrivals.join()
         self._has_finished = True
+
+    def dismiss(self) -> None:
+        """Leaves the end of this process to the main thread."""
+        self._is_dismissed = True
 
     def _await_arrivals(self) -> None:
         """Waits for all arrays in order, until one fails or the program ends."""
@@ -108,9 +113,12 @@ class Watch:
         while True:
             lines.changed.wait(_SECONDS_BETWEEN_LOOKS)
             lines.changed.clear()
+            lines.beat(group().timeout)
+            if self._is_dismissed:
+                continue
             if not self._has_finished:
-                if found := self._find_fault():
-                    self._end(*found)
+                if end := self._find_fault():
+                    self._end(*end)
             # All have come to their end, and JAX waits for one that was killed since.
             elif lines.gone and jax.distributed.is_initialized():
                 num_last_looks += 1
@@ -146,15 +154,18 @@ class Watch:
         """
         lines = group().lines
         group().leave("has failed", fault)
-        if any(wait.raises for wait in list(group().waits.values())):
+        if any(wait.raises for wait in [*group().waits.values()]):
             time.sleep(_GRACE)
+        if self._is_dismissed:
+            return
         self.explain(fault, purpose)
         # What fails in another process fails here too, and has a traceback; without
         # process 0 JAX aborts this one.
         if (self._failure or lines.fault) and 0 not in lines.gone:
             time.sleep(_GRACE)
-        if lines.is_first:
-            give_farewell()
+        if self._is_dismissed:
+            return
+        give_farewell(fault)
         os._exit(FAILED)
 
     def explain(self, fault: Fault, purpose: Any = None) -> None:
@@ -191,13 +202,16 @@ def _find_root(crossing: Any, error: str) -> Fault:
     return group().lines.fault or failed
 
 
-def give_farewell() -> None:
-    """Lets the other processes end before process 0, without which JAX ends them."""
+def give_farewell(fault: Fault) -> None:
+    """Lets the other processes end before process 0, without which JAX ends them.
+
+    Args:
+      fault: the fault for which they end; its roots may hang.
+    """
     lines = group().lines
     until = time.monotonic() + 2 * _GRACE
-    while time.monotonic() < until:
-        if len(lines.gone) >= group().num_processes - 1:
-            return
+    ending = lines.peers - {*fault.processes}
+    while lines.is_first and not ending <= lines.gone and time.monotonic() < until:
         time.sleep(_SECONDS_BETWEEN_LOOKS / 20)
 
 

@@ -14,7 +14,7 @@ _SECONDS = 12.0
 _EXTRA_SECONDS = 10.0
 _GONE = "is gone: it was killed, or its host or network failed"
 _RAISED = "has failed: ZeroDivisionError: by a test"
-_HANGS = r"awaited nobody and sent nothing for [\d.]+ s: it hangs, or is slow"
+_HANGS = r"(awaited nobody and )?sent nothing for [\d.]+ s: it.* (hangs|is slow)"
 _OF_JAX = "the JAX distributed service detected fatal errors"
 _LEFT = "came to its end after 6 calls of the pipelines"
 
