@@ -23,6 +23,8 @@ STOPPED_EARLY = 75
 SECONDS_LATE = 3.0
 # The seconds for which a process is stopped that goes on then.
 SECONDS_PAUSED = 5
+# The seconds for which a worker outlives a process that is killed.
+SECONDS_OF_ORPHAN = 25
 _stops = threading.Event()
 
 
@@ -31,6 +33,12 @@ def fail(act: str) -> None:
     print(f"fails at {time.time()}", flush=True)
     match act:
         case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "orphan":  # its worker has copies of its connections
+            if os.fork() == 0:
+                os.closerange(0, 3)
+                time.sleep(SECONDS_OF_ORPHAN)
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -128,7 +136,7 @@ def main(folder: str, failure: str = "none:none:none", *_job: str) -> None:
         if is_preempted:
             sys.exit(STOPPED_EARLY)
     if not _stops.is_set():
-        own = {
+        own: dict[str, Any] = {
             f"{i}": np.asarray(leaf)
             for i, leaf in enumerate(jax.tree.leaves(state))
             if leaf.is_fully_addressable and leaf.addressable_shards

@@ -74,6 +74,7 @@ ROWS = [
             (8, 7, "joined"),
         )
     ),
+    Row(2, "1:step:orphan", _GONE, status=-9),
     # All have come to their end: without its store JAX aborts, before anything else.
     Row(2, "0:exit:kill", f"({_GONE}|{_OF_JAX})", status=-9),
     Row(2, "1:step:raise", _RAISED, status=1),

@@ -110,6 +110,7 @@ def start(tmp_path, program, *options):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    assert job.stdout is not None
     lines = []
     while sum("ready" in line for line in lines) < 2:
         lines.append(job.stdout.readline())

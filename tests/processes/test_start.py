@@ -103,3 +103,11 @@ def test_a_loop_in_one_process_learns_of_a_signal_and_a_second_one_ends_it(numbe
     printed, _ = job.communicate(timeout=120)
     assert printed == "False False\nTrue True\n"
     assert job.returncode == -number
+
+
+def test_a_program_that_never_asks_is_ended_by_a_signal():
+    program = JOIN + "import signal\nsignal.raise_signal(signal.SIGTERM)\nprint('on')\n"
+    job = start(program, 0, 1, free_port())
+    printed, _ = job.communicate(timeout=120)
+    assert printed == "joined\n"
+    assert job.returncode == -signal.SIGTERM
