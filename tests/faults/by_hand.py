@@ -124,5 +124,6 @@ def _wait(running: list[_Running]) -> bool:
 
 def _read(job: _Running) -> None:
     assert job.process.stdout is not None
-    for line in job.process.stdout:
-        job.lines.append(line.rstrip())
+    with job.process.stdout:
+        for line in job.process.stdout:
+            job.lines.append(line.rstrip())

@@ -104,6 +104,7 @@ def _run(
         if (int(match[1]), match[2]) == (process, moment) and match[3] not in seen:
             seen.add(match[3])
             threading.Timer(delay, kill, [int(match[3])]).start()
+    job.stdout.close()
     return job.wait(), len(killed)
 
 
