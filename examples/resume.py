@@ -1,8 +1,8 @@
 """Trains on digits and goes on where an earlier run stopped, as if it had not.
 
 A checkpoint holds the train state and the position in the data. One is written every
-50 steps, one at the end, and one after Ctrl-C or SIGTERM, which Slurm and cloud
-machines send before they take a machine away. The exit status is 75 if the run was
+50 steps, one at the end, and one after SIGTERM, which Slurm and cloud machines send
+before they take a machine away. The exit status is 75 if the run was
 stopped early: start the same command again, and the losses are those of one run.
 
     python examples/resume.py                       # stop it, start it again
@@ -15,16 +15,12 @@ import os
 import shutil
 import signal
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 from digits import convolutional_network, cross_entropy, read_digits
-from jax.experimental import multihost_utils
 
 import jpipe
 
@@ -57,19 +53,6 @@ def save(folder: Path, state: jpipe.TrainState, position: int) -> None:
             shutil.rmtree(old)
 
 
-def catch_signals() -> Callable[[int], bool]:
-    """Catches Ctrl-C and SIGTERM; says after each step whether one arrived."""
-    is_asked = threading.Event()
-
-    def ask(number: int, _: Any) -> None:
-        is_asked.set()
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the program
-
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
-    return lambda step: is_asked.is_set()
-
-
 def main() -> int:
     """Trains from the last checkpoint on; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -81,10 +64,7 @@ def main() -> int:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2 if options.distributed else 4)
     if options.distributed:
-        jpipe.distributed()  # JAX catches SIGTERM; all processes save at one step
-        is_asked_to_stop = multihost_utils.reached_preemption_sync_point
-    else:
-        is_asked_to_stop = catch_signals()
+        jpipe.distributed()
 
     stride = max(jax.device_count() // 4, 1)  # some of each process
     devices = (4 * jax.devices()[::stride])[:4]  # with fewer, stages share them
@@ -110,7 +90,7 @@ def main() -> int:
             print(f"step {position}: loss {float(metrics['loss']):.9f}", flush=True)
         if position == options.preempt_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        stops = is_asked_to_stop(position)
+        stops = jpipe.preempted()  # in all processes after the same step
         if stops or position % SAVE_EVERY == 0 or position == options.steps:
             save(options.folder, state, position)
     return STOPPED_EARLY if position < options.steps else 0

@@ -91,7 +91,7 @@ class Runs:
           The recipe, the losses, the test accuracies by step, and the seconds.
 
         Raises:
-          SystemExit: after Ctrl-C or SIGTERM, when a checkpoint has been written.
+          SystemExit: after SIGTERM, when a checkpoint has been written.
           ValueError: if the folder has a run of this name and another recipe.
         """
         path = self._folder / f"{name}.json"

@@ -11,7 +11,7 @@ in as many steps: fine-tuned, from the layers that know Latin, and from scratch.
     python examples/transfer.py --plan paper     # the model of the paper, not run
     python examples/transfer.py --data DIR       # a folder of images for each class
 
-Ctrl-C and SIGTERM write a checkpoint and end with status 75. The same command goes on
+SIGTERM writes a checkpoint and ends with status 75. The same command goes on
 from there, to the losses of one run. A training that is finished is not done again.
 Checkpoints and results are in ``build/transfer``.
 """
@@ -27,10 +27,11 @@ from pathlib import Path
 import jax
 from images import read_folder, read_task
 from learner import STAGES, Form, Learner, print_plan
-from resume import catch_signals
 from rich.progress import Progress
 from runs import Runs
 from transfer_report import draw_samples, make_row, write_report
+
+import jpipe
 
 COMPARED_STEPS = 5
 TARGETS = ("scikit-learn digits", "MNIST", "Greek", "Cyrillic", "Hebrew", "Devanagari")
@@ -132,12 +133,11 @@ def main() -> int:
         names = options.targets or form.targets
         targets = [read_task(name, form.size) for name in names]
     draw_samples([source, *targets], folder / "images.png")
-    is_asked_to_stop = catch_signals()
 
     def is_stopped(step: int) -> bool:
         if step == options.preempt_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        return is_asked_to_stop(step)
+        return jpipe.preempted()
 
     with Progress() as progress:
         runs = Runs(folder, is_stopped, progress)

@@ -11,7 +11,7 @@ pipeline. It is tested on messages that it has not seen in any language.
     python examples/translation.py --plans    # the paper's models: parameters and plans
     python examples/translation.py --table    # all of docs/translation.md
 
-Ctrl-C and SIGTERM write a checkpoint and end with status 75. The same command goes on
+SIGTERM writes a checkpoint and ends with status 75. The same command goes on
 there, to the losses of one run. Results, curves and tables lie in `build/translation`.
 """
 

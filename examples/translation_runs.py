@@ -23,7 +23,7 @@ import numpy as np
 import optax
 import sacrebleu  # pyright: ignore[reportMissingImports]
 from messages import LENGTHS, PAD, Batches, Corpus, Pairs, shift_right
-from resume import STOPPED_EARLY, catch_signals, list_checkpoints
+from resume import STOPPED_EARLY, list_checkpoints
 from rich.progress import track
 from translation_report import draw_losses
 from translator import Sizes, Translator, count_parameters, translate
@@ -126,7 +126,7 @@ class Trainer:
     def __init__(
         self, corpus: Corpus, folder: Path, *, preempt_after: int | None = None
     ) -> None:
-        """Prepares to stop after Ctrl-C or SIGTERM.
+        """Prepares to stop after SIGTERM.
 
         Args:
           corpus: the messages.
@@ -136,7 +136,6 @@ class Trainer:
         self.corpus = corpus
         self._folder = folder
         self._preempt_after = preempt_after
-        self._is_asked_to_stop = catch_signals()
 
     def has_result(self, run: Run) -> bool:
         """True if a run is done."""
@@ -214,7 +213,7 @@ class Trainer:
                 print(f"step {num_done}: loss {float(arrays[-1]):.9f}", flush=True)
             if num_done == self._preempt_after:
                 os.kill(os.getpid(), signal.SIGTERM)
-            is_stopped = self._is_asked_to_stop(num_done)
+            is_stopped = jpipe.preempted()
             is_last = num_done == run.steps
             if is_stopped or is_last or num_done % SAVE_EVERY == 0:
                 losses[first:num_done] = [float(loss) for loss in arrays]

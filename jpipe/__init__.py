@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from ._layers._skip import stash as stash
     from ._lower._join import MEAN as MEAN
     from ._lower._join import SUM as SUM
+    from ._processes._preemption import preempted as preempted
     from ._processes._start import distributed as distributed
     from ._trace._boundaries import boundary as boundary
     from ._train._train_state import TrainState as TrainState
@@ -66,6 +67,7 @@ _HOME = {
     "pipeline": "._api._transform",
     "plan": ".planning._decide",
     "pop": "._layers._skip",
+    "preempted": "._processes._preemption",
     "profile": ".planning._profiler",
     "replicate": ".planning._replicate",
     "sequential": "._api._transform",
@@ -99,6 +101,7 @@ __all__ = [
     "pipeline",
     "plan",
     "pop",
+    "preempted",
     "profile",
     "replicate",
     "schedules",

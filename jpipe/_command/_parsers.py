@@ -26,6 +26,11 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_number(text: str) -> int:
+    """Parses a whole number of at least 0."""
+    return 0 if text == "0" else parse_count(text)
+
+
 def parse_duration(text: str) -> float:
     """Parses a number with a unit of time, such as 5us; returns seconds.
 

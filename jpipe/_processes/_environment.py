@@ -10,10 +10,12 @@ COORDINATOR = "JPIPE_COORDINATOR"
 PROCESSES = "JPIPE_PROCESSES"
 PROCESS = "JPIPE_PROCESS"
 LOCAL_PROCESSES = "JPIPE_LOCAL_PROCESSES"  # those that share the cores of this host
+RESTART_COUNT = "JPIPE_RESTART_COUNT"  # how often all were started again
 TIMEOUT = "JPIPE_TIMEOUT"
 TRANSPORT = "JPIPE_TRANSPORT"
 TRANSFER = "transfer"
 DEVICE_PUT = "device_put"
+FAILED = 70  # the exit status of a process that found a fault of another
 TRANSPORTS = (TRANSFER, DEVICE_PUT)
 
 

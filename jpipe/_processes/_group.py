@@ -1,18 +1,21 @@
 """The processes of a job, and how they compare what they are about to run.
 
 They exchange messages through the key-value store of `jax.distributed`; what programs
-compute passes from process to process by `_transport`. Every wait has an end, and its
-error names the processes that are late.
+compute passes from process to process by `_transport`. Every wait has an end: at once
+if a process has failed or left, as `_lines` tells, and else after a timeout. Its error
+names the root: the process that is gone, or that awaits nobody.
 """
 
 import functools
 import itertools
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,10 +23,39 @@ from .. import _compat
 from .._messages import raise_all
 from ._digest import array_digest
 from ._environment import TIMEOUT, TRANSPORT, check_transport, parse_seconds
+from ._lines import (
+    Departure,
+    Fault,
+    Lines,
+    PeerError,
+    PeerTimeoutError,
+    list_processes,
+)
 
 _DEFAULT_TIMEOUT = 600.0
 RUNS = "calls of the pipelines so far"
 _LONGEST_WAIT = 1.0  # Ctrl-C does not end a longer one
+_POLL_SECONDS = 0.005
+
+
+class Wait(NamedTuple):
+    """A wait of this process for others.
+
+    Attributes:
+      processes: the processes that it awaits.
+      purpose: the text, or what gives it, that ends ``"process 0 awaited ..."``.
+      begin: the time when it began, in seconds of `time.monotonic`.
+      limit: the seconds that it may take.
+      run: the number of the run of shared programs that it is a part of; 0: of none.
+      raises: True if its thread raises by itself where it waits in vain.
+    """
+
+    processes: tuple[int, ...]
+    purpose: Any
+    begin: float
+    limit: float
+    run: int
+    raises: bool
 
 
 @dataclass
@@ -34,11 +66,15 @@ class Group:
       timeout: the seconds for which one process waits for another.
       transport: the name of what moves arrays between them: see `_transport`.
       runs: the number of shared programs that this process has run, as the others have.
+      lines: the lines between them.
+      waits: thread -> its wait for other processes, until that ends.
     """
 
     timeout: float
     transport: str
     runs: int = 0
+    lines: Lines = field(default_factory=lambda: Lines(0, 1, {}))
+    waits: dict[int, Wait] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -57,7 +93,9 @@ class Group:
 
     def publish(self, key: str, message: str) -> None:
         """Stores a message, once for each key."""
-        _compat.coordination_client().key_value_set(f"jpipe/{key}", message)
+        # Process 0 has the store: if it hangs, this does not return.
+        with self.waiting([0], "its store of messages"):
+            _compat.coordination_client().key_value_set(f"jpipe/{key}", message)
 
     def remove(self, key: str) -> None:
         """Removes a message."""
@@ -77,7 +115,8 @@ class Group:
           The messages, in the order of the keys.
 
         Raises:
-          TimeoutError: with the processes that are late.
+          PeerError: at once if a process has failed, or one of them has left.
+          PeerTimeoutError: with the processes that are late.
         """
         if limit == 0.0:
             limit = self.timeout
@@ -85,32 +124,97 @@ class Group:
         messages: list[str] = []
         late: list[int] = []
         for process, key in keys.items():
-            message = self._wait(key, until)
+            with self.waiting([process], purpose, raises=True):
+                message = self._wait(process, key, until=until, purpose=purpose)
             if message is None:
                 late.append(process)
             else:
                 messages.append(message)
         if late:
-            raise TimeoutError(
-                f"{_listed(late)} of {self.num_processes} did not come to {purpose} "
-                f"within {limit:g} s; process {self.process_index} waited. All run the "
-                f"same calls of the pipeline in the same order, or one has failed"
-            )
+            raise self._late_error(late, purpose, limit)
         return messages
 
-    def _wait(self, key: str, until: float) -> str | None:
-        """Waits for a message until a time; returns ``None`` if it does not come."""
+    def _wait(
+        self, process: int, key: str, *, until: float, purpose: str
+    ) -> str | None:
+        """Waits for a message.
+
+        Args:
+          process: the process that sends it.
+          key: its key.
+          until: the time until which it may come, of `time.monotonic`.
+          purpose: the name of what it is for.
+
+        Returns:
+          The message; ``None`` if it does not come in time.
+
+        Raises:
+          PeerError: if a process has failed, or this one has left without it.
+        """
         while True:
-            left = min(max(until - time.monotonic(), 0.001), _LONGEST_WAIT)
+            # Whatever a process sends is in the store before it leaves.
+            departure = self.lines.departures.get(process)
+            seconds = min(max(until - time.monotonic(), 0.001), _LONGEST_WAIT)
             try:
                 return _compat.coordination_client().blocking_key_value_get(
-                    f"jpipe/{key}", int(1000 * left) + 1
+                    f"jpipe/{key}", int(1000 * seconds) + 1
                 )
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if self.lines.fault is None and "DEADLINE_EXCEEDED" not in str(error):
                     raise
+            fault = self.lines.fault
+            if fault is None and departure is not None:
+                fault = _early_end(process, departure)
+            if fault is not None:
+                raise PeerError(
+                    f"process {self.process_index} awaited process {process} for "
+                    f"{purpose}; {fault}",
+                    fault,
+                )
             if time.monotonic() >= until:
                 return None
+
+    @contextmanager
+    def waiting(
+        self,
+        processes: Sequence[int],
+        purpose: Any,
+        *,
+        limit: float = 0.0,
+        run: int = 0,
+        raises: bool = False,
+    ) -> Iterator[None]:
+        """The scope in which this thread waits for others: see `Wait`."""
+        thread = threading.get_ident()
+        self.waits[thread] = Wait(
+            tuple(processes),
+            purpose,
+            begin=time.monotonic(),
+            limit=limit or self.timeout,
+            run=run,
+            raises=raises,
+        )
+        try:
+            yield
+        finally:
+            del self.waits[thread]
+
+    def find_hang(self, processes: Sequence[int], seconds: float) -> Fault:
+        """The fault of those for which some processes wait, after so many seconds."""
+        roots = self.lines.find_roots(processes)
+        return Fault(
+            roots,
+            f"awaited nobody and sent nothing for {seconds:g} s: it hangs, or is slow; "
+            f"where that is no fault, type jpipe.distributed(timeout=...)",
+        )
+
+    def find_early_end(self, wait: Wait) -> Fault | None:
+        """The fault of a process that has left before a run; ``None`` if none has."""
+        for process in wait.processes:
+            departure = self.lines.departures.get(process)
+            if departure is not None and wait.run > departure.runs:
+                return _early_end(process, departure, f", and this is {wait.run}")
+        return None
 
     def post(self, key: str, facts: Mapping[str, Any]) -> None:
         """Publishes facts of this process, and the number of programs it has run."""
@@ -143,33 +247,75 @@ class Group:
         """
         raise_differences(find_differences(self.gather(facts, purpose)), purpose)
 
-    def leave(self, why: str) -> None:
-        """Posts that this process runs nothing more, and the error that ended it."""
-        self.post("left", {"why": why})
+    def leave(self, end: str, fault: Fault | None = None) -> None:
+        """Tells all that this process runs nothing more: see `_lines.Departure`."""
+        self.lines.leave(Departure(self.runs, end, fault))
 
-    def departure(self, process: int) -> dict[str, str] | None:
-        """The facts that a process has posted when it left; ``None`` if it has not."""
-        try:
-            message = _compat.coordination_client().key_value_try_get(
-                f"jpipe/left/{process}"
-            )
-        except jax.errors.JaxRuntimeError:
-            return None
-        return json.loads(message)
+    def wait_until(self, find_late: Callable[[], list[int]], purpose: str) -> None:
+        """Waits until no process is late.
 
-    def check_runs(self) -> None:
+        Args:
+          find_late: the processes that are awaited still.
+          purpose: the name of what they are awaited for.
+
+        Raises:
+          PeerError: if a process has failed.
+          PeerTimeoutError: with the processes that are late.
+        """
+        until = time.monotonic() + self.timeout
+        with self.waiting(find_late(), purpose, raises=True):
+            while (late := find_late()) or self.lines.fault:
+                if fault := self.lines.fault:
+                    raise PeerError(
+                        f"process {self.process_index} awaited {purpose}; {fault}",
+                        fault,
+                    )
+                if time.monotonic() >= until:
+                    raise self._late_error(late, purpose, self.timeout)
+                time.sleep(_POLL_SECONDS)
+
+    def _late_error(
+        self, late: Sequence[int], purpose: str, seconds: float
+    ) -> PeerTimeoutError:
+        """The error for processes that did not come in so many seconds."""
+        fault = self.find_hang(late, seconds)
+        return PeerTimeoutError(
+            f"{list_processes(late)} of {self.num_processes} did not come to "
+            f"{purpose} within {seconds:g} s; process {self.process_index} waited; "
+            f"{fault}. All run the same calls of the pipeline in the same order, or "
+            f"one has failed",
+            fault,
+        )
+
+    def wait_for_end(self) -> None:
         """Waits until all have left, and checks that they ran as many programs.
 
         Raises:
+          PeerError: if a process has failed.
+          PeerTimeoutError: with the processes that are late.
           ValueError: with how many each ran, if that differs.
-          TimeoutError: with the processes that are late.
         """
-        facts_by_process = self.collect("left", "the end of the program")
-        runs = [{RUNS: facts[RUNS]} for facts in facts_by_process]
-        if differences := find_differences(runs):
+        departures = self.lines.departures
+        peers = sorted(self.lines.peers)
+        self.wait_until(
+            lambda: [process for process in peers if process not in departures],
+            "the end of the program",
+        )
+        runs = {process: departures[process].runs for process in peers}
+        runs[self.process_index] = self.runs
+        facts = [{RUNS: str(runs[process])} for process in sorted(runs)]
+        if differences := find_differences(facts):
             raise ValueError(
                 f"what came after the first of these calls was wrong: {differences[0]}"
             )
+
+
+def _early_end(process: int, departure: Departure, end: str = "") -> Fault:
+    """The fault of a process that came to its end and is awaited still."""
+    return Fault(
+        (process,),
+        f"{departure.end} after {departure.runs} calls of the pipelines{end}",
+    )
 
 
 def raise_differences(
@@ -200,14 +346,11 @@ def find_differences(facts_by_process: Sequence[Mapping[str, str]]) -> list[str]
         for process, facts in enumerate(facts_by_process):
             processes.setdefault(facts.get(name, "nothing"), []).append(process)
         if len(processes) > 1:
-            values = (f"{_listed(who)}: {value}" for value, who in processes.items())
+            values = (
+                f"{list_processes(who)}: {value}" for value, who in processes.items()
+            )
             differences.append(f"{name}: {'; '.join(values)}")
     return differences
-
-
-def _listed(processes: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, processes))
-    return f"processes {numbers}" if len(processes) > 1 else f"process {numbers}"
 
 
 @functools.cache

@@ -1,18 +1,19 @@
 """Makes a program one of several processes."""
 
 import atexit
-import errno
+import contextlib
 import functools
 import os
-import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from .. import _compat
 from ._environment import (
     COORDINATOR,
+    FAILED,
     LOCAL_PROCESSES,
     PROCESS,
     PROCESSES,
@@ -21,7 +22,10 @@ from ._environment import (
     read_job,
 )
 from ._group import group
-from ._watch import FAILED, watch
+from ._lines import Fault, Lines, PeerError
+from ._rendezvous import is_loopback, join_first, listen, receive_all, split_address
+from ._transport import own_address
+from ._watch import SECONDS_TO_EXPLAIN, give_farewell, watch
 
 # Threads of XLA for each CPU device of several: programs of a stage's devices wait in
 # them for each other. With as many threads as devices, or one more, they wait for ever
@@ -30,12 +34,7 @@ _THREADS_PER_DEVICE = 4
 _FEWEST_THREADS_PER_DEVICE = 2
 # Seconds by which the timeouts of JAX are longer than ours, whose errors say more.
 _EXTRA_TIMEOUT = 30
-_START_TIMEOUT = 300
-# Seconds in which the watch may name a process that has failed.
-_SECONDS_TO_EXPLAIN = 2.0
-# Seconds for which the first process, without which JAX ends the others, waits for
-# their explanations.
-_SECONDS_OF_FAREWELL = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.05
 _LONGEST_ERROR = 200  # letters that others print
 
 
@@ -65,9 +64,11 @@ def distributed(
         ``"10.0.0.1:1234"``.
       num_processes: the number of processes.
       process_id: the number of this one, from 0.
-      timeout: the seconds for which a process waits for another one before it ends with
-        the name of what it awaited; default: the environment variable
-        ``JPIPE_TIMEOUT``, or 600. A step whose first backward comes later needs more.
+      timeout: the seconds for which a process waits for another one, from the start on,
+        before it ends with the name of what it awaited and who hangs; default: the
+        environment variable ``JPIPE_TIMEOUT``, or 600. A start, a compilation or a step
+        that takes longer in one of them needs more. For a process that has failed or
+        was killed nobody waits.
       transport: the transport of arrays: ``"transfer"``, through sockets,
         or ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
@@ -76,7 +77,8 @@ def distributed(
     Raises:
       ValueError: if a number or a name does not fit.
       RuntimeError: if JAX has its devices already, or cannot tell the processes, or
-        the port is in use.
+        the port is in use; if another process ends before all have started.
+      TimeoutError: with the processes that have not come.
 
     Example:
       >>> import jpipe
@@ -95,27 +97,38 @@ def distributed(
 def _initialize(
     address: str | None, num_processes: int | None, process_id: int | None, options: Any
 ) -> None:
-    """Starts `jax.distributed`, with our timeouts: see `distributed`."""
+    """Brings the processes together, then starts `jax.distributed`: see `distributed`.
+
+    Args:
+      address: host and port of the first process, or ``None``.
+      num_processes: the number of processes, likewise.
+      process_id: the number of this one, likewise.
+      options: for `jax.distributed.initialize`.
+    """
     if (address, num_processes, process_id) == (None, None, None):
         address, num_processes, process_id = read_job()
-    if process_id == 0 and address is not None:
-        has_bind_address = "coordinator_bind_address" in options
-        if not has_bind_address and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-            _check_port(address)
+    job = _compat.detect_job(
+        address,
+        num_processes,
+        process_id,
+        method=options.get("cluster_detection_method"),
+    )
+    _come_together(*job, options)
     # Read when the devices are made.
     os.environ.setdefault("PJRT_NPROC", str(_num_threads()))
-    timeout = max(int(group().timeout), 1)
+    # Our own end before, with an error that names what was awaited.
+    timeout = max(int(group().timeout), 1) + _EXTRA_TIMEOUT
     waits = {
-        # Schedulers start some processes later than others.
-        "initialization_timeout": max(timeout, _START_TIMEOUT),
-        # Our own end before, with an error that names what was awaited.
-        "heartbeat_timeout_seconds": timeout + _EXTRA_TIMEOUT,
-        "shutdown_timeout_seconds": timeout + _EXTRA_TIMEOUT,
+        "initialization_timeout": timeout,
+        "heartbeat_timeout_seconds": timeout,
+        "shutdown_timeout_seconds": timeout,
     }
+    _leave_sigterm()
     try:
-        jax.distributed.initialize(
-            address, num_processes, process_id, **{**waits, **options}
-        )
+        with group().waiting(sorted(group().lines.peers), "the start of JAX"):
+            jax.distributed.initialize(
+                address, num_processes, process_id, **{**waits, **options}
+            )
     except ValueError as error:
         if address is not None:
             raise
@@ -126,34 +139,91 @@ def _initialize(
         ) from error
 
 
-def _check_port(address: str) -> None:
-    """Refuses a port that is in use, at which JAX ends in a segmentation fault.
+def _leave_sigterm() -> None:
+    """Keeps JAX from catching SIGTERM, which `preempted` does where a program asks.
+
+    A program that never asks would not end; and JAX, told to stop in the last steps,
+    does not end either (jax 0.10.2).
+    """
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        with contextlib.suppress(AttributeError):
+            jax.config.update("jax_enable_preemption_service", val=False)
+
+
+def _come_together(
+    address: str | None, num_processes: int | None, process_id: int | None, options: Any
+) -> None:
+    """Waits until all processes have started, and joins them by lines.
+
+    JAX listens afterwards where process 0 does now: on one machine, at loopback alone.
 
     Args:
-      address: host and port of the first process, which is this one.
-
-    Raises:
-      RuntimeError: if another program listens there.
+      address: host and port of the first process, or ``None`` if it is unknown.
+      num_processes: the number of processes, likewise.
+      process_id: the number of this one, likewise.
+      options: for `jax.distributed.initialize`; an address to listen at is added.
     """
-    port = address.rpartition(":")[2]
-    if not port.isdecimal():  # which JAX refuses
+    if address is None or num_processes is None or process_id is None:
         return
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    try:
-        # As JAX does, at all addresses, and where an earlier run has just ended.
-        with socket.create_server(
-            ("", int(port)), family=family, dualstack_ipv6=is_dual
-        ):
-            pass
-    except (OSError, OverflowError) as error:
-        if getattr(error, "errno", None) != errno.EADDRINUSE:
-            return
-        raise RuntimeError(
-            f"port {port} of coordinator_address={address!r} is in use on this host, "
-            f"by another job or by a run that has not ended; give another port, the "
-            f"same in all processes"
-        ) from None
+    host_and_port = split_address(address)
+    if host_and_port is None or not 0 <= process_id < num_processes:
+        return
+    host, port = host_and_port
+    timeout = group().timeout
+    if process_id > 0:
+        line = join_first(
+            host_and_port,
+            process=process_id,
+            num_processes=num_processes,
+            timeout=timeout,
+        )
+        _watch_over(Lines(process_id, num_processes, {0: line}))
+        return
+
+    bind_address = options.get("coordinator_bind_address") or os.environ.get(
+        "JAX_COORDINATOR_BIND_ADDRESS"
+    )
+    if bind_address is None and is_loopback(host):
+        bind_address = address
+        options["coordinator_bind_address"] = address
+    bind_host, bind_port = split_address(bind_address or "") or ("", port)
+    lines = receive_all(listen(bind_host, bind_port), num_processes, timeout=timeout)
+    _watch_over(Lines(0, num_processes, lines))
+
+
+def _come_together_by_store() -> None:
+    """Joins processes by lines in which somebody else has started JAX."""
+    process_index, num_processes = _compat.process_index_and_count()
+    if num_processes == 1:
+        return
+    peers = group()
+    key = "lines"
+    if process_index > 0:
+        (address,) = peers.receive({0: key}, "its lines")
+        line = join_first(
+            split_address(address) or ("", 0),
+            process=process_index,
+            num_processes=num_processes,
+            timeout=peers.timeout,
+        )
+        _watch_over(Lines(process_index, num_processes, {0: line}))
+        return
+    host = own_address(_compat.coordinator_address())
+    listener = listen(host.strip("[]"), 0)
+    peers.publish(key, f"{host}:{listener.getsockname()[1]}")
+    lines = receive_all(listener, num_processes, timeout=peers.timeout)
+    _watch_over(Lines(0, num_processes, lines))
+
+
+def _watch_over(lines: Lines) -> None:
+    """Lets the other processes know when and why this one ends, and it of them."""
+    group().lines = lines
+    if not lines.peers:
+        return
+    watch()  # no thread can be started at the end
+    _note_exit_status()
+    # The function that is registered last is called first: before JAX leaves them.
+    atexit.register(_leave)
 
 
 def check_joined() -> None:
@@ -210,10 +280,27 @@ def _num_cores() -> int:
 
 @functools.cache
 def _leave_together() -> None:
-    """Lets the other processes know when and why this one ends."""
-    watch()  # no thread can be started at the end
-    # The function that is registered last is called first: before JAX leaves them.
-    atexit.register(_leave)
+    """Joins the processes by lines, if `distributed` has not."""
+    if not group().lines.peers:
+        _come_together_by_store()
+
+
+# The argument of the last `sys.exit`; Python tells it to nobody at the end.
+_exit_argument: Any = None
+
+
+@functools.cache
+def _note_exit_status() -> None:
+    """Notes the argument of `sys.exit`, for a process that ends before others."""
+    leave_program = sys.exit
+
+    @functools.wraps(leave_program)
+    def note_and_leave(status: Any = None, /) -> NoReturn:
+        global _exit_argument
+        _exit_argument = status
+        leave_program(status)
+
+    sys.exit = note_and_leave
 
 
 def _leave() -> None:
@@ -224,22 +311,58 @@ def _leave() -> None:
     """
     error = getattr(sys, "last_value", None)
     peers = group()
-    if peers.num_processes == 1:
+    if error is not None:
+        fault = _root(error)
+        peers.leave("has failed", fault)
+        status = 1 if fault.processes == (peers.lines.process,) else FAILED
+    elif fault := _leave_with_others():
+        status = _exit_status()
+    else:
         return
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        time.sleep(_SECONDS_TO_EXPLAIN)  # the watch may name a process that has failed
-    try:
-        if error is None:
-            peers.leave("")
-            peers.check_runs()
-            watch().finish()
-            return
-        peers.leave(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
-    except (RuntimeError, TimeoutError, ValueError) as fault:
-        if error is None:
-            sys.stderr.write(f"jpipe: {fault}\n")
+    watch().dismiss()
     sys.stdout.flush()
     sys.stderr.flush()
-    if peers.process_index == 0:
-        time.sleep(_SECONDS_OF_FAREWELL)
-    os._exit(FAILED if error is None else 1)
+    give_farewell(fault)
+    os._exit(status)
+
+
+def _leave_with_others() -> Fault | None:
+    """Comes to the end of the program; returns the fault if the others do not.
+
+    They may await more of this process, or one of them has failed.
+    """
+    peers = group()
+    by_exit = f" by sys.exit({_exit_argument!r})" if _exit_argument else ""
+    try:
+        peers.leave(f"came to its end{by_exit}")
+        peers.wait_for_end()
+        watch().finish()
+    except (RuntimeError, ValueError) as error:
+        watch().print_once(str(error))
+        is_of_peer = isinstance(error, PeerError)
+        return error.fault if is_of_peer else Fault((), "other numbers of calls")
+    return None
+
+
+def _exit_status() -> int:
+    """The status of a program that has come to its end, and others have not."""
+    if isinstance(_exit_argument, int) and _exit_argument != 0:
+        return _exit_argument
+    return FAILED
+
+
+def _root(error: BaseException) -> Fault:
+    """The fault for which an exception was raised: of another process, or this one."""
+    peers = group()
+    if isinstance(error, PeerError):
+        return error.fault
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        # Arrays fail before the line of a process that was killed ends.
+        until = time.monotonic() + SECONDS_TO_EXPLAIN
+        while peers.lines.fault is None and time.monotonic() < until:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if peers.lines.fault is not None:
+            watch().explain(peers.lines.fault)
+            return peers.lines.fault
+    text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    return Fault((peers.lines.process,), f"has failed: {text}")

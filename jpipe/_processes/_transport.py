@@ -75,9 +75,8 @@ class Crossing:
 
     def __str__(self) -> str:
         return (
-            f"process {self.target.process_index} awaited {self.label} for "
-            f"{self.target}, which process {self.source.process_index} sends from "
-            f"{self.source}"
+            f"{self.label} for {self.target}, which process "
+            f"{self.source.process_index} sends from {self.source}"
         )
 
     def connect(self, program: int) -> Callable[..., Leaves]:
@@ -178,7 +177,7 @@ def _server() -> Any:
     """The server of this process, from which others pull."""
     from jax.experimental import transfer  # one process alone does not need it
 
-    host = _own_address(_compat.coordinator_address())
+    host = own_address(_compat.coordinator_address())
     server = transfer.start_transfer_server(
         jax.local_devices()[0].client,
         f"{host}:0",
@@ -198,7 +197,7 @@ def _link(process: int) -> Any:
     return server.connect(address)
 
 
-def _own_address(coordinator: str) -> str:
+def own_address(coordinator: str) -> str:
     """The address of this host as the one of the first process sees it."""
     host = coordinator.rpartition(":")[0].strip("[]") or "127.0.0.1"
     try:

@@ -74,7 +74,7 @@ REACHED_BY = {
     "_pipelined/_pipelined_function": "layers loss_functions models matrix mesh",
     "_pipelined/_tracing": "layers/test_skip.py models/test_meshes_and_replicas.py layers loss_functions models matrix mesh",
     "_placed": "test_transparency.py train",
-    "_processes": "processes/test_failure.py processes/test_equal_bits.py",
+    "_processes": "processes/test_failure.py processes/test_start.py faults processes/test_equal_bits.py",
     "_processes/_environment": "processes/test_launch.py",
     "_stage": "loss_functions/test_value_and_grad.py loss_functions models",
     "_stage/_slicing": "loss_functions/test_value_and_grad.py planning/test_estimate.py loss_functions models",

@@ -65,35 +65,16 @@ def test_other_examples_in_a_later_call_are_found():
         assert len(re.findall(r"^loss \d", text, re.M)) in (7, 8)
 
 
-def assert_awaited_array_is_named(outcome, why):
-    ended(outcome)
-    text = outcome.of(0)
+def test_the_awaited_array_of_a_process_that_raises_is_named(refused_then_raised):
+    ended(refused_then_raised)
+    text = refused_then_raised.of(0)
     assert re.search(
         r"jpipe: process 0 awaited action 1B\d for .*cpu:0, which process 1 "
-        rf"sends from .*cpu:\d+.*{why}",
+        r"sends from .*cpu:\d+.*process 1 has failed: ZeroDivisionError: ",
         text,
     ), text
     assert len(re.findall(r"^loss \d", text, re.M)) in (5, 6)
-
-
-def test_the_awaited_array_of_a_process_that_raises_is_named(refused_then_raised):
-    why = "it has failed: ZeroDivisionError: "
-    assert_awaited_array_is_named(refused_then_raised, why)
     assert "ZeroDivisionError" in refused_then_raised.of(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "timeout", "why"),
-    [
-        ("kill", 60, "it has failed or was ended"),
-        ("stop", 15, "nothing came for 15 s"),
-    ],
-)
-def test_the_awaited_array_of_a_process_that_ends_is_named(how, timeout, why):
-    outcome = jobs.run(2, "failing", how, timeout=timeout)
-    assert_awaited_array_is_named(outcome, why)
-    assert "ZeroDivisionError" not in outcome.of(1)
 
 
 @pytest.mark.slow
