@@ -67,6 +67,7 @@ _HOME = {
     "sequential": "._api._transform",
     "stash": "._layers._skip",
     "value_and_grad": "._api._value_and_grad",
+    "whole_batch": "._trace._whole_batch",
 }
 __version__ = _version("jpipe")
 __all__ = [

@@ -18,7 +18,7 @@ from .._instructions._transfer import Device
 from .._layers._adapter import LayerAdapter
 from .._layers._layer_group import check_balance
 from .._messages import raise_all
-from .._partition._config import PipelineConfig
+from .._partition._config import DEFAULT_SCHEDULE, PipelineConfig
 from .._partition._param_sharding import ShardingRule
 from .._partition._remat import find_settings
 from .._processes._start import check_threads
@@ -32,7 +32,7 @@ DECIDED_BY_PLAN = {
     "num_microbatches": None,
     "balance": None,
     "num_stages": None,
-    "schedule": "1f1b",
+    "schedule": DEFAULT_SCHEDULE,
     "remat": "min_cut",
     "replicas": None,
 }
