@@ -100,6 +100,7 @@ __all__ = [
     "sequential",
     "stash",
     "value_and_grad",
+    "whole_batch",
 ]
 
 

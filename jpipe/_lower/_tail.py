@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .._instructions._graph import Graph, Place, Value
+from .._instructions._instruction import WHOLE_BATCH
 from .._instructions._sharding import STACKED, WHOLE, Sharding
 from .._jaxprs import _inlining, _jaxpr
 from .._jaxprs._computation import Computation
@@ -33,7 +34,7 @@ class TailOutputs(NamedTuple):
       loss: the loss of the mini-batch.
       aux: the leaves of aux.
       grads: the gradients of its weights that are trained.
-      cotangents: for each joined array that has a cotangent, those of all micro-batches.
+      cotangents: those of all micro-batches, for each joined array that has any.
     """
 
     loss: Any
@@ -126,7 +127,7 @@ def write_tail(
         ],
     )
     values = graph.call(
-        Computation.from_jaxpr("whole_batch", closed),
+        Computation.from_jaxpr(WHOLE_BATCH, closed),
         place,
         operands,
         shardings=jax.tree.leaves(

@@ -28,6 +28,7 @@ from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
 from ..schedules import Schedule
 from ..schedules._action import FORWARD
+from ..schedules._catalogue import FORWARDS_FIRST
 from ._remat import RematSetting
 
 
@@ -76,9 +77,9 @@ class StagePlacement:
                 raise ValueError(
                     f"schedule {self.schedule.name!r} runs backwards before the last "
                     f"forward, and the loss reads the outputs of the whole mini-batch "
-                    f"at once (jpipe.whole_batch, reduction='batch'): type "
-                    f"schedule='gpipe' or 'looped_bfs', or give one of your own in "
-                    f"which each backward follows all forwards, without replicas="
+                    f"at once (jpipe.whole_batch, reduction='batch'): type schedule="
+                    f"{' or '.join(map(repr, FORWARDS_FIRST))}, or give one of your "
+                    f"own in which each backward follows all forwards"
                 )
 
     @property

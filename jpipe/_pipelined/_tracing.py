@@ -171,12 +171,14 @@ def trace_whole(
 def _trace(
     spec: FunctionSpec, params: PyTree, batch: Batch, size: int, *, num_stages: int
 ) -> TracedFunction:
-    with _whole_batch.marks_of_sizes(size, batch.num_examples):
+    is_split = [axis is not None for axis in batch.axes]
+    marked_size = size if any(is_split) else None
+    with _whole_batch.marks_of_sizes(marked_size, batch.num_examples):
         return _traced_function.trace_function(
             spec.function,
             params,
             batch.microbatch_specs(size),
-            is_split=[axis is not None for axis in batch.axes],
+            is_split=is_split,
             num_stages=num_stages,
             has_aux=spec.has_aux,
             has_loss=spec.has_loss,

@@ -58,7 +58,7 @@ class EqnKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Tail:
-    """What runs once per step, on arrays of the whole mini-batch: see `_whole_batch`.
+    """The part of a function that runs once per step: see `_whole_batch`.
 
     Attributes:
       closed: ``(*weights, *joined arrays) -> (loss, *aux)``.

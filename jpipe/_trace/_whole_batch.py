@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching
 
+from .. import _compat
 from .._jaxprs import _dataflow, _jaxpr, _structural_key
 from .._layers._text import shape_text
 from .._messages import raise_all
@@ -53,11 +53,12 @@ class _Sizes(NamedTuple):
     """The numbers of examples of the trace that is running.
 
     Attributes:
-      microbatch: the number of examples of its micro-batch.
+      microbatch: the number of examples of its micro-batch; ``None``: nothing is split,
+        and there is one.
       batch: the number of examples of the mini-batch.
     """
 
-    microbatch: int
+    microbatch: int | None
     batch: int
 
 
@@ -81,10 +82,7 @@ def _refuse(transformation: str) -> NoReturn:
     )
 
 
-batching.primitive_batchers[_whole_batch_p] = lambda *_, **__: _refuse("jax.vmap")
-ad.primitive_jvps[_whole_batch_p] = lambda *_, **__: _refuse(
-    "jax.grad, or another derivative"
-)
+_compat.refuse_transformations(_whole_batch_p, _refuse)
 
 
 def whole_batch(x: PyTree, axis: Any = 0) -> PyTree:
@@ -129,14 +127,20 @@ def whole_batch(x: PyTree, axis: Any = 0) -> PyTree:
         leaf = jnp.asarray(leaf)
         if not isinstance(axis, int):
             return _whole_batch_p.bind(leaf, axis=axis, rows=0)
-        has_axis = -leaf.ndim <= axis < leaf.ndim
-        if not has_axis or leaf.shape[axis] != sizes.microbatch:
+        rows = leaf.shape[axis] if -leaf.ndim <= axis < leaf.ndim else None
+        if sizes.microbatch is None and rows is not None:
+            return _whole_batch_p.bind(leaf, axis=axis % leaf.ndim, rows=rows)
+        if rows != sizes.microbatch:
+            advice = (
+                "name their axis, as in jpipe.whole_batch(z, 1); for what has no rows "
+                "type jpipe.whole_batch(z, jpipe.MEAN) or jpipe.SUM"
+            )
+            if rows == sizes.batch:
+                advice = f"it has those of all {rows}: mark it once{_MODEL_ADVICE}"
             raise ValueError(
-                f"jpipe.whole_batch: an array of shape {shape_text(leaf)} has not one "
-                f"row for each of the {sizes.microbatch} examples of a micro-batch on "
-                f"axis {axis}; name their axis, as in jpipe.whole_batch(z, 1), and "
-                f"mark arrays of rows once, outside of jax.vmap; for what has no rows "
-                f"type jpipe.whole_batch(z, jpipe.MEAN) or jpipe.SUM"
+                f"jpipe.whole_batch: an array {shape_text(leaf)} has not one row for "
+                f"each of the {sizes.microbatch} examples of a micro-batch on axis "
+                f"{axis}; {advice}"
             )
         return _whole_batch_p.bind(leaf, axis=axis % leaf.ndim, rows=sizes.batch)
 
@@ -144,7 +148,7 @@ def whole_batch(x: PyTree, axis: Any = 0) -> PyTree:
 
 
 @contextlib.contextmanager
-def marks_of_sizes(microbatch: int, batch: int) -> Iterator[None]:
+def marks_of_sizes(microbatch: int | None, batch: int) -> Iterator[None]:
     """Traces marks in a function of so many examples of a mini-batch of so many."""
     token = _sizes.set(_Sizes(microbatch, batch))
     try:
@@ -162,7 +166,8 @@ def has_marks(traced: TracedFunction) -> bool:
     for eqn in traced.closed.jaxpr.eqns:
         for closed in _jaxpr.inner_jaxprs(eqn):
             if _jaxpr.contains(closed, _whole_batch_p.name):
-                _refuse(eqn.primitive.name)
+                is_checkpoint = eqn.primitive.name in _jaxpr.CHECKPOINTS
+                _refuse("jax.checkpoint" if is_checkpoint else eqn.primitive.name)
     return any(map(_is_mark, traced.closed.jaxpr.eqns))
 
 
@@ -198,9 +203,9 @@ def split_tails(
     keys = [_key_of_tail(front.tail) for front in fronts.values()]
     if any(key != keys[0] for key in keys):
         raise ValueError(
-            "what follows jpipe.whole_batch, or loss_fn with reduction='batch', differs "
-            "between micro-batches of different sizes; it runs once, for all: there "
-            "read the number of examples of a marked array, len(z), and not of x"
+            "what follows jpipe.whole_batch, or loss_fn with reduction='batch', runs "
+            "once, and differs between micro-batches of different sizes: read the "
+            "number of examples of a marked array there, len(z), and not of x"
         )
     return fronts
 
@@ -224,6 +229,8 @@ class _Splitter:
         self._eqns = [eqn for eqn in jaxpr.eqns if not _is_mark(eqn)]
         # The variables that differ between micro-batches by their examples.
         roots = list(itertools.compress(traced.batch_inputs, is_split))
+        if not any(is_split):  # there is one micro-batch, which has all examples
+            roots += traced.batch_inputs
         if traced.captures_batch:
             roots += traced.captured_vars
         roots += _jaxpr.outvars_of(eqn for eqn in jaxpr.eqns if eqn.effects)
@@ -260,11 +267,11 @@ class _Splitter:
         if operands & self._of_examples:
             if axis is None:
                 raise ValueError(
-                    f"jpipe.whole_batch: {_describe(operand)} has axis None, as what is "
-                    f"the same for all examples, and each micro-batch makes another; "
-                    f"name the axis of the examples, or type jpipe.MEAN for a mean over "
-                    f"them, jpipe.SUM for a sum (of a pipeline in out_axes= and "
-                    f"target_axes=)"
+                    f"jpipe.whole_batch: {_describe(operand)} has axis None, as what "
+                    f"is the same for all examples, and each micro-batch makes "
+                    f"another; name the axis of the examples, or type jpipe.MEAN for a "
+                    f"mean over them, jpipe.SUM for a sum (of a pipeline in out_axes= "
+                    f"and target_axes=)"
                 )
         elif not isinstance(axis, int):
             self._unmarked[eqn.outvars[0]] = operand

@@ -23,6 +23,7 @@ from .._stage._stage_names import name_stages
 from .._stage._stages import Stages
 from .._trace import _boundaries
 from ..schedules import Action
+from ..schedules._formats import format_bytes
 from ._plan import Forecast, Plan, StagePlan
 
 
@@ -119,6 +120,23 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         data=placement.num_shards,
         cuts=info.cuts if specialization is None else specialization.cuts,
         param_shapes=None if info.layout is None else info.layout.param_shapes,
+    )
+
+
+def describe_tail(specialization: Specialization | None) -> str:
+    """A line on what runs once per step, on the whole mini-batch; empty if nothing."""
+    if specialization is None:
+        return ""
+    tail = specialization.stages.traced().tail
+    if tail is None:
+        return ""
+    placement = specialization.placement
+    device = placement.device_text(placement.devices[-1])
+    joined = tail.closed.jaxpr.invars[len(tail.weights) :]
+    num_bytes = sum(map(nbytes, specs(joined)))
+    return (
+        f"\nthe loss runs once per step, on {device}, on {format_bytes(num_bytes)} of "
+        f"all micro-batches; so {placement.schedule.name} runs all forwards first"
     )
 
 
