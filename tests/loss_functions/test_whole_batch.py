@@ -122,13 +122,11 @@ def test_each_loss_is_that_of_one_device(double, api, loss, count, size):
     ref.assert_close(api(loss, count, params, x, targets), expected, ref.FLOAT64)
 
 
-def last_first(num_ranks, count):
-    """All forwards, then the backwards of the last micro-batches first."""
+def in_thirds(num_ranks, count):
+    """All forwards, then all input gradients, then all weight gradients."""
     rows = []
     for rank in range(num_ranks):
-        forwards = [f"{rank}F{m}" for m in range(count)]
-        backwards = [f"{rank}B{m}" for m in reversed(range(count))]
-        rows.append(" ".join([*forwards, *backwards]))
+        rows.append(" ".join(f"{rank}{op}{m}" for op in "FIW" for m in range(count)))
     return schedules.Schedule.from_text("\n".join(rows))
 
 
@@ -136,7 +134,7 @@ def last_first(num_ranks, count):
     ("schedule", "options"),
     [
         ("looped_bfs", {"balance": [1, 1, 1, 1], "devices": TWO}),
-        (last_first, {}),
+        (in_thirds, {}),
         slow("gpipe", {"remat": "full"}),
         slow("gpipe", {"remat": "none"}),
         slow("looped_bfs", {"balance": [1, 1, 1, 1], "devices": TWO, "remat": "dots"}),
