@@ -34,7 +34,8 @@ class TailOutputs(NamedTuple):
       loss: the loss of the mini-batch.
       aux: the leaves of aux.
       grads: the gradients of its weights that are trained.
-      cotangents: those of all micro-batches, for each joined array that has any.
+      cotangents: a list of cotangents, one for each micro-batch, for each joined array
+        that has any.
     """
 
     loss: Any
