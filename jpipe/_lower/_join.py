@@ -148,12 +148,22 @@ def join_marked(column: Sequence[Any], axis: Any, shares: Sequence[float]) -> ja
       column: the arrays of all micro-batches.
       axis: the axis of the examples, `MEAN` or `SUM`; ``None``: all are the same.
       shares: the share of the examples that each micro-batch has.
+
+    Raises:
+      TypeError: if the axis is none of these.
     """
     if axis is MEAN:
         return mean(column, shares)
     if axis is SUM:
         return _sum(column)
-    return column[0] if axis is None else jnp.concatenate(column, axis)
+    if axis is None:
+        return column[0]
+    if not isinstance(axis, int):
+        raise TypeError(
+            f"jpipe.whole_batch: axis={axis!r}; needs the number of an axis, "
+            f"jpipe.MEAN or jpipe.SUM"
+        )
+    return jnp.concatenate(column, axis)
 
 
 def _leaf_axes(

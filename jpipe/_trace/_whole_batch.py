@@ -25,6 +25,7 @@ et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup
 import contextlib
 import contextvars
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -122,6 +123,8 @@ def whole_batch(x: PyTree, axis: Any = 0) -> PyTree:
     sizes = _sizes.get()
     if sizes is None:
         return x
+    if hasattr(axis, "__index__"):  # an integer of NumPy, too
+        axis = operator.index(axis)
 
     def mark(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)

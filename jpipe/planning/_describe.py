@@ -263,17 +263,22 @@ def _sent_bytes(placement: StagePlacement, stages: Stages) -> list[int]:
     # output of a stage -> the stage that computes the value, and its first output there
     origins: dict[Any, tuple[int, Any]] = {}
     sent = set[tuple[Any, int]]()  # output, and the place of a reader
+
+    def send(var: Any, place: int) -> None:
+        source, output = origins[var]
+        if place != placement.place_of(source, 0) and (output, place) not in sent:
+            sent.add((output, place))
+            sent_bytes[source] += sum(map(nbytes, specs([output])))
+
     for stage in range(stages.num_stages):
         part = stages.slice_of(stage)
-        place = placement.place_of(stage, 0)
         for var in part.input_activations:
-            source, output = origins[var]
-            if place != placement.place_of(source, 0) and (output, place) not in sent:
-                sent.add((output, place))
-                sent_bytes[source] += sum(map(nbytes, specs([output])))
+            send(var, placement.place_of(stage, 0))
 
         # id of a value in the jaxpr -> its origin
         origin_of_value = {id(var): origins[var] for var in part.input_activations}
         for output, value in zip(part.outputs, part.closed.jaxpr.outvars, strict=True):
             origins[output] = origin_of_value.setdefault(id(value), (stage, output))
+    for var in stages.traced().joined:
+        send(var, placement.place_of(stages.num_stages - 1, 0))
     return sent_bytes

@@ -206,6 +206,7 @@ def test_two_towers_share_a_head_and_have_a_penalty(double, count, size):
     # A reduction of parameters runs where these are; only the head and the scale move.
     owners = jax.tree.map(lambda w: w.devices(), placed)
     assert owners["head"] == owners["scale"] == {jax.devices()[1]}
+    assert grad_fn.plan.stages[0].sent_bytes > 0  # embeddings, straight to the loss
 
 
 def test_the_loss_may_read_what_is_the_same_for_all_micro_batches(double):
