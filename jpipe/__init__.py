@@ -73,6 +73,7 @@ _HOME = {
     "sequential": "._api._transform",
     "stash": "._layers._skip",
     "value_and_grad": "._api._value_and_grad",
+    "whole_batch": "._trace._whole_batch",
 }
 __version__ = _version("jpipe")
 __all__ = [
@@ -108,6 +109,7 @@ __all__ = [
     "sequential",
     "stash",
     "value_and_grad",
+    "whole_batch",
 ]
 
 

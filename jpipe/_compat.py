@@ -51,6 +51,27 @@ def settings_reader() -> Callable[[], Hashable]:
     return read if is_sensitive and is_stable else _settings_of_jit
 
 
+def refuse_transformations(primitive: Any, refuse: Callable[[str], None]) -> None:
+    """Makes a primitive refuse `jax.vmap` and derivatives, in words of its own.
+
+    Uses the tables ``jax.interpreters.batching.primitive_batchers`` and
+    ``jax.interpreters.ad.primitive_jvps``. Without them JAX raises a
+    NotImplementedError, which names the primitive.
+    Free when `jax.extend` has a way to give rules to primitives; not up to JAX 0.12.
+
+    Args:
+      primitive: the primitive.
+      refuse: raises an error that names a transformation.
+    """
+    with suppress(ImportError, AttributeError):
+        batching: Any = importlib.import_module("jax.interpreters.batching")
+        ad: Any = importlib.import_module("jax.interpreters.ad")
+        batching.primitive_batchers[primitive] = lambda *_, **__: refuse("jax.vmap")
+        ad.primitive_jvps[primitive] = lambda *_, **__: refuse(
+            "jax.grad or another derivative"
+        )
+
+
 def settings() -> dict[str, Any]:
     """All settings of JAX, by name.
 

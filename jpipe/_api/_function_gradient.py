@@ -23,7 +23,7 @@ from .._pipelined._feed import Feed
 from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._user_function import PlainFunction
 from .._placed._mesh_context import outside_of_meshes
-from ..planning._describe import describe, describe_function
+from ..planning._describe import describe, describe_function, describe_tail
 from ..planning._plan import Plan
 from ..schedules import Timeline
 from . import _loss_function_check
@@ -306,7 +306,8 @@ class FunctionGradient(CustomLoop, FormerNames):
         if self._pipelined_function.last_specialization is None:
             description = f"{self!r}\nthe stages are known once it is called or placed"
         else:
-            description = str(self.plan)
+            specialization = self._pipelined_function.last_specialization
+            description = f"{self.plan}{describe_tail(specialization)}"
         return (
             f"{description}\na call does not check the loss; "
             f"grad_fn.check(params, *args) runs it at once and in micro-batches, and "

@@ -7,6 +7,7 @@ from .._check._report import CheckReport
 from .._layers._rng import Rngs
 from .._placed._mesh_context import outside_of_meshes
 from .._train._pipelined_loss import PipelinedLoss
+from ..planning._describe import describe_tail
 from ..planning._plan import Plan
 from ._former_names import FormerNames
 from ._pipelined_model import UNKNOWN, PipelinedModel
@@ -56,7 +57,8 @@ class LossMethods(FormerNames):
             return f"{self!r}\n{UNKNOWN}"
         reason = self._pipelined_loss.unchecked
         warning = f"\nthe loss was not checked: {reason}" if reason else ""
-        return f"{self.plan}{warning}"
+        tail = describe_tail(self._pipelined_loss.last_specialization)
+        return f"{self.plan}{tail}{warning}"
 
     def _check(
         self,

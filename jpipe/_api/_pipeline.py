@@ -342,8 +342,11 @@ class Pipeline(CustomLoop, FormerNames):
             mean over examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn``
             returns ``(total, weight)`` and the loss is the sum of totals over the sum
             of weights, which are constants. ``"microbatch_mean"``: the mean of the
-            losses of the micro-batches. A loss of another reduction raises. Cotangents
-            are as large as on one device; where a weight follows from more than
+            losses of the micro-batches. ``"batch"``: any loss; ``loss_fn`` runs once,
+            on the outputs of the whole mini-batch, joined by ``out_axes``, and its aux
+            is what it returns; each rank runs all forwards first, see
+            `jpipe.whole_batch`. A loss of another reduction raises. Cotangents are as
+            large as on one device; where a weight follows from more than
             targets, they are those of the total.
           trainable: a selection of the parameters that have gradients; default: all.
             Text with wildcards, such as ``"*/lora_*"``, that matches the path of a

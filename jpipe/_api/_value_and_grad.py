@@ -71,9 +71,10 @@ def value_and_grad(
         whose axis is ``None`` is an array.
       reduction: the loss is a ``"mean"`` or a ``"sum"`` over the examples;
         ``"weighted"``, where ``fun`` returns ``(total, weight)`` in place of a loss:
-        the sum of totals over the sum of weights; or ``"microbatch_mean"``: the mean of
-        the losses of the micro-batches. Summands that depend on no example, such as a
-        penalty on weights, count once.
+        the sum of totals over the sum of weights; ``"microbatch_mean"``: the mean of
+        the losses of the micro-batches; or ``"batch"``: any loss, of what
+        `jpipe.whole_batch` marks in ``fun``. Summands that depend on no example, such
+        as a penalty on weights, count once.
       devices: as for `jpipe.pipeline`.
       mesh: as for `jpipe.pipeline`.
       sharding: as for `jpipe.pipeline`, of paths such as ``("block_0", "kernel")``.

@@ -14,7 +14,7 @@ from ._wrong_call import binding_fault, signature_of
 
 PyTree = Any
 
-REDUCTIONS = ("mean", "sum", "weighted", "microbatch_mean")
+REDUCTIONS = ("mean", "sum", "weighted", "microbatch_mean", "batch")
 # (is weighted, has aux) -> the results of a loss function in words
 _RETURNS = {
     (False, False): "a scalar loss",
@@ -37,7 +37,7 @@ class Objective:
       reduction: ``"mean"``: each micro-batch weighs its share of the examples;
         ``"sum"``: the losses add up; ``"weighted"``: the loss is the sum of totals
         over the sum of loss weights; ``"microbatch_mean"``: each micro-batch weighs
-        the same.
+        the same; ``"batch"``: ``loss_fn`` runs once, on the outputs of all.
       aux_axes: the axes on which aux of micro-batches are joined, as a prefix of aux;
         ``None``: a new one.
     """
@@ -60,6 +60,12 @@ class Objective:
             )
         if self.aux_axes is not None and not self.has_aux:
             raise ValueError(f"aux_axes={self.aux_axes!r} needs has_aux=True")
+        if self.aux_axes is not None and self.reduction == "batch":
+            raise ValueError(
+                f"aux_axes={self.aux_axes!r} joins the aux of micro-batches, and with "
+                f"reduction='batch' loss_fn runs once, on the whole mini-batch: leave "
+                f"it out"
+            )
 
     def of_part(self, outputs: PyTree, targets: PyTree) -> tuple[Any, PyTree]:
         """The loss of a micro-batch, or ``(total, weight)``, and aux; checked."""
@@ -68,8 +74,8 @@ class Objective:
         except Exception as error:
             error.add_note(
                 f"raised by loss_fn, {source_text(self.loss_fn)}, on outputs "
-                f"{shape_text(outputs)} and targets {shape_text(targets)}, those of a "
-                f"micro-batch{_other_arguments(self.loss_fn)}"
+                f"{shape_text(outputs)} and targets {shape_text(targets)}, those of "
+                f"{self._examples}{_other_arguments(self.loss_fn)}"
             )
             raise
         loss, aux = self._split_aux(result)
@@ -78,6 +84,11 @@ class Objective:
         total, weight = loss
         total = _scalar(total, "the total must be a scalar", outputs)
         return (total, weight), aux
+
+    @property
+    def _examples(self) -> str:
+        """The words for the examples that ``loss_fn`` sees."""
+        return "the mini-batch" if self.reduction == "batch" else "a micro-batch"
 
     def _split_aux(self, result: Any) -> tuple[Any, PyTree]:
         """Splits a result into the loss, or ``(total, weight)``, and aux."""

@@ -39,8 +39,8 @@ PyTree = Any
 ADVICE = (
     "for a sum over examples type reduction='sum'; for a mean by a mask or by weights "
     "return (total, weight) and type reduction='weighted'; for the mean of what each "
-    "micro-batch gives by itself type reduction='microbatch_mean'; num_microbatches=1 "
-    "computes any loss"
+    "micro-batch gives by itself type reduction='microbatch_mean'; any loss at all, of "
+    "the whole mini-batch at once, is reduction='batch', or behind jpipe.whole_batch"
 )
 # digest of the program of a loss -> the program: other targets are not compiled again
 _compiled: dict[bytes, Any] = {}
@@ -121,6 +121,8 @@ def check_loss(
     name = f"loss_fn with reduction={objective.reduction!r}"
     if objective.reduction == "microbatch_mean":
         return CheckResult(name, notes=("not compared: each micro-batch by itself",))
+    if objective.reduction == "batch":
+        return CheckResult(name, notes=("not compared: it runs once, on all examples",))
     axes = [*output_axes, *target_axes]
     count = sum(sizes)
     nondiff_args = jax.tree.map(to_host, targets), microbatch_values
@@ -260,6 +262,8 @@ def probe(
     Raises:
       ValueError: if it is not of its ``reduction``, with both numbers.
     """
+    if objective.reduction == "batch":
+        return ""  # it runs once, whatever it is
     if objective.reduction == "microbatch_mean":
         return "each micro-batch counts by itself"
     if not all(map(_is_local_array, jax.tree.leaves(targets))):

@@ -159,6 +159,8 @@ class Graph:
                 case Result(index):
                     writes.append(writes[index])
                 case None:
+                    if shardings[i].stacked and not mapped:
+                        spec = spec.update(shape=spec.shape[1:])  # that of one shard
                     writes.append(self._add_value(spec, place, shardings[i]))
         self.calls.append(
             Instruction(

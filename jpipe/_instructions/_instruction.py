@@ -13,6 +13,9 @@ Place = int
 NOWHERE: Place = -1
 # On the host or any device, as a batch is: whoever reads it gets a copy.
 OUTSIDE: Place = -2
+# The name of the call that reads results of all micro-batches, between forwards and
+# backwards: see `_lower/_tail`.
+WHOLE_BATCH = "whole_batch"
 
 
 @dataclass(slots=True)
@@ -60,6 +63,11 @@ class Instruction:
     def is_move(self) -> bool:
         """True if it is a move; else it is a call."""
         return self.source is not None
+
+    @property
+    def joins_batch(self) -> bool:
+        """True if it is the call that reads results of all micro-batches."""
+        return not self.is_move and self.label == WHOLE_BATCH
 
 
 def label_text(label: Any) -> str:

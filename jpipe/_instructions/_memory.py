@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..schedules._action import FORWARD, Action
+from ._instruction import WHOLE_BATCH
 from ._program import Program
 
 
@@ -83,6 +84,8 @@ def _is_residual(forward: Action, readers: Sequence[Any]) -> bool:
     """True if a backward reads a value of a forward, and no other micro-batch does."""
     has_backward = False
     for reader in readers:
+        if reader == WHOLE_BATCH:
+            continue
         if not isinstance(reader, Action) or reader.microbatch != forward.microbatch:
             return False
         if reader.stage == forward.stage and reader.op != FORWARD:

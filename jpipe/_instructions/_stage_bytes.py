@@ -18,6 +18,10 @@ a field of `Costs`:
     B or I of s, m           B or I of s - 1, m          cotangent_bytes
     any action of s, m       no action                   emitted_bytes
 
+The call that reads results of all micro-batches, between forwards and backwards, is not
+seen through. What it reads of m waits in the last stage from F to the call, and what it
+writes for m in its stage from the call to B: both count as residuals of their stages.
+
 Between actions there are moves and short calls, such as those that split a mini-batch
 or add the cotangents of several readers. They are seen through: a copy counts as its
 original, and an action *uses* the operands of a call that made its arguments.
@@ -26,6 +30,7 @@ original, and an action *uses* the operands of a call that made its arguments.
 import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, OPS, WEIGHT
@@ -105,6 +110,8 @@ class _StageBytes:
         self._readers: dict[Slot, set[Action]] = {}
         # slot -> the actions that read it, a copy, or what was made of it in between
         self._users: dict[Slot, set[Action]] = {}
+        # the call that reads results of all micro-batches, if there is one
+        self._tail: Instruction | None = None
         # cell -> the slots that its actions use
         self._used_by: dict[Cell, list[Slot]] = {}
 
@@ -131,17 +138,25 @@ class _StageBytes:
                 origin = label
             else:
                 origin = _origin_of_call([writer[slot] for slot in instruction.reads])
+            if instruction.joins_batch:
+                self._tail = instruction
             writer.update(dict.fromkeys(instruction.writes, origin))
 
     def _find_readers(self) -> None:
         for instruction in reversed(self._program.instructions):
             label = instruction.label
+            if instruction.is_move:
+                pairs = zip(instruction.writes, instruction.reads, strict=True)
+                for copy, slot in pairs:
+                    users = self._users.get(copy, set())
+                    self._users.setdefault(slot, set()).update(users)
+                continue
             users = set[Action]()
-            if isinstance(label, Action) and not instruction.is_move:
+            if isinstance(label, Action):
                 users.add(label)
                 for slot in instruction.reads:
                     self._readers.setdefault(slot, set()).add(label)
-            else:
+            elif not instruction.joins_batch:
                 for slot in instruction.writes:
                     users |= self._users.get(slot, set())
             for slot in instruction.reads:
@@ -170,6 +185,10 @@ class _StageBytes:
 
     def residual_bytes(self, stage: int, m: int) -> int:
         """The bytes that it stores between its forward and its backward."""
+        return self._residual_bytes(stage, m) + self._total(self._waiting(stage, m))
+
+    def _residual_bytes(self, stage: int, m: int) -> int:
+        """The bytes of residuals that only its backward reads."""
         if Action(FORWARD, stage, m) not in self._calls:
             # The forward is a part of the backward, for which its inputs wait.
             skipped = sum(self._sent(source, stage, m) for source in range(stage - 1))
@@ -202,11 +221,27 @@ class _StageBytes:
         for slot in itertools.chain.from_iterable(call.writes for call in calls):
             users = self._users.get(slot, set())
             # A new sum, or a value that no action reads.
-            if all(a.stage == stage and a.microbatch != m for a in users):
+            is_of_others = all(a.stage == stage and a.microbatch != m for a in users)
+            if is_of_others and slot not in self._read_by_tail:
                 new_bytes += self._program.nbytes[slot]
         sums = [slot for slot in self._reads(calls) if self._is_sum(slot, stage, m)]
         # The last micro-batch drops sums that the caller does not ask for.
         return max(new_bytes - self._total(sums), 0)
+
+    def _waiting(self, stage: int, m: int) -> Iterator[Slot]:
+        """The slots that wait for the tail in the last stage, or for B after it."""
+        if self._tail is None:
+            return
+        if stage == self._schedule.num_stages - 1:
+            for slot in self._tail.reads:
+                users = self._users[slot]
+                is_residual = any(a.stage == stage and a.op != FORWARD for a in users)
+                if not is_residual and self._microbatches_of(slot) == {m}:
+                    yield slot
+        else:
+            for slot in self._used_by.get((stage, m), ()):
+                if slot in self._tail.writes:
+                    yield slot
 
     # ----------------------------------------------------------------- per stage, skips
 
@@ -225,11 +260,17 @@ class _StageBytes:
         slots = set[Slot]()
         for m in range(self._schedule.num_microbatches):
             slots |= set(self._reads(self._calls_of(stage, m)))
-        return self._total(
+        shared = {
             slot
             for slot in slots
             if self._writer[slot] is Origin.BATCH and self._is_shared(slot)
-        )
+        }
+        if stage == self._schedule.num_stages - 1:
+            for slot in self._read_by_tail:
+                is_of_batch = self._writer[slot] is Origin.BATCH
+                if is_of_batch and not self._microbatches_of(slot):
+                    shared.add(slot)
+        return self._total(shared)
 
     def accumulator_bytes(self, stage: int) -> int:
         """The bytes of its sums: gradients, the loss, what micro-batches write."""
@@ -270,6 +311,18 @@ class _StageBytes:
         return [max(by_place.values(), default=0) for by_place in nbytes]
 
     # ----------------------------------------------------------------------- the values
+
+    @cached_property
+    def _read_by_tail(self) -> set[Slot]:
+        """The slots that the tail reads, and those of which it reads copies."""
+        reads = () if self._tail is None else self._tail.reads
+        return {*reads, *(self._original.get(slot, slot) for slot in reads)}
+
+    def _microbatches_of(self, slot: Slot) -> set[int]:
+        """The micro-batch whose action wrote a value, or all that use it."""
+        writer = self._writer[slot]
+        actions = {writer} if isinstance(writer, Action) else self._users[slot]
+        return {action.microbatch for action in actions}
 
     def _total(self, slots: Iterable[Slot]) -> int:
         """The bytes of values; those of copies of one another once."""

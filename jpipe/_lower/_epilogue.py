@@ -16,7 +16,7 @@ reduced, and its results are sharded as parameters are. The vjp is a program of 
 in which XLA cannot contract a product with a sum that comes after it: bits do not
 depend on which stages share a device.
 
-Terms of a gradient are added in the order of stages, that of the prologue last;
+Terms of a gradient are added in the order of stages, then of tail and prologue;
 replicas in the order of their last micro-batches, and of each its shards.
 """
 
@@ -41,6 +41,7 @@ from ._join import Join
 from ._microbatch_sums import StageSums
 from ._prologue import Prologue
 from ._shards import spec_of, unstack
+from ._tail import TailOutputs
 
 Values = list[Value]
 # The place where a value belongs, and its sharding there.
@@ -227,6 +228,7 @@ class Epilogue:
         loss_weights: Values,
         loss_divisor: Value | None,
         aux: Sequence[Values],
+        tail_outputs: TailOutputs | None,
     ) -> StepOutputs:
         """Writes the end of a training step.
 
@@ -234,13 +236,18 @@ class Epilogue:
           sums: for each stage, the sums of each place that runs it.
           loss_weights: the loss weight of each micro-batch, for a weighted loss.
           loss_divisor: their sum, where backwards have divided by it.
-          aux: the leaves of aux, for each micro-batch.
+          aux: the leaves of aux, for each micro-batch; once, if the tail returns them.
+          tail_outputs: the results of the tail, if there is one.
 
         Returns:
           The results, as values, each where it belongs.
         """
         reduced = [self._reduce(s, replicas) for s, replicas in enumerate(sums)]
         terms = self._terms(reduced)
+        losses = reduced[-1].loss
+        if tail_outputs is not None:
+            losses = [tail_outputs.loss]
+            self._add_terms_of_tail(terms, tail_outputs.grads)
         num_inputs = self.prologue.num_inputs
         grads = {i: of_param for i, of_param in terms.items() if i < num_inputs}
         for i, grad in self._terms_of_prologue(terms, loss_divisor).items():
@@ -255,7 +262,7 @@ class Epilogue:
             loss_weights = []
         return self._write_epilogue(
             EpilogueInputs(
-                loss=reduced[-1].loss[0],
+                loss=losses[0],
                 penalty=self.weights[-1] if stages.traced().penalty else None,
                 loss_divisor=loss_divisor,
                 loss_weights=[
@@ -267,6 +274,13 @@ class Epilogue:
                 aux=self._columns(aux),
             )
         )
+
+    def _add_terms_of_tail(self, terms: dict[int, Values], grads: Values) -> None:
+        """Adds the gradients of the weights that the tail trains to their terms."""
+        stages = self.prologue.stages
+        trained = [i for i in stages.tail_weights if stages.trained[i]]
+        for weight_index, value in zip(trained, grads, strict=True):
+            terms[weight_index].append(value)
 
     @property
     def _last_place(self) -> Place:
@@ -390,8 +404,7 @@ class Epilogue:
         graph = self.prologue.graph
         stages = self.prologue.stages
         is_stacked = jax.tree.map(lambda value: graph.shardings[value].stacked, inputs)
-        first = stages.traced()
-        loss_dtype = first.closed.out_avals[0].dtype if first.has_loss else None
+        loss_dtype = None if inputs.loss is None else stages.traced().loss_dtype
         aux_locations = [(graph.places[column[0]], WHOLE) for column in inputs.aux]
 
         def run(inputs: EpilogueInputs) -> StepOutputs:

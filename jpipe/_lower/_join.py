@@ -181,6 +181,36 @@ def join_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     )
 
 
+def join_once(num_leaves: int) -> list[Join]:
+    """The join of leaves that are computed once for the whole mini-batch."""
+    return [Join(i, _first) for i in range(num_leaves)]
+
+
+def join_marked(column: Sequence[Any], axis: Any, shares: Sequence[float]) -> jax.Array:
+    """Joins the arrays of a mark: see `_whole_batch`.
+
+    Args:
+      column: the arrays of all micro-batches.
+      axis: the axis of the examples, `MEAN` or `SUM`; ``None``: all are the same.
+      shares: the share of the examples that each micro-batch has.
+
+    Raises:
+      TypeError: if the axis is none of these.
+    """
+    if axis is MEAN:
+        return mean(column, shares)
+    if axis is SUM:
+        return _sum(column)
+    if axis is None:
+        return column[0]
+    if not isinstance(axis, int):
+        raise TypeError(
+            f"jpipe.whole_batch: axis={axis!r}; needs the number of an axis, "
+            f"jpipe.MEAN or jpipe.SUM"
+        )
+    return jnp.concatenate(column, axis)
+
+
 def _leaf_axes(
     axes: Any, results: MicrobatchOutputs, *, label: str, name: str
 ) -> list[Any]:

@@ -13,6 +13,9 @@ runs F and B, or F and I, as one call if nothing comes between them on their ran
 F would store nothing but what it reads: they are *fused*, and run when the backward is
 due.
 
+A loss of the whole mini-batch is computed by the *tail*, between all forwards and all
+backwards: see `_tail`. Then dy has a term from the tail, and nothing is fused.
+
 No transfer is written here: where a value is read in another place, `Graph.bring` makes
 a copy, sent as soon as the value is there.
 """
@@ -31,6 +34,7 @@ from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
+from .._trace._traced_function import Tail
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._epilogue import Epilogue, StepOutputs
@@ -38,6 +42,7 @@ from ._join import Join
 from ._microbatch_inputs import MicrobatchInputs
 from ._microbatch_sums import MicrobatchSums
 from ._prologue import Prologue
+from ._tail import TailOutputs, write_tail
 
 Values = list[Value]
 # A stage and a micro-batch.
@@ -95,7 +100,8 @@ class Lowering:
         ]
         # (variable, microbatch) -> the value that its stage computes
         self._outputs: dict[tuple[core.Var, int], Value] = {}
-        # (variable, microbatch) -> {reader stage -> its cotangent}
+        # (variable, microbatch) -> {reader stage -> its cotangent}; the arrays that the
+        # tail joins count as stages behind the last one
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
         # (stage, microbatch) -> all that the next backward reads but its sums: operands
         # and residuals of the forward, then cotangents or the loss divisor, and what I
@@ -178,7 +184,14 @@ class Lowering:
 
     def write(self) -> StepOutputs:
         """Writes the whole schedule of a training step."""
-        for action in self._placement.schedule.order():
+        actions = self._placement.schedule.order()
+        tail_outputs = None
+        if self._tail is not None:
+            # Each rank runs its forwards first, and so they may all be written first.
+            actions = sorted(actions, key=lambda action: action.op != FORWARD)
+        for action in actions:
+            if self._tail is not None and tail_outputs is None and action.op != FORWARD:
+                tail_outputs = self._run_tail(self._tail)
             is_fused = _cell(action) in self._fused_cells
             if action.op == FORWARD:
                 if not is_fused:
@@ -196,8 +209,44 @@ class Lowering:
             sums=[self._sums.of_places(s) for s in range(self._stages.num_stages)],
             loss_weights=loss_weights,
             loss_divisor=self._loss_divisor,
-            aux=self._aux(),
+            aux=self._aux() if tail_outputs is None else [tail_outputs.aux],
+            tail_outputs=tail_outputs,
         )
+
+    @property
+    def _tail(self) -> Tail | None:
+        return self._stages.traced().tail
+
+    def _run_tail(self, tail: Tail) -> TailOutputs:
+        """Writes the tail, and keeps the cotangents that it returns."""
+        stages = self._stages
+        weights = stages.tail_weights
+        columns = list[Values]()
+        for k in range(len(tail.axes)):
+            column = Values()
+            for m in range(self._num_microbatches):
+                column.append(self._result_value(stages.traced(m).joined[k], m))
+            columns.append(column)
+        has_cotangent = [stages.has_gradient(var, 0) for var in stages.traced().joined]
+        outputs = write_tail(
+            self._graph,
+            tail,
+            place=self._last_place,
+            weights=[self._weights[i] for i in weights],
+            is_trained=[stages.trained[i] for i in weights],
+            columns=columns,
+            has_cotangent=has_cotangent,
+            sizes=self._batch.sizes,
+            num_shards=self._batch.num_shards,
+        )
+        indices = itertools.compress(range(len(columns)), has_cotangent)
+        for k, cotangents in zip(indices, outputs.cotangents, strict=True):
+            for m, value in enumerate(cotangents):
+                of_readers = self._cotangents.setdefault(
+                    (stages.traced(m).joined[k], m), {}
+                )
+                of_readers[stages.num_stages + k] = value  # it counts as later stages
+        return outputs
 
     def write_forwards(self) -> StepOutputs:
         """Writes the forwards of the schedule alone."""
@@ -238,6 +287,8 @@ class Lowering:
         """
         last = self._last_stage
         fused_cells = set[Cell]()
+        if self._tail is not None:
+            return fused_cells
         for m in range(self._num_microbatches):
             if self._stages.mode(last, m).stores_only_inputs:
                 fused_cells.add((last, m))
@@ -443,9 +494,10 @@ class Lowering:
     def _output_grads(self, action: Action) -> Values:
         """The cotangents of a stage's outputs, each the sum over its readers.
 
-        For the last stage it is the loss divisor, if there is one.
+        For the last stage it is the loss divisor, if there is one, unless the tail
+        computes the loss.
         """
-        if action.stage == self._last_stage:
+        if action.stage == self._last_stage and self._tail is None:
             return [] if self._loss_divisor is None else [self._loss_divisor]
         stage, m = _cell(action)
         output_grads = Values()

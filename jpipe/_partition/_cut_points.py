@@ -216,7 +216,7 @@ class CutPoints:
             # after it. Without a loss, as in evaluation, it may be at the end: stages
             # of the loss alone have nothing to compute there.
             num_stages_after = len(self.positions) - len(stage_starts)
-            last = end - num_stages_after if traced.has_loss else end
+            last = end - num_stages_after if traced.loss else end
             first = stage_starts[-1] + 1 if stage_starts else 1
             ranked = [
                 (

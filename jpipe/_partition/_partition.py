@@ -21,7 +21,7 @@ from .._trace._traced_function import TracedFunction
 from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
 from ._cut_points import CutPoints
-from ._options import Options
+from ._options import DEFAULT_SCHEDULE, Options
 from ._stage_placement import StagePlacement, idle_process_devices
 
 PyTree = Any
@@ -74,8 +74,8 @@ class Partition:
         self._shares_cuts = shares_cuts
         # The assignment of the first function; ``None`` before there is one.
         self._first: StageAssignment | None = None
-        # number of stages -> their devices and schedule
-        self._placements: dict[int, StagePlacement] = {}
+        # (number of stages, has_tail) -> their devices and schedule
+        self._placements: dict[tuple[int, bool], StagePlacement] = {}
         self.stage_of_layer: tuple[int, ...] | None = None
         if groups is not None:
             stage_of_layer = list[int]()
@@ -236,22 +236,34 @@ class Partition:
 
     # ---------------------------------------------------------------------- placement
 
-    def placement(self, num_stages: int) -> StagePlacement:
+    def placement(self, num_stages: int, *, has_tail: bool = False) -> StagePlacement:
         """Returns the devices, the schedule and the remat modes of so many stages.
 
         They are chosen once, where the user left them open, and kept.
 
+        Args:
+          num_stages: the number of stages.
+          has_tail: True if each backward must follow all forwards: see `_whole_batch`.
+            Then the default schedule is GPipe, on the same devices.
+
         Raises:
-          ValueError: if there are too few devices, or options are for other numbers.
+          ValueError: if there are too few devices, or options are for other numbers;
+            or if a backward would not follow all forwards.
           ScheduleError: if the schedule cannot run.
         """
-        if num_stages not in self._placements:
-            self._placements[num_stages] = self._choose_placement(num_stages)
-        return self._placements[num_stages]
+        key = num_stages, has_tail
+        if key not in self._placements:
+            placement = self._place(num_stages, has_tail=has_tail)
+            if has_tail:
+                placement.check_forwards_first()
+            self._placements[key] = placement
+        return self._placements[key]
 
-    def _choose_placement(self, num_stages: int) -> StagePlacement:
+    def _choose_placement(self, num_stages: int, *, has_tail: bool) -> StagePlacement:
         options = self.options
         schedule = options.schedule
+        if has_tail and schedule == DEFAULT_SCHEDULE and options.replicas is None:
+            schedule = "gpipe"
         if options.replicas is not None:
             schedule = choose_replicated(
                 options.replicas, schedule, num_stages, options.num_microbatches

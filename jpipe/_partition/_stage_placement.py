@@ -27,6 +27,8 @@ from .._layers._text import abbreviate
 from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
 from ..schedules import Schedule
+from ..schedules._action import FORWARD
+from ..schedules._catalogue import FORWARDS_FIRST
 from ._remat import RematSetting
 
 
@@ -62,6 +64,23 @@ class StagePlacement:
                 f"schedule {self.schedule.name!r} has forwards only: it can apply, not "
                 f"train; take another, such as schedule='1f1b'"
             )
+
+    def check_forwards_first(self) -> None:
+        """Checks that each backward follows all forwards.
+
+        Raises:
+          ValueError: if a rank runs a forward after a backward.
+        """
+        for row in self.schedule.rows:
+            is_forward = [action.op == FORWARD for action in row]
+            if is_forward != sorted(is_forward, reverse=True):
+                raise ValueError(
+                    f"schedule {self.schedule.name!r} runs backwards before the last "
+                    f"forward, and the loss reads the outputs of the whole mini-batch "
+                    f"at once (jpipe.whole_batch, reduction='batch'): type schedule="
+                    f"{' or '.join(map(repr, FORWARDS_FIRST))}, or give one of your "
+                    f"own in which each backward follows all forwards"
+                )
 
     @property
     def layers(self) -> list[LayerAdapter]:

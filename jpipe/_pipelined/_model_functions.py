@@ -4,7 +4,9 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from .._arguments import _microbatch
 from .._arguments._batch import Axes
 from .._arguments._objective import Objective
 from .._jaxprs import _jaxpr
@@ -12,6 +14,7 @@ from .._layers import _rng
 from .._lower import _join
 from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._model._model import Model
+from .._trace._whole_batch import whole_batch
 from ._user_function import ModelFunction, StateUse
 
 PyTree = Any
@@ -60,6 +63,9 @@ def loss_function(
     def call(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
         y, changed = model.forward(variables, x, rngs, train=train)
         outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y))
+        if objective.reduction == "batch":
+            y = _mark(y, model.axes.out_axes, "outputs", "out_axes")
+            targets = _mark(targets, model.axes.target_axes, "targets", "target_axes")
         value, aux = objective.of_part(y, targets)
         return value, (aux, changed)
 
@@ -77,6 +83,22 @@ def loss_function(
         state_use=StateUse.RETURN if train else StateUse.WARN,
         train=train,
     )
+
+
+def _mark(tree: PyTree, axes: Any, label: str, name: str) -> PyTree:
+    """Marks leaves that have the rows of the whole mini-batch from there on.
+
+    Args:
+      tree: the outputs or the targets.
+      axes: the axis of the examples, `MEAN`, `SUM` or ``None``; a prefix of the tree.
+      label: the word for the tree in errors.
+      name: the name of the argument that the axes are.
+    """
+    tree = jax.tree.map(jnp.asarray, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    reductions = (_join.MEAN, _join.SUM)
+    leaf_axes = _microbatch.leaf_axes(axes, tree, label, name, reductions)
+    return structure.unflatten(map(whole_batch, leaves, leaf_axes))
 
 
 def _note_axes(error: ValueError, axes: Axes) -> None:

@@ -18,6 +18,7 @@ from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
 from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
+from .._lower._join import join_once
 from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition, StageAssignment
@@ -219,7 +220,8 @@ class PipelinedFunction:
             count = len(is_trained)
             cuts, stage_starts = self._partition.cut(traced_functions, division, count)
             num_stages = len(stage_starts[batch.sizes[0]]) + 1
-            placement = self._partition.placement(num_stages)
+            tail = traced_functions[batch.sizes[0]].tail
+            placement = self._partition.placement(num_stages, has_tail=tail is not None)
             stages = Stages(
                 traced_functions=traced_functions,
                 stage_starts=stage_starts,
@@ -247,7 +249,9 @@ class PipelinedFunction:
         if user_function.has_loss:
             placement.check_trains()
         joins = None
-        if runs:
+        if tail is not None:
+            joins = join_once(len(jax.tree.leaves(tail.aux))) if runs else None
+        elif runs:
             joins = user_function.make_joins(self._results(stages, specs, batch))
         return Specialization(
             placement=placement,
@@ -255,7 +259,7 @@ class PipelinedFunction:
             layout=layout,
             cuts=cuts,
             batch=batch,
-            aux=user_function.aux_of(stages.traced()),
+            aux=user_function.aux_of(stages.traced()) if tail is None else tail.aux,
             joins=joins,
         )
 

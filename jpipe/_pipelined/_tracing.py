@@ -7,16 +7,17 @@ For each size, in this order:
    done with it;
 3. tell what of the batch is captured, and count inputs that one stage alone reads: by
    these all later passes tell what follows from examples, and what may be copied;
-4. scale the loss, and separate its penalty: this rewrites scans that carry the loss,
-   which step 5 counts.
+4. scale the loss of micro-batches, and separate its penalty: this rewrites scans that
+   carry the loss, which step 5 counts.
 
 Then for all sizes together:
 
 5. divide scans over layers, in the same pieces;
-6. close over equal arrays, as steps 7 and 8 compare programs by their equations;
-7. sink equations to their first readers, the last step that moves any; not in a list,
+6. close over equal arrays, as all later steps compare programs by their equations;
+7. split off what runs once per step, on the whole mini-batch, if anything does;
+8. sink equations to their first readers, the last step that moves any; not in a list,
    whose marks tell the stage of each;
-8. agree, equation by equation, on which ones run once per step.
+9. agree, equation by equation, on which ones run once per step.
 """
 
 from dataclasses import replace
@@ -28,7 +29,13 @@ from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
 from .._partition._scan_division import choose_division
-from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
+from .._trace import (
+    _eqn_order,
+    _penalty,
+    _traced_function,
+    _user_meshes,
+    _whole_batch,
+)
 from .._trace._layer_scans import UNDIVIDED, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction
 from ._user_function import UserFunction
@@ -52,6 +59,7 @@ def trace_sizes(
       which scans over layers and their parameters are.
     """
     traced_functions = {}
+    has_tail = False
     for size in dict.fromkeys(batch.sizes):
         traced = _trace(
             user_function, params, batch, size, num_stages=partition.most_stages
@@ -65,7 +73,8 @@ def trace_sizes(
             captures_batch=all(axis is None for axis in batch.axes),
         )
         traced = user_function.count_inputs(traced, batch.microbatch_specs(size))
-        if user_function.has_loss:
+        has_tail = _has_tail(user_function, traced)
+        if user_function.has_loss and not has_tail:
             traced = _with_scaled_loss(user_function, traced, batch, size)
         traced_functions[size] = traced
     division = partition.division
@@ -81,9 +90,37 @@ def trace_sizes(
         for size, traced in traced_functions.items()
     }
     traced_functions = _traced_function.with_equal_arrays(traced_functions)
+    if has_tail:
+        traced_functions = _whole_batch.split_tails(
+            traced_functions,
+            is_split=[axis is not None for axis in batch.axes],
+            aux_of=user_function.aux_of,
+            without_aux=user_function.without_aux,
+        )
     if partition.moves_equations:
         traced_functions = _eqn_order.sink_equations(traced_functions)
     return _eqn_order.unify_eqn_kinds(traced_functions), division
+
+
+def _has_tail(user_function: UserFunction, traced: TracedFunction) -> bool:
+    """True if the loss follows from the whole mini-batch at once: see `_whole_batch`.
+
+    Raises:
+      ValueError: if there are marks, and no loss, or a reduction of micro-batches.
+    """
+    has_marks = _whole_batch.has_marks(traced)
+    if has_marks and not user_function.has_loss:
+        raise ValueError(
+            "jpipe.whole_batch is called in a forward pass, which has no loss; call it "
+            "in a loss function of jpipe.value_and_grad, or type reduction='batch'"
+        )
+    if has_marks and user_function.reduction not in ("mean", "batch"):
+        raise ValueError(
+            f"reduction={user_function.reduction!r} combines losses of micro-batches, and what "
+            f"follows jpipe.whole_batch runs once, on all examples: return the loss "
+            f"itself, and leave reduction= out, or type reduction='batch'"
+        )
+    return has_marks or user_function.reduction == "batch"
 
 
 def _divide_scans(
@@ -139,17 +176,20 @@ def _trace(
     *,
     num_stages: int,
 ) -> TracedFunction:
-    return _traced_function.trace_function(
-        user_function.call,
-        params,
-        batch.microbatch_specs(size),
-        is_split=[axis is not None for axis in batch.axes],
-        num_stages=num_stages,
-        has_aux=user_function.has_aux,
-        has_loss=user_function.has_loss,
-        is_weighted=user_function.reduction == "weighted",
-        folds_params=user_function.folds_params,
-    )
+    is_split = [axis is not None for axis in batch.axes]
+    marked_size = size if any(is_split) else None
+    with _whole_batch.marks_of_sizes(marked_size, batch.num_examples):
+        return _traced_function.trace_function(
+            user_function.call,
+            params,
+            batch.microbatch_specs(size),
+            is_split=is_split,
+            num_stages=num_stages,
+            has_aux=user_function.has_aux,
+            has_loss=user_function.has_loss,
+            is_weighted=user_function.reduction == "weighted",
+            folds_params=user_function.folds_params,
+        )
 
 
 def _with_scaled_loss(

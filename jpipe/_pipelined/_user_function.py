@@ -211,6 +211,10 @@ class UserFunction(abc.ABC):
         """Returns specs of aux (of outputs), without the state that is written."""
         return traced.aux
 
+    def without_aux(self, traced: TracedFunction) -> PyTree:
+        """Returns specs of what `TracedFunction.aux` holds besides that."""
+        return ()
+
 
 @dataclass(frozen=True)
 class PlainFunction(UserFunction):
@@ -373,3 +377,8 @@ class ModelFunction(UserFunction):
     def aux_of(self, traced: TracedFunction) -> PyTree:
         """Returns specs of aux (of outputs), without the state that is written."""
         return traced.aux[0]
+
+    def without_aux(self, traced: TracedFunction) -> PyTree:
+        """Returns specs of what `TracedFunction.aux` holds besides that: the state."""
+        _, changed = traced.aux
+        return (), changed

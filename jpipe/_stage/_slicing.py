@@ -170,10 +170,10 @@ class _Slicer:
             if self._stage_of.get(var) == stage_index and var in read_elsewhere
         ]
 
-        # The loss; without a loss, all results that have a gradient.
-        ends = _variables(self._traced.loss)
-        if not ends:
-            ends = [var for var in self._results if var in self._differentiated]
+        ends = _variables(self._traced.ends)
+        if not self._traced.loss:
+            differentiated_ends = self._differentiated.intersection(ends)
+            ends = [var for var in self._results if var in differentiated_ends]
         with_grad, without_grad = _split_by(activations, self._differentiated)
         outputs = dict.fromkeys([*self._of_stage(ends, stage_index), *with_grad])
         results = self._of_stage(self._results, stage_index)
@@ -244,7 +244,7 @@ def differentiated_vars(
 ) -> set[core.Var]:
     """The variables that follow from trained parameters and reach the loss.
 
-    Without a loss, the variables that reach a result.
+    Without a loss, the variables that reach a result; with a tail, what it reads.
 
     Args:
       traced: the traced function.
@@ -267,8 +267,7 @@ def differentiated_vars(
             "needs both sums. Compute the weight of targets alone; to take it for a "
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
-    ends = [*traced.loss, *traced.penalty] if traced.has_loss else traced.aux_vars
-    return tangent & _jaxpr.ancestors(jaxpr, ends)
+    return tangent & _jaxpr.ancestors(jaxpr, [*traced.ends, *traced.once_results])
 
 
 def prologue_jaxpr(
@@ -279,7 +278,7 @@ def prologue_jaxpr(
     values = dict[core.Var, None]()
     for stage in stages:
         values |= dict.fromkeys(var for var in stage.weight_vars if var not in params)
-    outvars = [*values, *traced.penalty]
+    outvars = [*values, *traced.once_results]
     jaxpr = traced.closed.jaxpr
     jaxpr = jaxpr.replace(
         invars=traced.params,

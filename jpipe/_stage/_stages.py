@@ -47,18 +47,28 @@ class _SlicedFunction:
     prologue: core.ClosedJaxpr
 
     @cached_property
-    def weight_indices(self) -> list[list[WeightIndex]]:
-        """The weights that each stage reads."""
+    def _weight_index(self) -> dict[core.Var, WeightIndex]:
         weight_vars = [*self.traced.params, *self.prologue.jaxpr.outvars]
-        weight_index = {
+        return {
             var: index
             for index, var in enumerate(weight_vars)
             if not isinstance(var, core.Literal)
         }
+
+    @cached_property
+    def weight_indices(self) -> list[list[WeightIndex]]:
+        """The weights that each stage reads."""
         indices = list[list[WeightIndex]]()
         for stage_slice in self.slices:
-            indices.append([weight_index[var] for var in stage_slice.weight_vars])
+            indices.append([self._weight_index[var] for var in stage_slice.weight_vars])
         return indices
+
+    @cached_property
+    def tail_weights(self) -> list[WeightIndex]:
+        """The weights that the tail reads, if there is one."""
+        tail = self.traced.tail
+        weights = () if tail is None else tail.weights
+        return [self._weight_index[var] for var in weights]
 
     @cached_property
     def batch_indices(self) -> list[list[int]]:
@@ -178,6 +188,11 @@ class Stages:
         """The weights that a stage reads, in the order of `StageSlice.weight_vars`."""
         return self._sliced[self._sizes[microbatch]].weight_indices[stage_index]
 
+    @property
+    def tail_weights(self) -> list[WeightIndex]:
+        """The weights that the tail reads, in the order of `Tail.weights`."""
+        return self._sliced[self._sizes[0]].tail_weights
+
     def weights_on(self, stage_index: int) -> list[WeightIndex]:
         """The weights that a stage reads, and those that it owns though nobody does."""
         owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage_index]
@@ -208,10 +223,13 @@ class Stages:
         stage_slice = self.slice_of(stage_index, microbatch)
         return (
             self._jaxpr_key(stage_index, microbatch),
-            stage_index == self._last,
+            self._computes_loss(stage_index),
             stage_slice.num_trained,
             stage_slice.num_input_grads,
         )
+
+    def _computes_loss(self, stage_index: int) -> bool:
+        return bool(self.traced().loss) and stage_index == self._last
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """True if an activation has a cotangent."""
@@ -269,7 +287,10 @@ class Stages:
         first = self._sliced[self._sizes[0]]
         for sliced in self._sliced.values():
             has_equal_values = _values(sliced.prologue) == _values(first.prologue)
-            has_equal_weights = sliced.weight_indices == first.weight_indices
+            has_equal_weights = (
+                sliced.weight_indices == first.weight_indices
+                and sliced.tail_weights == first.tail_weights
+            )
             has_equal_leaves = sliced.batch_indices == first.batch_indices
             if not (has_equal_values and has_equal_weights and has_equal_leaves):
                 raise ValueError(READS_DEPEND_ON_SIZE)
@@ -295,6 +316,8 @@ class Stages:
         for stage_index in range(self.num_stages):
             for weight in self.weight_indices(stage_index):
                 readers.setdefault(weight, stage_index)
+        for weight in self.tail_weights:
+            readers.setdefault(weight, self._last)
         for index in range(len(self.prologue.jaxpr.outvars)):
             reader = readers.get(num_params + index, self._last)
             for param in _read_params(self.prologue, index):
@@ -330,7 +353,7 @@ class Stages:
             self._distinct_functions[key] = StageFunctions(
                 self.slice_of(stage_index, microbatch),
                 mode=mode,
-                is_loss=self.traced().has_loss and stage_index == self._last,
+                is_loss=self._computes_loss(stage_index),
                 divisors=specs(loss_weight),
             )
         return self._distinct_functions[key]

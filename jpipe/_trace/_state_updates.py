@@ -251,7 +251,7 @@ def drop_unwritten_aux(
 ) -> TracedFunction:
     """Makes a program return leaves unchanged that it may write, but does not."""
     outvars = list(traced.closed.jaxpr.outvars)
-    begin = len(outvars) - len(traced.penalty) - len(written)
+    begin = len(outvars) - len(traced.once_results) - len(written)
     for i, leaf in enumerate(written):
         if first_index + i not in state.aux_indices:
             outvars[begin + i] = traced.params[leaf.param_index]

@@ -3,6 +3,10 @@
     (*params, *captured arrays, *batch, micro-batch index, *folded numbers)
         -> (*loss, *loss weight, *aux, *penalty)
 
+or, where the loss is that of the mini-batch at once, which `_whole_batch` splits off,
+
+        -> (*arrays that are joined, *state, *values that are computed once per step)
+
 The arrays that the function captures, as it closes over them, count as parameters that
 are not trained.
 
@@ -53,6 +57,25 @@ class EqnKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class Tail:
+    """The part of a function that runs once per step: see `_whole_batch`.
+
+    Attributes:
+      closed: ``(*weights, *joined arrays) -> (loss, *aux)``.
+      weights: the parameters that it reads, and values that are computed once per step,
+        as variables of the function that it was split off.
+      axes: the axis on which each array is joined, or a `Reduction` of it; ``None``: it
+        is the same for all micro-batches.
+      aux: specs of aux.
+    """
+
+    closed: core.ClosedJaxpr
+    weights: Sequence[core.Var]
+    axes: Sequence[Any]
+    aux: PyTree
+
+
+@dataclass(frozen=True)
 class TracedFunction:
     """A function on micro-batches of one size.
 
@@ -63,7 +86,7 @@ class TracedFunction:
         are the same for all micro-batches.
       aux: specs of the results besides the loss.
       captured_arrays: the arrays that the function closes over, its last parameters.
-      has_loss: True if its first result is a loss.
+      has_loss: True if its first result is a loss, or its tail computes one.
       is_weighted: True if the next result is the loss weight: the sum of losses is
         divided by the sum of loss weights.
       folded_numbers: the numbers that are folded into keys: see `_folded_numbers`.
@@ -77,6 +100,7 @@ class TracedFunction:
       has_pieces: True if parameters are in pieces: see `_layer_scans`.
       captures_batch: True if no argument is split by examples, so that these are in the
         arrays that the function closes over.
+      tail: the loss of the mini-batch at once, if there is one.
     """
 
     closed: core.ClosedJaxpr
@@ -91,16 +115,30 @@ class TracedFunction:
     num_uncopied_inputs: int = 0
     has_pieces: bool = False
     captures_batch: bool = False
+    tail: Tail | None = None
 
     @property
     def loss(self) -> list[Any]:
-        """The loss, if there is one."""
-        return self.closed.jaxpr.outvars[: self.has_loss]
+        """The loss, if a stage computes one."""
+        return self.closed.jaxpr.outvars[: self._num_losses]
+
+    @property
+    def loss_dtype(self) -> Any:
+        """The dtype of the loss, of a function that has one."""
+        closed = self.closed if self.tail is None else self.tail.closed
+        return closed.out_avals[0].dtype
+
+    @property
+    def joined(self) -> list[core.Var]:
+        """The results that the tail reads, joined, if there is one."""
+        num_joined = 0 if self.tail is None else len(self.tail.axes)
+        return self.closed.jaxpr.outvars[:num_joined]
 
     @property
     def loss_weight(self) -> list[Any]:
         """The loss weight, if the loss is weighted."""
-        return self.closed.jaxpr.outvars[self.has_loss : self._num_loss_results]
+        end = self._num_losses + self.is_weighted
+        return self.closed.jaxpr.outvars[self._num_losses : end]
 
     @property
     def aux_vars(self) -> list[Any]:
@@ -109,18 +147,43 @@ class TracedFunction:
         return self.closed.jaxpr.outvars[self._num_loss_results : end]
 
     @property
+    def _num_losses(self) -> int:
+        return self.has_loss and self.tail is None
+
+    @property
     def _num_loss_results(self) -> int:
-        return self.has_loss + self.is_weighted
+        """The number of results before aux."""
+        if self.tail is not None:
+            return len(self.joined)
+        return self._num_losses + self.is_weighted
 
     @property
     def outputs(self) -> list[Any]:
-        """The results that stages compute: the loss, the loss weight and aux."""
-        return [*self.loss, *self.loss_weight, *self.aux_vars]
+        """The results that stages compute: all of a loss, or of a tail, and aux."""
+        return self.closed.jaxpr.outvars[: self._num_loss_results] + self.aux_vars
+
+    @property
+    def ends(self) -> list[Any]:
+        """The results of stages that have a cotangent, if they follow from parameters.
+
+        They are the loss; or what the tail reads; without a loss, all results.
+        """
+        if self.tail is not None:
+            return self.joined
+        return self.loss if self.has_loss else self.aux_vars
+
+    @property
+    def once_results(self) -> list[core.Var]:
+        """The results that are computed once per step: a penalty, or what a tail reads.
+
+        A penalty is the sum of the terms of the loss that depend on no example.
+        """
+        return self.closed.jaxpr.outvars[len(self.outputs) :]
 
     @property
     def penalty(self) -> list[core.Var]:
-        """The penalty: the sum of the terms of the loss that depend on no example."""
-        return self.closed.jaxpr.outvars[len(self.outputs) :]
+        """The penalty, if there is one."""
+        return self.once_results if self.tail is None else []
 
     @cached_property
     def params(self) -> list[core.Var]:
@@ -190,9 +253,10 @@ class TracedFunction:
         """
         if self.fixed_eqn_kinds is not None:
             return self.fixed_eqn_kinds
-        return [self._classify(eqn) for eqn in self.closed.jaxpr.eqns]
+        return [self.classify(eqn) for eqn in self.closed.jaxpr.eqns]
 
-    def _classify(self, eqn: core.JaxprEqn) -> EqnKind:
+    def classify(self, eqn: core.JaxprEqn) -> EqnKind:
+        """The kind of an equation, if it is not fixed."""
         operands = _jaxpr.variables(eqn.invars)
         if eqn.effects:
             return EqnKind.STAGE

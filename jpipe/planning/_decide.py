@@ -25,7 +25,7 @@ from .._placed._mesh_context import outside_of_meshes
 from .._train._optimizer import opt_state_bytes
 from .._train._transformation import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
-from ..schedules._catalogue import find_catalogue_key
+from ..schedules._catalogue import FORWARDS_FIRST, find_catalogue_key
 from ..schedules._choose import format_argument
 from ._fingerprint import fingerprint
 from ._interpolate import interpolate
@@ -55,6 +55,10 @@ _LOSS_FUNCTION = (
     "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
     "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, "
     "loss_fn=..., targets=...), and build it with jpipe.value_and_grad(fun, plan=plan)"
+)
+_LOSS_OF_BATCH = (
+    "loss: it runs once per step, on the outputs of the whole mini-batch, which are "
+    "counted; its time and its workspace are not"
 )
 _NO_LOSS = (
     "loss: none was given (loss_fn=, targets=): what it computes and keeps, such as "
@@ -199,7 +203,8 @@ def plan(
     microbatch_counts = None
     if num_microbatches is not None:
         microbatch_counts = _as_tuple(num_microbatches)
-    builders = _as_tuple(_TRAINING_SCHEDULES if schedules is None else schedules)
+    allowed = FORWARDS_FIRST if reduction == "batch" else _TRAINING_SCHEDULES
+    builders = _as_tuple(allowed if schedules is None else schedules)
     schedule_names = tuple(map(_catalogue_name, builders))
     remat_modes = _as_tuple(remat)
     hardware = Hardware(
@@ -217,7 +222,7 @@ def plan(
                 "memory_limit": None if memory_limit is None else [memory_limit],
             }
         ),
-        *_name_faults(schedule_names, remat_modes),
+        *_name_faults(schedule_names, remat_modes, allowed),
         *find_speed_faults(hardware.bandwidth, hardware.latency),
     ]
     if overlap is not None:
@@ -308,7 +313,7 @@ def plan(
             hardware=hardware,
             schedule_names=schedule_names,
             remat_modes=sort_modes(remat_modes),
-            fits_schedules=schedules is None,
+            fits_schedules=schedules is None and reduction != "batch",
             balance=checked_balance,
             mesh_shapes=shapes,
         )
@@ -326,6 +331,8 @@ def plan(
     notes = [describe_profile(profile, size, is_size_fixed=is_size_fixed)]
     if loss_fn is None:
         notes.append(_NO_LOSS)
+    elif reduction == "batch":
+        notes.append(_LOSS_OF_BATCH)
     return explain_best(candidates, space, notes)
 
 
@@ -371,16 +378,22 @@ def _count_faults(arguments: Mapping[str, Sequence[Any] | None]) -> Iterator[str
 
 
 def _name_faults(
-    schedule_names: Sequence[Any], remat_modes: Sequence[Any]
+    schedule_names: Sequence[Any],
+    remat_modes: Sequence[Any],
+    allowed_schedules: Sequence[str],
 ) -> Iterator[str]:
     """Faults of the names of schedules and remat modes."""
     for argument, names in (("schedules", schedule_names), ("remat", remat_modes)):
         if not names:
             yield f"{argument}={names!r}: name one or more, or leave it out"
     for name in schedule_names:
-        if find_catalogue_key(name) not in _TRAINING_SCHEDULES:
-            listed = ", ".join(map(repr, _TRAINING_SCHEDULES))
-            yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
+        key = find_catalogue_key(name)
+        if key not in allowed_schedules:
+            listed = ", ".join(map(repr, allowed_schedules))
+            fault = "is unknown"
+            if key in _TRAINING_SCHEDULES:
+                fault = "does not run all forwards first, as reduction='batch' needs"
+            yield f"schedules: {format_argument(name)} {fault}: choose from {listed}"
     unknown_modes = [mode for mode in remat_modes if mode not in MODE_NAMES]
     yield from map(format_unknown_mode, unknown_modes)
 

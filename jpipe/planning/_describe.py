@@ -23,6 +23,7 @@ from .._stage._stage_names import name_stages
 from .._stage._stages import Stages
 from .._trace import _boundaries
 from ..schedules import Action
+from ..schedules._formats import format_bytes
 from ._plan import Forecast, Plan, StagePlan
 
 
@@ -119,6 +120,23 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
         data=placement.num_shards,
         cuts=info.cuts if specialization is None else specialization.cuts,
         param_shapes=None if info.layout is None else info.layout.param_shapes,
+    )
+
+
+def describe_tail(specialization: Specialization | None) -> str:
+    """A line on what runs once per step, on the whole mini-batch; empty if nothing."""
+    if specialization is None:
+        return ""
+    tail = specialization.stages.traced().tail
+    if tail is None:
+        return ""
+    placement = specialization.placement
+    device = placement.device_text(placement.devices[-1])
+    joined = tail.closed.jaxpr.invars[len(tail.weights) :]
+    num_bytes = sum(map(nbytes, specs(joined)))
+    return (
+        f"\nthe loss runs once per step, on {device}, on {format_bytes(num_bytes)} of "
+        f"all micro-batches; so {placement.schedule.name} runs all forwards first"
     )
 
 
@@ -245,17 +263,22 @@ def _sent_bytes(placement: StagePlacement, stages: Stages) -> list[int]:
     # output of a stage -> the stage that computes the value, and its first output there
     origins: dict[Any, tuple[int, Any]] = {}
     sent = set[tuple[Any, int]]()  # output, and the place of a reader
+
+    def send(var: Any, place: int) -> None:
+        source, output = origins[var]
+        if place != placement.place_of(source, 0) and (output, place) not in sent:
+            sent.add((output, place))
+            sent_bytes[source] += sum(map(nbytes, specs([output])))
+
     for stage in range(stages.num_stages):
         part = stages.slice_of(stage)
-        place = placement.place_of(stage, 0)
         for var in part.input_activations:
-            source, output = origins[var]
-            if place != placement.place_of(source, 0) and (output, place) not in sent:
-                sent.add((output, place))
-                sent_bytes[source] += sum(map(nbytes, specs([output])))
+            send(var, placement.place_of(stage, 0))
 
         # id of a value in the jaxpr -> its origin
         origin_of_value = {id(var): origins[var] for var in part.input_activations}
         for output, value in zip(part.outputs, part.closed.jaxpr.outvars, strict=True):
             origins[output] = origin_of_value.setdefault(id(value), (stage, output))
+    for var in stages.traced().joined:
+        send(var, placement.place_of(stages.num_stages - 1, 0))
     return sent_bytes

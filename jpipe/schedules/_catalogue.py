@@ -31,6 +31,8 @@ BY_NAME: dict[str, ScheduleBuilder] = {
     "dualpipe_v": dualpipe_v,
     "forward_only": forward_only,
 }
+# The schedules of training in which each rank runs all forwards first.
+FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
 def named(name: str) -> ScheduleBuilder:

@@ -57,6 +57,7 @@ REACHED_BY = {
     "_layers/_skip": "layers/test_skip.py matrix",
     "_lower": "loss_functions/test_value_and_grad.py train/test_reductions.py loss_functions models matrix instructions stage mesh",
     "_lower/_epilogue": "loss_functions/test_value_and_grad.py train mesh layers",
+    "_lower/_tail": "loss_functions/test_whole_batch.py",
     "_lower/_lowering": "loss_functions/test_value_and_grad.py mesh/test_data_axis.py layers train",
     "_lower/_microbatch_inputs": "test_batches.py train/test_replicas.py matrix",
     "_lower/_microbatch_sums": "loss_functions/test_value_and_grad.py mesh/test_data_axis.py layers train",
@@ -82,6 +83,7 @@ REACHED_BY = {
     "_stage/_stages": "layers/test_equal_layers.py stage/test_remat_modes.py loss_functions models matrix",
     "_stage/_vjp": "planning/test_printed_plan.py train/test_reductions.py matrix stage train",
     "_trace": "loss_functions/test_value_and_grad.py loss_functions models",
+    "_trace/_whole_batch": "loss_functions/test_whole_batch.py",
     "_trace/_raw_keys": "loss_functions/test_value_and_grad.py layers/test_random_keys.py",
     "_trace/_penalty": "loss_functions/test_penalties.py loss_functions models",
     "_trace/_layer_scans": "loss_functions/test_layer_scan_forms.py",
@@ -274,6 +276,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_lower/_join": [
         ("share / share_so_far, weight_dtype", "share, weight_dtype"),
     ],
+    "_lower/_tail": [
+        ("[size / sum(sizes) / num_shards]", "[1 / len(sizes) / num_shards]"),
+        (
+            "zip(column, flags, strict=True):\n                parts +=",
+            "zip(column[::-1], flags, strict=True):\n                parts +=",
+        ),
+    ],
     "_lower/_lowering": [
         ("sorted(of_readers, reverse=True)]", "sorted(of_readers)[:1]]"),
         ("first = m * num_shards", "first = 0 * num_shards"),
@@ -410,6 +419,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("stage = max(stage_of_leaf", "stage = min(stage_of_leaf"),
         ("if first_index + i not in", "if i not in"),
         ("if origins[i] != leaf.param_index]", "]"),
+    ],
+    "_trace/_whole_batch": [
+        ("if operands & behind_any:", "if False:"),
+        ("if any(key != keys[0] for key in keys):", "if False:"),
+        ("if is_behind or self._may_copy(eqn):", "if is_behind:"),
     ],
     "_trace/_traced_function": [
         ("microbatch_key(leaf, index) if", "microbatch_key(leaf, 0) if"),

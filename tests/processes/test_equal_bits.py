@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "two": Job(2, "mesh,function,model of 7"),
+    "two": Job(2, "mesh,function,whole batch,model of 7"),
     "two, of more pipelines": Job(
         2, "1f1b,zb_h1,model,model on a mesh,keys,model of 4,scanned function"
     ),

@@ -289,6 +289,33 @@ def of_scanned_function() -> dict[str, np.ndarray]:
     return here({"params": params, "state": state}) | metrics
 
 
+def of_whole_batch() -> dict[str, np.ndarray]:
+    """What two towers come to, whose loss compares all examples."""
+    rng, (x, targets) = np.random.default_rng(0), batch(1)
+    params = {
+        "first": [rng.normal(size=(8, 8)) for _ in range(2)],
+        "second": [rng.normal(size=(8, 8)) for _ in range(2)],
+        "head": rng.normal(size=(8, 8)),  # read behind the marks alone
+        "scale": jnp.asarray(0.5),
+    }
+
+    def loss_fn(params, x, targets):
+        towers = []
+        for name, h in (("first", x), ("second", targets)):
+            for w in params[name]:
+                h = jnp.sin(h @ w)
+            towers.append(jpipe.whole_batch(h) @ params["head"])
+        logits = towers[0] @ towers[1].T * jnp.exp(params["scale"])
+        labels = jnp.arange(len(logits))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean() + jnp.sum(params["first"][0] ** 2)
+
+    grad_fn = jpipe.value_and_grad(loss_fn, M, num_stages=4, devices=jax.devices()[:4])
+    placed = grad_fn.place(params, x, targets)
+    loss, grads = grad_fn(placed, x, targets)
+    return here({"params": placed, "gradients": grads}) | {"metric 0": np.asarray(loss)}
+
+
 def refuse_pieces() -> list[str]:
     """What is said where all of a leaf is asked for, of which a process has pieces."""
     state = start(pipelines()["model of 7"]())
@@ -315,6 +342,8 @@ def run(name: str, fed: Callable[..., Any] | None = None) -> dict[str, np.ndarra
     """
     if name == "function":
         return of_function()
+    if name == "whole batch":
+        return of_whole_batch()
     if name == "scanned function":
         return of_scanned_function()
     pipe = pipelines()[name]()
