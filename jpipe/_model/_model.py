@@ -7,7 +7,7 @@ trace between two of its stages. One model is a sequence of one layer whose vari
 are a tree of its own; where it is cut follows from its trace.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import chex
@@ -17,7 +17,7 @@ from flax import errors
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._arguments import _call, _signature, _variables
-from .._arguments._batch import Axes, Batch, explain_sizes
+from .._arguments._batch import Axes, Batch
 from .._arguments._cache import RecentCache
 from .._arguments._trainable import Trainable
 from .._instructions._sharding import Sharding
@@ -110,6 +110,19 @@ class Model:
         """Returns variables from the variables of each layer: undoes `entries`."""
         return tuple(entries) if self.is_list else entries[0]
 
+    def collection(self, path: Any) -> str:
+        """The collection of a variable, from its path among all."""
+        return path[int(self.is_list)].key
+
+    def collections(self, variables: PyTree, names: Collection[str]) -> PyTree:
+        """The collections of some names, in the structure of the variables."""
+        return self.from_entries(
+            [
+                {name: entry[name] for name in entry if name in names}
+                for entry in self.entries(variables)
+            ]
+        )
+
     def is_trained(self, variables: PyTree, trainable: Trainable) -> PyTree:
         """Returns a bool for each leaf of the variables; True if it is trained."""
         entries = self.entries(variables)
@@ -164,7 +177,7 @@ class Model:
         fixed_entries: Sequence[PyTree] | None = None,
         key: chex.PRNGKey | None = None,
     ) -> Initial:
-        """Returns the variables before any step, for the first micro-batch.
+        """Returns the variables before any step, for a whole mini-batch.
 
         Args:
           batch: the input: see `sample_batch`.
@@ -173,16 +186,21 @@ class Model:
           key: a key like the one that draws them, typed or raw; default: typed.
         """
         key_like: Any = _rng.key_spec() if key is None else key
-        (x,) = batch.first
+        (x,) = batch.args
         signature = (
             _signature.settings(),
             _signature.tree_signature(key_like, x, fixed_entries),
         )
         if signature not in self._initial:
-            with explain_sizes(batch):
-                initial = Initial(self._sequence, key_like, x, fixed_entries)
-            self._initial[signature] = initial
+            self._initial[signature] = Initial(
+                self._sequence, key_like, x, fixed_entries
+            )
         return self._initial[signature]
+
+    def make_variables(self, key: chex.PRNGKey, x: PyTree) -> PyTree:
+        """Makes the variables that are not held by modules of nnx."""
+        entries = self._sequence.init(key, x, [{} for _ in self.layers]).entries
+        return self.from_entries(entries)
 
     # ------------------------------------------------------------------------- calls
 
@@ -196,9 +214,24 @@ class Model:
         self._initial.clear()
 
     def forward(
-        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+        self,
+        variables: PyTree,
+        x: PyTree,
+        rngs: _rng.Rngs,
+        *,
+        train: bool,
+        mutable: Collection[str] = (),
+        created: Collection[str] = (),
     ) -> tuple[PyTree, dict[int, Any]]:
         """Applies the layers to a micro-batch.
+
+        Args:
+          variables: the variables.
+          x: the input.
+          rngs: the keys.
+          train: True in training.
+          mutable: the collections of linen that may change in evaluation.
+          created: those of them that modules of linen make anew.
 
         Returns:
           The output, and ``leaf index -> new value`` of the variables that change.
@@ -208,7 +241,9 @@ class Model:
         # A raw key is folded where it is wrapped, which is here and not in a loop.
         rngs = jax.tree.map(_rng.normalize_key, rngs)
         with _batch_norm.record_batch_norms():
-            y, changed = self.apply_mutable(variables, x, rngs, train=train)
+            y, changed = self.apply_mutable(
+                variables, x, rngs, train=train, mutable=mutable, created=created
+            )
         leaf_index = {
             path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
         }
@@ -219,16 +254,32 @@ class Model:
         }
 
     def apply_mutable(
-        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+        self,
+        variables: PyTree,
+        x: PyTree,
+        rngs: _rng.Rngs,
+        *,
+        train: bool,
+        mutable: Collection[str] = (),
+        created: Collection[str] = (),
     ) -> tuple[PyTree, PyTree]:
-        """Returns the output and the collections that may have changed, as Flax."""
+        """Returns the output and the collections that may have changed, as Flax.
+
+        The arguments are those of `forward`.
+        """
         entries = variables
         if not self.is_list:
             check_unchanged(self.layers, self.label)
             entries = (variables,)
         try:
             outputs = self._sequence(
-                entries, x, rngs, train=train, after_layer=self._mark_stage_end
+                entries,
+                x,
+                rngs,
+                train=train,
+                mutable=mutable,
+                created=created,
+                after_layer=self._mark_stage_end,
             )
         except Exception as error:
             if not self.is_list:

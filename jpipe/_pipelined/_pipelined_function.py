@@ -18,6 +18,7 @@ from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
 from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
+from .._lower._join import join_state
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition, StageAssignment
 from .._partition._planned_shapes import check_planned_shapes
@@ -203,8 +204,9 @@ class PipelinedFunction:
             explain_sizes(batch),
             _batch_norm.merge_statistics(are_merged=are_merged),
         ):
+            param_axes = spec.param_axes(specs, batch)
             traced_functions, division = trace_sizes(
-                spec, self._partition, specs, batch
+                spec, self._partition, specs, batch, param_axes=param_axes
             )
             self._check_planned(specs)
             is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
@@ -243,20 +245,33 @@ class PipelinedFunction:
         if spec.has_loss:
             placement.check_trains()
         joins = None
+        inner_axes = _stacked.repeat_for_pieces(param_axes, division.params)
+        state_inputs = stages.traced().state_inputs
+        state_axes = [inner_axes[x.param_index] for x in state_inputs]
         if runs:
-            joins = spec.make_joins(self._results(stages, specs, batch))
+            results = self._results(stages, specs, batch, state_axes=state_axes)
+            joins = [
+                *spec.make_joins(results),
+                *join_state(results, layout.names, layout.specs),
+            ]
         return Specialization(
             placement=placement,
             stages=stages,
             layout=layout,
             cuts=cuts,
             batch=batch,
+            state_axes=state_axes,
             aux=spec.aux_of(stages.traced()),
             joins=joins,
         )
 
     def _results(
-        self, stages: Stages, specs: PyTree, batch: Batch
+        self,
+        stages: Stages,
+        specs: PyTree,
+        batch: Batch,
+        *,
+        state_axes: Sequence[int | None],
     ) -> MicrobatchOutputs:
         """Returns the results of micro-batches that are joined."""
         sizes = list[int]()  # shards count as micro-batches
@@ -264,7 +279,8 @@ class PipelinedFunction:
             sizes += [size] * batch.num_shards
         return MicrobatchOutputs(
             traced=stages.traced(),
-            has_examples=[axis is not None for axis in batch.axes],
+            has_examples=[axis is not None for axis in [*batch.axes, *state_axes]],
+            state_axes=state_axes,
             first=self._spec.aux_of(stages.traced()),
             last=self._spec.aux_of(stages.traced(-1)),
             sizes=sizes,

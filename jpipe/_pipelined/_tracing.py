@@ -12,18 +12,21 @@ For each size, in this order:
 
 Then for all sizes together:
 
-5. divide scans over layers, in the same pieces;
+5. divide scans over layers, in the same pieces; then state of examples becomes an
+   input;
 6. close over equal arrays, as steps 7 and 8 compare programs by their equations;
 7. sink equations to their first readers, the last step that moves any; not in a list,
    whose marks tell the stage of each;
 8. agree, equation by equation, on which ones run once per step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
+from .._arguments import _microbatch, _stacked
 from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
@@ -37,7 +40,12 @@ PyTree = Any
 
 
 def trace_sizes(
-    spec: FunctionSpec, partition: Partition, params: PyTree, batch: Batch
+    spec: FunctionSpec,
+    partition: Partition,
+    params: PyTree,
+    batch: Batch,
+    *,
+    param_axes: Sequence[int | None],
 ) -> tuple[dict[int, TracedFunction], ScanDivision]:
     """Traces a function on micro-batches of each size.
 
@@ -46,15 +54,24 @@ def trace_sizes(
       partition: the stages that it is cut in.
       params: specs of the parameters.
       batch: the mini-batch.
+      param_axes: the axis of the examples in each parameter; ``None``: it has none.
 
     Returns:
       The traces by these sizes, that of the first micro-batch first; and the pieces in
       which scans over layers and their parameters are.
     """
     traced_functions = {}
+    param_leaves, param_tree = jax.tree.flatten(params)
     for size in dict.fromkeys(batch.sizes):
+        microbatch_params = param_tree.unflatten(
+            _microbatch.microbatch_specs(param_leaves, param_axes, size)
+        )
         traced = _trace(
-            spec, params, batch, size, num_stages=partition.num_traced_stages
+            spec,
+            microbatch_params,
+            batch,
+            size,
+            num_stages=partition.num_traced_stages,
         )
         closed = _user_meshes.restrict_to_devices(
             traced.closed, partition.devices, partition.warnings
@@ -74,10 +91,11 @@ def trace_sizes(
         division = choose_division(
             first,
             partition.num_traced_stages,
-            lambda division: _divide_scans(spec, params, first, division),
+            lambda division: _divide_scans(spec, params, first, division, batch),
+            written_params=_written_params(spec, params, first),
         )
     traced_functions = {
-        size: _divide_scans(spec, params, traced, division)
+        size: _divide_scans(spec, params, traced, division, batch)
         for size, traced in traced_functions.items()
     }
     traced_functions = _traced_function.with_equal_arrays(traced_functions)
@@ -91,22 +109,34 @@ def _divide_scans(
     params: PyTree,
     traced: TracedFunction,
     division: ScanDivision,
+    batch: Batch,
 ) -> TracedFunction:
-    """A function with its scans in pieces; state that it writes is in pieces too."""
+    """A function with its scans in pieces; state that it writes is in pieces too.
+
+    Then state of its examples becomes an input of micro-batches, piece by piece.
+    """
+    num_args = len(jax.tree.leaves(batch.args))
     if division == UNDIVIDED:
-        return traced
+        return spec.with_state_inputs(traced, params, num_args)
     names = [
         f"{spec.params_name}{jax.tree_util.keystr(path)}"
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
-    first_index, leaves = spec.state_leaves(traced, params)
-    written_params = {
-        index: leaf.param_index for index, leaf in enumerate(leaves, first_index)
-    }
-    return replace(
+    written_params = _written_params(spec, params, traced)
+    divided = replace(
         divide_scans(traced, division, names, written_params),
         aux=spec.aux_in_pieces(traced, division.params, num_params=len(names)),
     )
+    inner_params = _stacked.open_tree(params, division.params)
+    return spec.with_state_inputs(divided, inner_params, num_args)
+
+
+def _written_params(
+    spec: FunctionSpec, params: PyTree, traced: TracedFunction
+) -> dict[int, int]:
+    """Index of a leaf of aux -> the parameter whose new value it is."""
+    first_index, leaves = spec.state_leaves(traced, params)
+    return {index: leaf.param_index for index, leaf in enumerate(leaves, first_index)}
 
 
 def trace_whole(

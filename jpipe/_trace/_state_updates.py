@@ -9,7 +9,7 @@ micro-batches, and move once. Other floating leaves become the mean over the exa
 Integers become what the last micro-batch makes of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -247,13 +247,20 @@ def drop_unwritten_aux(
     first_index: int,
     written: Sequence[StateLeaf],
     *,
-    state: StateUpdate,
+    kept: Container[int],
 ) -> TracedFunction:
-    """Makes a program return leaves unchanged that it may write, but does not."""
+    """Makes a program return leaves unchanged that it may write, but does not.
+
+    Args:
+      traced: the program.
+      first_index: the index, among its results besides the loss, of the first leaf.
+      written: the leaves that it may write.
+      kept: the indices, among these results, of the leaves that it writes.
+    """
     outvars = list(traced.closed.jaxpr.outvars)
     begin = len(outvars) - len(traced.penalty) - len(written)
     for i, leaf in enumerate(written):
-        if first_index + i not in state.aux_indices:
+        if first_index + i not in kept:
             outvars[begin + i] = traced.params[leaf.param_index]
     return replace(traced, closed=_with_outvars(traced, outvars))
 
