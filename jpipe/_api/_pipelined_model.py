@@ -68,7 +68,7 @@ class PipelinedModel:
         # (train, key of the collections that change) -> the forward pass in stages
         self._forwards: dict[Any, PipelinedFunction] = {}
         for train in (False, True):
-            self._forward_function(train, NOTHING_MUTABLE)
+            self._forward_function(NOTHING_MUTABLE, train=train)
 
     def __str__(self) -> str:
         return str(self.model)
@@ -175,9 +175,9 @@ class PipelinedModel:
         mutable: Mutable = NOTHING_MUTABLE,
     ) -> Specialization:
         """Returns the forward pass for variables and an input."""
-        return self._forward_function(train, mutable)(variables, x, rngs)
+        return self._forward_function(mutable, train=train)(variables, x, rngs)
 
-    def _forward_function(self, train: bool, mutable: Mutable) -> PipelinedFunction:
+    def _forward_function(self, mutable: Mutable, *, train: bool) -> PipelinedFunction:
         """The forward pass in stages, built once."""
         key = train, mutable.key
         if key not in self._forwards:
@@ -361,7 +361,7 @@ class PipelinedModel:
             )
         # There are models that draw in evaluation.
         args = x, _rng.key_spec()
-        evaluation = self._forward_function(False, NOTHING_MUTABLE)
+        evaluation = self._forward_function(NOTHING_MUTABLE, train=False)
         try:
             return evaluation.layout(variables, args)
         except Exception:

@@ -21,7 +21,7 @@ from .._jaxprs._computation import Argument, Computation, Result
 from .._jaxprs._host_memory import is_on_host
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, MicrobatchCut, Sharding, StageMesh
-from ._transfer import Device
+from ._transfer import Device, stack
 
 Value = int
 Key = TypeVar("Key", bound=Hashable)
@@ -244,6 +244,12 @@ class Graph:
         part = jax.ShapeDtypeStruct(
             (cut.parts, *shape), spec.dtype, weak_type=spec.weak_type
         )
+        if self.places[value] == place:
+            num_shards = getattr(self.devices[place], "num_shards", 1)
+            function = Computation(
+                "cut", lambda leaf: [stack(leaf, cut, num_shards)], [part]
+            )
+            return self.call(function, place, [value], shardings=[STACKED])[0]
         return self._copy(value, place, part, STACKED._replace(cut=cut))
 
     def _copy(self, value: Value, place: Place, spec: Any, sharding: Sharding) -> Value:

@@ -113,9 +113,8 @@ def first_device(device: Device) -> Device:
     return device.first if isinstance(device, StageMesh) else device
 
 
-def _stack(leaf: Any, cut: MicrobatchCut, num_shards: int) -> Any:
+def stack(leaf: Any, cut: MicrobatchCut, num_shards: int) -> Any:
     """Cuts and stacks a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
-    leaf = _without_explicit_axes(leaf)
     axis = cut.axis % leaf.ndim
     stop = cut.start + cut.parts * num_shards * cut.size
     rows = leaf[(slice(None),) * axis + (slice(cut.start, stop),)]
@@ -175,7 +174,8 @@ def put(
     array_shardings: list[Any] = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding.cut and isinstance(device, StageMesh):
-            leaf = _stack(leaf, sharding.cut, device.num_shards)
+            leaf = _without_explicit_axes(leaf)
+            leaf = stack(leaf, sharding.cut, device.num_shards)
         arrays.append(leaf)
         array_shardings.append(jax_sharding(device, sharding._replace(cut=None)))
     return jax.device_put(arrays, array_shardings, may_alias=may_alias)

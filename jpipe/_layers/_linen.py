@@ -86,7 +86,7 @@ def without_sown() -> Iterator[None]:
 
 @contextmanager
 def tie_created(collections: Collection[str]) -> Iterator[None]:
-    """The scope in which variables that a call makes are made by what its module returns.
+    """The scope in which what a module makes follows from what it returns.
 
     What a module makes, such as zeros, follows from nothing. In a trace each variable
     becomes the result of an equation behind its module, and so of the stage that runs

@@ -232,7 +232,9 @@ class Parent:
         merged = self._merged_nnx(entries)
         variables = self._parent_tree(self._linen, entries)
         changing = [
-            name for name in variables if name in mutable or (train and name != "params")
+            name
+            for name in variables
+            if name in mutable or (train and name != "params")
         ]
         variables = {name: variables[name] for name in variables if name not in created}
 

@@ -13,7 +13,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from flax import errors
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._arguments import _call, _signature, _variables
@@ -21,7 +20,7 @@ from .._arguments._batch import Axes, Batch
 from .._arguments._cache import RecentCache
 from .._arguments._trainable import Trainable
 from .._instructions._sharding import Sharding
-from .._layers import _batch_norm, _linen, _rng, _switches
+from .._layers import _batch_norm, _rng
 from .._layers._adapter import LayerAdapter, check_unchanged
 from .._layers._sequence import Sequential
 from .._layers._skip import Passed
@@ -271,20 +270,15 @@ class Model:
         if not self.is_list:
             check_unchanged(self.layers, self.label)
             entries = (variables,)
-        try:
-            outputs = self._sequence(
-                entries,
-                x,
-                rngs,
-                train=train,
-                mutable=mutable,
-                created=created,
-                after_layer=self._mark_stage_end,
-            )
-        except Exception as error:
-            if not self.is_list:
-                _refuse_writes(error, self.layers[0].owner, variables, x, train=train)
-            raise
+        outputs = self._sequence(
+            entries,
+            x,
+            rngs,
+            train=train,
+            mutable=mutable,
+            created=created,
+            after_layer=self._mark_stage_end,
+        )
         return outputs.y, self.from_entries(outputs.entries)
 
     def _mark_stage_end(self, layer: int, passed: Passed) -> Passed:
@@ -305,35 +299,3 @@ def _check_collections(entries: Sequence[PyTree]) -> None:
             f"pipeline does not, and would leave them as they are: train without "
             f"dot_general_cls; evaluation works"
         )
-
-
-def _refuse_writes(
-    error: Exception, owner: Any, variables: PyTree, x: PyTree, *, train: bool
-) -> None:
-    """Explains an error of a linen model that writes in evaluation, as caches do.
-
-    Args:
-      error: the error that its call raised.
-      owner: the model.
-      variables: the variables of the call.
-      x: its input.
-      train: True in training.
-
-    Raises:
-      ValueError: if the error is one of these.
-    """
-    if train or not _linen.is_module(owner):
-        return
-    is_write = isinstance(error, errors.ModifyScopeVariableError)
-    opposed = _switches.opposed_switches(x, train=train)
-    if is_write and opposed:
-        raise ValueError(_switches.advice_on(opposed, train=train)) from error
-    if "cache" in variables or is_write:
-        raise ValueError(
-            "a model of linen writes its variables in evaluation, as attention with a "
-            "cache does (decode=True); a pipeline finds in evaluation where they stay, "
-            "and gives outputs alone. Give it the model with decode=False, which has "
-            "the same parameters; decode by model.apply({**cache, "
-            "**jax.device_put(variables, device)}, token, mutable=['cache']), or list "
-            "its layers. A batch norm needs use_running_average=not train"
-        ) from error

@@ -34,11 +34,15 @@ def axes_of_init(model: Model, batch: Batch) -> dict[Path, Any]:
       batch: a mini-batch whose first argument is an input.
 
     Returns:
-      The path of each leaf -> its axis; ``None`` if it has none.
+      The path of each leaf -> its axis; ``None`` if it has none. Nothing, if the model
+      takes no other number of examples.
     """
     size = batch.num_examples
     once = _initial_shapes(model, batch, size)
-    twice = _initial_shapes(model, batch, 2 * size)
+    try:
+        twice = _initial_shapes(model, batch, 2 * size)
+    except Exception:  # a module of nnx holds a cache for so many examples
+        return {}
     return {
         path: _growing_axis(shape, twice.get(path, ()), size)
         for path, shape in once.items()

@@ -38,8 +38,8 @@ class Specialization:
       batch: the mini-batch; its arguments are one tree.
       aux: specs of aux, without the state that is written.
       state_axes: the axis of the examples of each of the function's state inputs.
-      joins: the join of each leaf of aux, and of state; ``None`` if the batch may have too few
-        examples to run.
+      joins: the join of each leaf of aux, and of state; ``None`` if the batch may have
+        too few examples to run.
 
     Attributes:
       runs: True if the batch has enough examples to run.

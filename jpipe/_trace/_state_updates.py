@@ -284,6 +284,7 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
     params = list[str]()
     keys = list[str]()
     metrics = list[str]()
+    caches = list[str]()
     for leaf, spec in zip(written, specs, strict=True):
         if leaf.collection == "params":
             params.append(leaf.text)
@@ -291,6 +292,8 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
             keys.append(leaf.text)
         if leaf.collection == "metric_state":
             metrics.append(leaf.text)
+        if leaf.collection == "cache":
+            caches.append(leaf.text)
 
     raise_all(
         "parameters are changed by the optimizer alone; what a call writes to them "
@@ -311,6 +314,12 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
             "micro-batches; return what it counts with has_aux=True, and update the "
             "metric after the step",
             metrics,
+        )
+        raise_all(
+            "a cache has rows for each example, of which training would keep the mean "
+            "over micro-batches; decode by y, state = pipe.apply(variables, x, "
+            "mutable=['cache']), or type num_microbatches=1",
+            caches,
         )
 
 

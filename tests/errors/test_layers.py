@@ -30,7 +30,7 @@ def notes_of(call) -> list[str]:
     return raised.value.__notes__
 
 
-NOTE = "raised by layer 3 (Fragile) of stage 2, whose input was float32[2,3]"
+NOTE = "raised by layer 3 (Fragile) of stage 2, whose input was float32[{rows},3]"
 
 
 def test_exception_in_each_call_names_the_layer():
