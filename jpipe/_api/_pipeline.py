@@ -221,7 +221,7 @@ class Pipeline(CustomLoop, FormerNames):
             specialization.joined_state, outputs[num_outputs:], strict=True
         ):
             new_leaves[i] = leaf
-        new_variables = specialization.layout.close_params(new_leaves)
+        new_variables = specialization.layout.join_params(new_leaves)
         return y, pipelined.model.collections(new_variables, state_names.names)
 
     @outside_of_meshes

@@ -8,6 +8,7 @@ from typing import Any
 
 import chex
 import jax
+from flax import errors
 
 from .._arguments import _variables
 from .._arguments._mutable import NOTHING_MUTABLE, Mutable
@@ -313,7 +314,7 @@ class PipelinedModel:
             if is_missing[i]:
                 value = _transfer.put_leaf(value, devices[i], layout.shardings[i])
             leaves.append(value)
-        return layout.close_params(leaves)
+        return layout.join_params(leaves)
 
     def copy_in_place(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Checks variables, and returns copies of them in place.
@@ -331,12 +332,12 @@ class PipelinedModel:
         _variables.check_alive(jax.tree.leaves(variables))
         layout = self.layout(variables, x)
         copies = _transfer.put_tree(
-            layout.open_params(variables),
+            layout.split_params(variables),
             self.placement.devices,
             layout.locations,
             may_alias=False,
         )
-        return layout.close_params(jax.tree.leaves(jax.tree.map(strong, copies)))
+        return layout.join_params(jax.tree.leaves(jax.tree.map(strong, copies)))
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Returns variables in place."""
@@ -364,7 +365,9 @@ class PipelinedModel:
         evaluation = self._forward_function(NOTHING_MUTABLE, train=False)
         try:
             return evaluation.layout(variables, args)
-        except Exception:
+        except errors.ModifyScopeVariableError:  # a module of linen has a cache
+            return self._state_division(variables, x).layout(variables, args)
+        except Exception:  # a module of nnx may have one, for all examples
             with suppress(Exception):  # the first error says what is wrong
                 return self._state_division(variables, x).layout(variables, args)
             raise

@@ -127,7 +127,7 @@ class TrainStep(LossMethods):
         step = self._lower(signature_index, state, x, targets)
         if origin is None:
             _variables.check_concrete(leaves)
-            inner_state = step.open_state(state)
+            inner_state = step.split_state(state)
             leaves = jax.tree.leaves(inner_state)
             variables = [leaves[i] for i in step.variable_indices]
             step.specialization.layout.check(variables, "state")

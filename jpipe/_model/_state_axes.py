@@ -101,9 +101,10 @@ def find_axes(
         if model.collection(path) not in mutable.names:
             found.append(None)
             continue
-        axis = axes.get(path, UNKNOWN)
+        axis: Any = axes.get(path, UNKNOWN)
         # A leaf without that axis, such as a counter, has no examples along it.
-        if not leaf.ndim or (isinstance(axis, int) and axis >= leaf.ndim):
+        is_axis = axis is not None and axis is not UNKNOWN
+        if not leaf.ndim or (is_axis and not -leaf.ndim <= axis < leaf.ndim):
             axis = None
         text = f"variables{keystr(path)} of shape {leaf.shape}"
         if axis is UNKNOWN:
@@ -135,9 +136,11 @@ def _typed_axes(
     for entry in model.entries(variables):
         axes_of_entry = dict[str, PyTree]()
         for name in entry:
-            axes_of_entry[name] = _microbatch.broadcast_axes(
+            leaf_axes = _microbatch.leaf_axes(
                 axes.get(name), entry[name], f"variables[{name!r}]", "mutable"
             )
+            structure = jax.tree.structure(entry[name])
+            axes_of_entry[name] = structure.unflatten(leaf_axes)
         axes_of_entries.append(axes_of_entry)
     tree = model.from_entries(axes_of_entries)
     leaves = tree_leaves_with_path(tree, is_leaf=lambda node: node is None)

@@ -86,7 +86,7 @@ class Feed:
         if self._lacking is None:
             self._reader_stages = stages
             self._readers = {
-                name: placement.processes[placement.place(stage)]
+                name: placement.processes[placement.place_of(stage)]
                 for name, stage in stages.items()
             }
             self._lacking = self._compare_first(args, rngs)

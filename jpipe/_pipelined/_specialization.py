@@ -97,7 +97,7 @@ class Specialization:
         owner_stages = self.stages.owner_stages[len(params) : num_inputs]
         constant_values = list[Value]()
         for array, stage in zip(constants, owner_stages, strict=True):
-            place = self.placement.place(stage)
+            place = self.placement.place_of(stage)
             constant_values.append(graph.constant(jnp.asarray(array), place))
 
         lowering = Lowering(
@@ -141,7 +141,7 @@ class Specialization:
           ValueError: if parameters were overwritten or are not in place.
           TypeError: if a leaf belongs to a trace.
         """
-        param_leaves = jax.tree.leaves(self.layout.open_params(params))
+        param_leaves = jax.tree.leaves(self.layout.split_params(params))
         batch_leaves = jax.tree.leaves(args)
         _variables.check_concrete([*param_leaves, *batch_leaves])
         self.layout.check(param_leaves, tree_name)

@@ -30,7 +30,7 @@ from .._arguments import _microbatch, _stacked
 from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
-from .._partition._stack_pieces import choose_division
+from .._partition._scan_division import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
 from .._trace._layer_scans import UNDIVIDED, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction
@@ -127,7 +127,7 @@ def _divide_scans(
         divide_scans(traced, division, names, written_params),
         aux=spec.aux_in_pieces(traced, division.params, num_params=len(names)),
     )
-    inner_params = _stacked.open_tree(params, division.params)
+    inner_params = _stacked.split_pieces(params, division.params)
     return spec.with_state_inputs(divided, inner_params, num_args)
 
 

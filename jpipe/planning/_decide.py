@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from .._arguments._wrong_call import explain_call
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._layers import _rng
@@ -56,9 +57,10 @@ _NO_LOSS = (
 
 
 @outside_of_meshes
+@explain_call("jpipe.plan(layers, x, tx)")
 def plan(
     layers: Any,
-    sample: PyTree,
+    x: PyTree,
     tx: optax.GradientTransformation,
     *,
     num_devices: int | None = None,
@@ -112,7 +114,7 @@ def plan(
 
     Args:
       layers: as `jpipe.pipeline` takes them; one model is cut where few bytes cross.
-      sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      x: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       tx: the optax optimizer, whose state takes memory.
       num_devices: the number of devices; default: that of `jax.devices`.
       memory_limit: the bytes that a device has; ``None``: no limit.
@@ -230,7 +232,7 @@ def plan(
         raise ValueError(f"plan: {'; '.join(faults)}")
 
     request = Request(
-        sample,
+        x,
         loss_fn=loss_fn,
         targets=targets,
         has_aux=has_aux,

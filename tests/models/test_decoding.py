@@ -1,5 +1,6 @@
 """Text token by token: what each call leaves in a cache, the next one reads."""
 
+import functools
 import re
 from typing import Any
 
@@ -61,7 +62,7 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = Embed(self.decode)(tokens)
-        for _ in range(3):
+        for _ in range(2):
             x = Block(self.decode)(x)
         return nn.Dense(VOCAB)(x)
 
@@ -141,8 +142,9 @@ def decode(pipe, variables, mutable: Any = CACHE, *, length=LENGTH, **options):
 def decode_alone(model, variables):
     """The same by Flax alone, on one device."""
     logits = []
+    apply = jax.jit(functools.partial(model.apply, mutable=CACHE))
     for i in range(LENGTH):
-        y, state = model.apply(variables, TOKENS[:, i : i + 1], mutable=CACHE)
+        y, state = apply(variables, TOKENS[:, i : i + 1])
         variables = {**variables, **state}
         logits.append(np.asarray(y))
     return np.concatenate(logits, 1), variables
@@ -174,7 +176,7 @@ def test_each_token_and_each_cache_of_a_model_is_that_of_one_device(
     model, without_cache = MODELS[name]
     pipe = jpipe.pipeline(model, num_microbatches, num_stages=num_stages)
     variables = pipe.init(KEY, TOKENS)
-    alone = jax.device_get(model.init(KEY, TOKENS))
+    alone = jax.device_get(jax.jit(model.init)(KEY, TOKENS))
     ref.assert_close(variables, alone, ref.FLOAT32)
     expected = decode_alone(model, alone)
     logits, variables = decode(pipe, variables, donate=donate)
@@ -292,10 +294,7 @@ def test_what_a_call_does_not_change_is_returned_as_it_is():
     variables = pipe.init(KEY, x)
     for count in (1, 2):
         _, state = pipe.apply(variables, x, mutable=["counts", "batch_stats", "none"])
-        assert [*state] == ["counts", "batch_stats"] or set(state) == {
-            "counts",
-            "batch_stats",
-        }
+        assert set(state) == {"counts", "batch_stats"}
         assert int(state["counts"]["calls"]) == count
         ref.assert_close(state["batch_stats"], variables["batch_stats"], 0)
         variables = merge(variables, state)
@@ -342,11 +341,11 @@ def test_the_axis_of_a_cache_of_nnx_is_not_guessed():
 
 
 def test_a_cache_has_a_row_for_each_example():
-    pipe = jpipe.pipeline(GPT(), 2, num_stages=2)
-    variables = pipe.init(KEY, TOKENS)
+    pipe = jpipe.pipeline([Block(), nn.Dense(VOCAB)], 2, balance=[1, 1])
+    variables = pipe.init(KEY, jnp.ones((PROMPTS, LENGTH, WIDTH)))
     says = r"x has 2 examples, and state needs a row for each.*\(4, 5, 2, 4\), axis 0"
     with pytest.raises(ValueError, match=f"(?s){says}"):
-        pipe.apply(variables, TOKENS[:2, :1], mutable=CACHE)
+        pipe.apply(variables, jnp.ones((2, 1, WIDTH)), mutable=CACHE)
 
 
 def test_a_call_that_would_lose_a_cache_says_what_to_type():
@@ -354,7 +353,7 @@ def test_a_call_that_would_lose_a_cache_says_what_to_type():
     says = r"y, state = pipe\.apply\(variables, x, mutable=\['cache'\]\)"
     layers = [Embed(), Block(), nn.Dense(VOCAB)]
     for pipe in (
-        jpipe.pipeline(GPT(), 1, num_stages=2),
+        jpipe.pipeline(GPT(), 1, num_stages=1),
         jpipe.pipeline(layers, 1, balance=[1, 2]),
     ):
         variables = pipe.init(KEY, TOKENS)
