@@ -128,9 +128,8 @@ class Pipeline(CustomLoop, FormerNames):
         Args:
           key: a JAX random key; ``None`` will do where all variables are those that
             nnx modules hold.
-          x: an input, or its `jax.ShapeDtypeStruct` leaves. Layers are initialized for
-            its first micro-batch, as they run; for all of it if it has fewer examples
-            than there are micro-batches.
+          x: an input, or its `jax.ShapeDtypeStruct` leaves. As in Flax, layers are
+            initialized for all of it: a cache has a row for each example.
 
         Returns:
           One entry per layer: its Flax variables, ``{}`` where it has none. For one

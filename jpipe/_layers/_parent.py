@@ -224,7 +224,7 @@ class Parent:
           train: True in training, in which all collections of linen but parameters
             may change.
           mutable: the collections of linen that may change in evaluation.
-          created: those of them that linen makes anew, as in an initialization.
+          created: the collections that linen makes anew, as in an initialization.
 
         Returns:
           The result, and for each layer the collections that may have changed.
@@ -256,9 +256,10 @@ class Parent:
                         f"example and are not split; {_linen.NOT_SOWN_ADVICE}"
                     )
                 raise
-            made = {name: updates[name] for name in updates if name in created}
-            others = {name: updates[name] for name in updates if name not in created}
-            updates = {**made, **_in_old_shapes(variables, others)}
+            old_updates = {
+                name: updates[name] for name in updates if name not in created
+            }
+            updates = {**updates, **_in_old_shapes(variables, old_updates)}
             changed |= self._split_tree(self._linen, updates, entries)
 
         if merged is not None:

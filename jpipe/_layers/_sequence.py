@@ -126,7 +126,7 @@ class Sequential:
           rngs: the keys of the micro-batch, or ``None``.
           train: True in training.
           mutable: the collections that may change: see `Parent.__call__`.
-          created: those of them that are made anew.
+          created: the collections that are made anew.
           after_layer: the function that is called after each layer of a list.
         """
 

@@ -230,7 +230,7 @@ class Model:
           rngs: the keys.
           train: True in training.
           mutable: the collections of linen that may change in evaluation.
-          created: those of them that modules of linen make anew.
+          created: the collections that modules of linen make anew.
 
         Returns:
           The output, and ``leaf index -> new value`` of the variables that change.

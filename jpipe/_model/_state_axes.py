@@ -94,12 +94,12 @@ def find_axes(
     elif jax.tree.leaves(model.collections(variables, mutable.names)):
         axes = axes_of_init(model, batch)
 
-    found = list[int | None]()
+    axes_of_leaves = list[int | None]()
     unknown = list[str]()
     other_lengths = list[str]()
     for path, leaf in tree_leaves_with_path(variables):
         if model.collection(path) not in mutable.names:
-            found.append(None)
+            axes_of_leaves.append(None)
             continue
         axis: Any = axes.get(path, UNKNOWN)
         # A leaf without that axis, such as a counter, has no examples along it.
@@ -112,7 +112,7 @@ def find_axes(
             axis = None
         elif axis is not None and leaf.shape[axis] != batch.num_examples:
             other_lengths.append(f"{text}, axis {axis}")
-        found.append(axis)
+        axes_of_leaves.append(axis)
     raise_all(
         f"the axis of the examples in state that is split into micro-batches is not "
         f"known, as no initialization makes it; type it, as in "
@@ -125,7 +125,7 @@ def find_axes(
         f"mutable={dict.fromkeys(mutable.names, 0)}",
         other_lengths,
     )
-    return found
+    return axes_of_leaves
 
 
 def _typed_axes(

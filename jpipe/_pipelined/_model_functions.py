@@ -32,7 +32,7 @@ def forward_spec(
       model: the model.
       train: True in training.
       mutable: the collections of which what changes is returned; the rest is dropped.
-      created: those of them that modules of linen make anew.
+      created: the collections that modules of linen make anew.
     """
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
