@@ -32,6 +32,7 @@ if _TYPE_CHECKING:
     from ._processes._preemption import preempted as preempted
     from ._processes._start import distributed as distributed
     from ._trace._boundaries import boundary as boundary
+    from ._trace._whole_batch import whole_batch as whole_batch
     from ._train._train_state import TrainState as TrainState
     from .planning._decide import plan as plan
     from .planning._layer_partition import partition as partition

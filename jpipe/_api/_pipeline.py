@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from .._arguments import _variables
+from .._arguments._mutable import Mutable, read_mutable
 from .._arguments._objective import Objective
 from .._arguments._trainable import Trainable
 from .._arguments._wrong_call import describe_argument, explain_call
@@ -18,6 +19,7 @@ from .._instructions import _transfer
 from .._instructions._program import Program
 from .._instructions._sharding import StageMesh
 from .._layers import _rng
+from .._pipelined._specialization import Specialization
 from .._placed._mesh_context import outside_of_meshes
 from .._train._train_state import TrainState
 from .._train._transformation import check_optimizer
@@ -126,9 +128,8 @@ class Pipeline(CustomLoop, FormerNames):
         Args:
           key: a JAX random key; ``None`` will do where all variables are those that
             nnx modules hold.
-          x: an input, or its `jax.ShapeDtypeStruct` leaves. Layers are initialized for
-            its first micro-batch, as they run; for all of it if it has fewer examples
-            than there are micro-batches.
+          x: an input, or its `jax.ShapeDtypeStruct` leaves. As in Flax, layers are
+            initialized for all of it: a cache has a row for each example.
 
         Returns:
           One entry per layer: its Flax variables, ``{}`` where it has none. For one
@@ -172,6 +173,8 @@ class Pipeline(CustomLoop, FormerNames):
         *,
         rngs: _rng.Rngs = None,
         train: bool = False,
+        mutable: Any = False,
+        donate: bool = False,
     ) -> PyTree:
         """Applies all layers, forward only.
 
@@ -182,20 +185,43 @@ class Pipeline(CustomLoop, FormerNames):
           train: passed to layers that take ``train``, ``deterministic`` or
             ``use_running_average``. The state that training changes, such as
             ``batch_stats``, stays as it is, with a warning.
+          mutable: the collections that layers may change in evaluation, such as
+            ``["cache"]``, as in Flax. Each micro-batch reads and writes its own rows of
+            the leaves with a row for each example. Modules of linen tell which axis
+            that is; for those of nnx in several micro-batches type it, as in
+            ``{"cache": 0}``.
+          donate: True to overwrite the arrays of these collections that are given.
 
         Returns:
-          The output of the last layer for the whole mini-batch, on its device.
+          The output of the last layer for the whole mini-batch, on its device. With
+          ``mutable`` a pair of it and these collections, one entry per layer, each leaf
+          on the device of its layer: the next variables are ``[{**old, **new} for old,
+          new in zip(variables, state)]``, of one model ``{**variables, **state}``.
 
         Raises:
-          ValueError: if the batch or the variables do not fit the model.
+          ValueError: if the batch or the variables do not fit the model, or it is not
+            known which axis of a leaf that changes has the examples.
           TypeError: if a leaf of ``x`` is not an array.
         """
         x, _ = self._feed(x, rngs=rngs)
-        specialization = self._pipelined_model.forward(variables, x, rngs, train=train)
-        outputs = specialization.program(
-            specialization.check_arguments(variables, (x, rngs))
+        pipelined = self._pipelined_model
+        state_names = _read_mutable(mutable, train=train, donate=donate)
+        specialization = pipelined.forward(
+            variables, x, rngs, train=train, mutable=state_names
         )
-        return jax.tree.unflatten(specialization.aux_tree, outputs)
+        leaves = specialization.check_arguments(variables, (x, rngs))
+        outputs = _forward_program(specialization, donate=donate)(leaves)
+        num_outputs = specialization.aux_tree.num_leaves
+        y = jax.tree.unflatten(specialization.aux_tree, outputs[:num_outputs])
+        if not state_names.names:
+            return y
+        new_leaves = leaves[: len(specialization.layout.specs)]
+        for i, leaf in zip(
+            specialization.joined_state, outputs[num_outputs:], strict=True
+        ):
+            new_leaves[i] = leaf
+        new_variables = specialization.layout.join_params(new_leaves)
+        return y, pipelined.model.collections(new_variables, state_names.names)
 
     @outside_of_meshes
     @explain_call("pipe.compile(variables, x)", surplus=COMPILE_ADVICE)
@@ -206,6 +232,8 @@ class Pipeline(CustomLoop, FormerNames):
         *,
         rngs: _rng.Rngs = None,
         train: bool = False,
+        mutable: Any = False,
+        donate: bool = False,
     ) -> Report:
         """Compiles all programs that `apply` would compile, side by side.
 
@@ -214,6 +242,8 @@ class Pipeline(CustomLoop, FormerNames):
           x: likewise.
           rngs: likewise.
           train: as for `apply`.
+          mutable: as for `apply`.
+          donate: as for `apply`.
 
         Returns:
           A report of bytes, flops and seconds. It prints as a table.
@@ -237,10 +267,13 @@ class Pipeline(CustomLoop, FormerNames):
                 f"{COMPILE_ADVICE}"
             )
 
+        state_names = _read_mutable(mutable, train=train, donate=donate)
+
         def lower() -> Program:
-            return self._pipelined_model.forward(
-                variables, x, rngs, train=train
-            ).program
+            specialization = self._pipelined_model.forward(
+                variables, x, rngs, train=train, mutable=state_names
+            )
+            return _forward_program(specialization, donate=donate)
 
         return compile_report(lower)
 
@@ -498,3 +531,33 @@ class Pipeline(CustomLoop, FormerNames):
             changed.
         """
         return self._pipelined_model.modules(variables)
+
+
+def _read_mutable(mutable: Any, *, train: bool, donate: bool) -> Mutable:
+    """Reads the argument ``mutable`` of `Pipeline.apply`.
+
+    Raises:
+      ValueError: if other arguments do not go with it.
+    """
+    state_names = read_mutable(mutable)
+    if donate and not state_names.names:
+        raise ValueError(
+            "donate=True overwrites the collections that mutable= names, and it names "
+            "none; type mutable=['cache'] too"
+        )
+    if train and state_names.names:
+        raise ValueError(
+            f"train=True, mutable={mutable!r}: what training changes is returned by "
+            f"value_and_grad(..., has_state=True), and kept by a train_step; mutable= "
+            f"is for evaluation, as of attention with a cache"
+        )
+    return state_names
+
+
+def _forward_program(specialization: Specialization, *, donate: bool) -> Program:
+    """The program of a forward pass, which overwrites state if that is donated."""
+    if not specialization.joined_state:
+        return specialization.program
+    if donate:
+        return specialization.program_overwriting_state
+    return specialization.program_with_joined_state

@@ -1,14 +1,17 @@
 """A model in a partition: its pipelined functions, and where its variables are."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import chex
 import jax
+from flax import errors
 
 from .._arguments import _variables
+from .._arguments._mutable import NOTHING_MUTABLE, Mutable
 from .._arguments._objective import Objective
 from .._arguments._stacked import gather_tree, repeat_for_pieces
 from .._arguments._trainable import Trainable
@@ -17,6 +20,7 @@ from .._layers import _rng
 from .._layers._adapter import check_unchanged
 from .._model._initial import Initial, strong
 from .._model._model import Model
+from .._model._state_axes import axes_of_init
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition
 from .._partition._stage_placement import StagePlacement
@@ -62,13 +66,10 @@ class PipelinedModel:
         self.partition = partition
         self.checks = VariableChecks(model, partition)
         self.devices = partition.devices
-        # train -> the forward pass in stages
-        self._forwards = {
-            train: self._build_function(
-                _model_functions.forward_function(model, train=train)
-            )
-            for train in (False, True)
-        }
+        # (train, key of the collections that change) -> the forward pass in stages
+        self._forwards: dict[Any, PipelinedFunction] = {}
+        for train in (False, True):
+            self._forward_function(NOTHING_MUTABLE, train=train)
 
     def __str__(self) -> str:
         return str(self.model)
@@ -166,10 +167,28 @@ class PipelinedModel:
             forward.clear()
 
     def forward(
-        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+        self,
+        variables: PyTree,
+        x: PyTree,
+        rngs: _rng.Rngs,
+        *,
+        train: bool,
+        mutable: Mutable = NOTHING_MUTABLE,
     ) -> Specialization:
         """Returns the forward pass for variables and an input."""
-        return self._forwards[train].specialize(variables, x, rngs)
+        function = self._forward_function(mutable, train=train)
+        return function.specialize(variables, x, rngs)
+
+    def _forward_function(self, mutable: Mutable, *, train: bool) -> PipelinedFunction:
+        """The forward pass in stages, built once."""
+        key = train, mutable.key
+        if key not in self._forwards:
+            self._forwards[key] = self._build_function(
+                _model_functions.forward_function(
+                    self.model, train=train, mutable=mutable
+                )
+            )
+        return self._forwards[key]
 
     def loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
         """Returns the loss of one objective and its gradients.
@@ -349,7 +368,39 @@ class PipelinedModel:
                 "which takes an input: type pipe.place(variables, x)"
             )
         # There are models that draw in evaluation.
-        return self._forwards[False].layout(variables, (x, _rng.key_spec()))
+        args = x, _rng.key_spec()
+        evaluation = self._forward_function(NOTHING_MUTABLE, train=False)
+        try:
+            return evaluation.layout(variables, args)
+        except errors.ModifyScopeVariableError:  # a module of linen has a cache
+            return self._state_division(variables, x).layout(variables, args)
+        except Exception:  # a module of nnx may have one, for all examples
+            with suppress(Exception):  # the first error says what is wrong
+                return self._state_division(variables, x).layout(variables, args)
+            raise
+
+    def _state_division(self, variables: PyTree, x: PyTree) -> PipelinedFunction:
+        """A forward pass that divides a model which writes state in evaluation.
+
+        It is traced on all examples at once, as modules of nnx hold a cache for so
+        many. Modules of linen make their caches anew, as in an initialization, where
+        attention takes more than one token.
+        """
+        model = self.model
+        sample = model.sample_batch(x, self.partition)
+        created = set[str]()
+        for path, axis in axes_of_init(model, sample).items():
+            if axis is not None:
+                created.add(model.collection(path))
+        names = set[str]()
+        for entry in model.entries(variables):
+            names |= entry.keys() - {"params"}
+        user_function = _model_functions.forward_function(
+            model, train=False, mutable=Mutable(tuple(sorted(names))), created=created
+        )
+        function = self._build_function(replace(user_function, is_whole=True))
+        self._forwards[False, "division"] = function
+        return function
 
     def modules(self, variables: PyTree) -> Any:
         """Returns the layers with values: see `Pipeline.modules`."""

@@ -71,19 +71,20 @@ class VariableChecks:
         fitting_input = self._inputs.get(self._signature(variables))
         if fitting_input == shape_text(x):
             return
-        is_unknown = fitting_input is None
-        if is_unknown and self._model.is_list:  # `check_call` has compared them
+        if fitting_input is None and self._model.is_list:  # `check_call` compared them
             return
         try:
             initial = self._initial(x)
         except Exception:  # the layers refuse this input with any variables
             return
         expected = initial.specs
-        if is_unknown and not _variables.lacks_params(variables):
-            # Other collections may be there for the user alone, such as a cache.
+        message = self._misfit(variables, x)
+        entries = self._model.entries(variables)
+        if self._model.is_list or not _variables.lacks_params(variables):
+            # Other collections may have room for more than this input, as a cache has.
             expected = [*map(_params_alone, expected)]
-            variables = _params_alone(variables)
-        self._compare(expected, variables, x)
+            variables = self._model.from_entries([*map(_params_alone, entries)])
+        self._compare(expected, variables, message)
 
     def move_to_owners(self, variables: PyTree, x: PyTree) -> PyTree:
         """Checks variables; returns each in the entry in which `init` returns it.
@@ -118,17 +119,18 @@ class VariableChecks:
         Raises:
           ValueError: if the variables are not those of the model.
         """
+        message = self._misfit(variables, x)
         entries = self._model.entries(variables)
         fixed_entries = entries
         initial = None
         try:
             initial = self._initial(x)
             fixed_entries = [*map(_matching_state, initial.specs, entries)]
-            self._compare(initial.specs, variables, x)
+            self._compare(initial.specs, variables, message)
         except Exception:
             with suppress(Exception):  # the first error says what is wrong
                 with_fixed = self._initial(x, fixed_entries)
-                self._compare(with_fixed.specs, variables, x)
+                self._compare(with_fixed.specs, variables, message)
                 return with_fixed
             if initial is None and not self._model.is_list:
                 return None
@@ -136,16 +138,15 @@ class VariableChecks:
         return initial
 
     def _compare(
-        self, expected: Sequence[PyTree], variables: PyTree, x: PyTree
+        self, expected: Sequence[PyTree], variables: PyTree, message: str
     ) -> None:
         """Checks that variables are like initial ones.
 
         Args:
           expected: specs of the initial variables of each layer.
           variables: the variables.
-          x: the input for which they were made.
+          message: the beginning of the error.
         """
-        message = self._misfit(variables, x)
         if self._model.is_list:
             parent = self._model.parent
             _variables.check_layers(parent, expected, variables, message)
@@ -165,13 +166,9 @@ class VariableChecks:
         """The beginning of an error on variables and an input that do not fit."""
         fitting_input = self._inputs.get(self._signature(variables))
         if fitting_input in (None, shape_text(x)):
-            sample = f"x of {shape_text(x)}"
-            if not self._model.is_list:
-                (first,) = self._model.sample_batch(x, self._partition).first
-                sample = f"micro-batches of {shape_text(first)}"
             return (
-                f"the variables are not those of this model for {sample}; one of the "
-                f"two is wrong"
+                f"the variables are not those of this model for x of {shape_text(x)}; "
+                f"one of the two is wrong"
             )
         return (
             f"x is {shape_text(x)}, and the variables fit {fitting_input}, with which "

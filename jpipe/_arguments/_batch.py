@@ -4,7 +4,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +64,23 @@ class Batch:
     def num_examples(self) -> int:
         """The number of examples of the mini-batch."""
         return sum(self.sizes) * self.num_shards
+
+    def with_argument(
+        self, name: str, specs: PyTree, axes: Sequence[int | None]
+    ) -> "Batch":
+        """The mini-batch with one more argument.
+
+        Args:
+          name: its name.
+          specs: its specs.
+          axes: the batch axis of each of its leaves.
+        """
+        return replace(
+            self,
+            args=(*self.args, specs),
+            names=[*self.names, name],
+            axes=[*self.axes, *axes],
+        )
 
     def microbatch_specs(self, size: int) -> PyTree:
         """Specs of a micro-batch of so many examples."""

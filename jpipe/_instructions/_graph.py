@@ -21,7 +21,7 @@ from .._jaxprs._computation import Argument, Computation, Result
 from .._jaxprs._host_memory import is_on_host
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, MicrobatchSplit, Sharding, StageMesh
-from ._transfer import Device
+from ._transfer import Device, stack
 
 Value = int
 Key = TypeVar("Key", bound=Hashable)
@@ -246,6 +246,12 @@ class Graph:
         part = jax.ShapeDtypeStruct(
             (split.parts, *shape), spec.dtype, weak_type=spec.weak_type
         )
+        if self.places[value] == place:
+            num_shards = getattr(self.devices[place], "num_shards", 1)
+            function = Computation(
+                "split", lambda leaf: [stack(leaf, split, num_shards)], [part]
+            )
+            return self.call(function, place, [value], shardings=[STACKED])[0]
         return self._copy(value, place, part, STACKED._replace(split=split))
 
     def _copy(self, value: Value, place: Place, spec: Any, sharding: Sharding) -> Value:

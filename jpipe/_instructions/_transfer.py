@@ -113,9 +113,8 @@ def first_device(device: Device) -> Device:
     return device.first if isinstance(device, StageMesh) else device
 
 
-def _stack(leaf: Any, split: MicrobatchSplit, num_shards: int) -> Any:
+def stack(leaf: Any, split: MicrobatchSplit, num_shards: int) -> Any:
     """Cuts and stacks a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
-    leaf = _without_explicit_axes(leaf)
     axis = split.axis % leaf.ndim
     stop = split.start + split.parts * num_shards * split.size
     rows = leaf[(slice(None),) * axis + (slice(split.start, stop),)]
@@ -175,7 +174,8 @@ def put(
     array_shardings: list[Any] = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding.split and isinstance(device, StageMesh):
-            leaf = _stack(leaf, sharding.split, device.num_shards)
+            leaf = _without_explicit_axes(leaf)
+            leaf = stack(leaf, sharding.split, device.num_shards)
         arrays.append(leaf)
         array_shardings.append(jax_sharding(device, sharding._replace(split=None)))
     return jax.device_put(arrays, array_shardings, may_alias=may_alias)

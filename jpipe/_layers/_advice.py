@@ -28,9 +28,10 @@ _ADVICE: dict[tuple[type[Exception], str], str] = {
     (RuntimeError, "non-empty mesh"): "layers are traced outside of any mesh: give "
     "NamedSharding(mesh, spec) in place of a spec, drop constraints on how activations "
     "lie, or type nn.with_logical_constraint",
-    (errors.ModifyScopeVariableError, ""): "where it is not trained a layer may not "
-    "change what it holds: let its __call__ take train, and write "
-    "(use_running_average=not train) only then",
+    (errors.ModifyScopeVariableError, ""): "in evaluation a call changes what it holds "
+    "only where that is returned: for a cache (decode=True) type y, state = "
+    "pipe.apply(variables, x, mutable=['cache']); of a batch norm let its __call__ "
+    "take train, and write (use_running_average=not train) only then",
     (errors.ScopeCollectionNotFound, ""): _MADE_IN_EVALUATION,
     (errors.ScopeParamNotFoundError, ""): _MADE_IN_EVALUATION,
     (errors.InvalidRngError, ""): "give a key for each stream in the call of the "

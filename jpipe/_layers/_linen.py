@@ -1,7 +1,7 @@
 """Flax linen modules as layers."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,50 @@ def without_sown() -> Iterator[None]:
         patched([linen.Module], perturb, "perturb"),
     ):
         yield
+
+
+@contextmanager
+def tie_created(collections: Collection[str]) -> Iterator[None]:
+    """The scope in which what a module makes follows from what it returns.
+
+    What a module makes, such as zeros, follows from nothing. In a trace each variable
+    becomes the result of an equation behind its module, and so of the stage that runs
+    the end of it.
+
+    Args:
+      collections: the collections whose variables are made.
+    """
+    if not collections:
+        yield
+        return
+
+    def tie(next_function: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        before = _leaf_names(module, collections)
+        y = next_function(*args, **kwargs)
+        first, *_ = jax.tree.leaves(y) or [None]
+        for collection, name in _leaf_names(module, collections) - before:
+            value = module.get_variable(collection, name)
+            tied, _ = jax.lax.optimization_barrier((value, first))
+            module.put_variable(collection, name, tied)
+        return y
+
+    with linen.intercept_methods(tie):
+        yield
+
+
+def _leaf_names(
+    module: linen.Module, collections: Collection[str]
+) -> set[tuple[str, str]]:
+    """The collection and the name of each variable of a module itself."""
+    if module.scope is None:
+        return set()
+    names = set[tuple[str, str]]()
+    for collection in collections:
+        for name, value in module.variables.get(collection, {}).items():
+            if not isinstance(value, Mapping):
+                names.add((collection, name))
+    return names
 
 
 def adapt_method(method: _switches.Method) -> Callable[..., PyTree]:

@@ -12,7 +12,7 @@ times, in that of the first of these layers whose call makes the variable.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -211,6 +211,8 @@ class Parent:
         run: Callable[[Handles], Any],
         *,
         train: bool,
+        mutable: Collection[str] = (),
+        created: Collection[str] = (),
     ) -> tuple[Any, list[dict[str, PyTree]]]:
         """Runs a function that calls the modules.
 
@@ -219,14 +221,22 @@ class Parent:
           rngs: the keys of the micro-batch: one key, or keys by stream name, or
             ``None``.
           run: ``handles -> result``.
-          train: True in training; else the variables of linen do not change.
+          train: True in training, in which all collections of linen but parameters
+            may change.
+          mutable: the collections of linen that may change in evaluation.
+          created: the collections that linen makes anew, as in an initialization.
 
         Returns:
           The result, and for each layer the collections that may have changed.
         """
         merged = self._merged_nnx(entries)
         variables = self._parent_tree(self._linen, entries)
-        mutable = [name for name in variables if name != "params"] if train else []
+        changing = [
+            name
+            for name in variables
+            if name in mutable or (train and name != "params")
+        ]
+        variables = {name: variables[name] for name in variables if name not in created}
 
         def run_bound(bound: Any) -> Any:
             return run(self._handles(bound, merged, entries))
@@ -235,9 +245,10 @@ class Parent:
         if not self._linen:
             result = run_bound(None)
         else:
-            apply = linen.apply(run_bound, self._linen_parent, mutable=mutable)
+            apply = linen.apply(run_bound, self._linen_parent, mutable=changing)
             try:
-                result, updates = apply(variables, rngs=_rng.linen_streams(rngs))
+                with _linen.tie_created(created):
+                    result, updates = apply(variables, rngs=_rng.linen_streams(rngs))
             except (TypeError, ValueError) as error:
                 if "perturbations" in variables:
                     error.add_note(
@@ -245,7 +256,10 @@ class Parent:
                         f"example and are not split; {_linen.NOT_SOWN_ADVICE}"
                     )
                 raise
-            updates = _in_old_shapes(variables, updates)
+            old_updates = {
+                name: updates[name] for name in updates if name not in created
+            }
+            updates = {**updates, **_in_old_shapes(variables, old_updates)}
             changed |= self._split_tree(self._linen, updates, entries)
 
         if merged is not None:

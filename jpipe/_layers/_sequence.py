@@ -8,7 +8,7 @@ front, and it may return values that no layer could pass to a next one.
 """
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -114,6 +114,8 @@ class Sequential:
         rngs: _rng.Rngs = None,
         *,
         train: bool = False,
+        mutable: Collection[str] = (),
+        created: Collection[str] = (),
         after_layer: AfterLayer | None = None,
     ) -> SequenceOutputs:
         """Applies the layers.
@@ -123,6 +125,8 @@ class Sequential:
           x: the input.
           rngs: the keys of the micro-batch, or ``None``.
           train: True in training.
+          mutable: the collections that may change: see `Parent.__call__`.
+          created: the collections that are made anew.
           after_layer: the function that is called after each layer of a list.
         """
 
@@ -134,7 +138,9 @@ class Sequential:
             return self._call_all(x, call, after_layer)
 
         with self._explain_model_errors(x, train=train):
-            y, changed = self.parent(entries, rngs, run, train=train)
+            y, changed = self.parent(
+                entries, rngs, run, train=train, mutable=mutable, created=created
+            )
         return SequenceOutputs(y, changed)
 
     def call_last(

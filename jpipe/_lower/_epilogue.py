@@ -59,7 +59,7 @@ class EpilogueInputs(NamedTuple):
       grads: parameter index -> the terms of its gradient.
       old_state: for each stage, the state leaves before the step.
       state: for each stage, the running sums of its state leaves.
-      aux: for each leaf of aux, the arrays of all micro-batches and shards.
+      aux: for each leaf that is joined, the arrays of all micro-batches and shards.
     """
 
     loss: Any
@@ -107,7 +107,7 @@ def epilogue(
       weight_specs: the shape and dtype of each weight, parameters first: a gradient
         has those of its parameter.
       states: the state that each stage writes.
-      joins: the join of each leaf of aux.
+      joins: the join of each leaf of aux, and of new state.
     """
     # Where the sum of loss weights is known only now, gradients are divided here.
     grad_divisor = _sum(inputs.loss_weights) if inputs.loss_weights else None
@@ -128,7 +128,12 @@ def epilogue(
     for state, old, sums in zip(states, inputs.old_state, inputs.state, strict=True):
         new_state |= zip(state.param_indices, state.commit(old, sums), strict=True)
 
-    aux = [join.run(x) for join, x in zip(joins, inputs.aux, strict=True)]
+    aux = list[jax.Array]()
+    for join, column in zip(joins, inputs.aux, strict=True):
+        if join.param_index is None:
+            aux.append(join.run(column))
+        else:
+            new_state[join.param_index] = join.run(column)
     return StepOutputs(loss=loss, aux=aux, grads=grads, new_state=new_state)
 
 
@@ -194,16 +199,11 @@ class Epilogue:
     weights: Values
     joins: Sequence[Join]
 
-    @property
-    def num_aux(self) -> int:
-        """The number of leaves that the loss function or the model returns as aux."""
-        return len(self.joins)
-
     def write_outputs(self, aux: Sequence[Values]) -> StepOutputs:
         """Writes the end of a forward pass.
 
         Args:
-          aux: the leaves of aux, which are its outputs, for each micro-batch.
+          aux: its outputs, and then its new state, for each micro-batch.
 
         Returns:
           The results, as values, each where it belongs.
@@ -294,8 +294,7 @@ class Epilogue:
         """
         graph = self.prologue.graph
         columns = list[Values]()
-        for join in self.joins:
-            i = join.leaf_index
+        for i in range(len(self.joins)):
             place = graph.places[aux[0][i]]
             columns.append([graph.bring(row[i], place) for row in aux])
         return columns
@@ -405,7 +404,10 @@ class Epilogue:
         stages = self.prologue.stages
         is_stacked = jax.tree.map(lambda value: graph.shardings[value].stacked, inputs)
         loss_dtype = None if inputs.loss is None else stages.traced().loss_dtype
-        aux_locations = [(graph.places[column[0]], WHOLE) for column in inputs.aux]
+        aux_locations = list[Location]()
+        for join, column in zip(self.joins, inputs.aux, strict=True):
+            if join.param_index is None:
+                aux_locations.append((graph.places[column[0]], WHOLE))
 
         def run(inputs: EpilogueInputs) -> StepOutputs:
             loss_weights = self._unstack(inputs.loss_weights, is_stacked.loss_weights)

@@ -106,10 +106,13 @@ class Join:
     Attributes:
       leaf_index: the index of the leaf among the results besides the loss.
       run: ``values of all micro-batches -> value of the mini-batch``.
+      param_index: the index of the parameter whose new value it is; ``None``: it is an
+        output, or aux.
     """
 
     leaf_index: int
     run: Run
+    param_index: int | None = None
 
 
 def join_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
@@ -209,6 +212,51 @@ def join_marked(column: Sequence[Any], axis: Any, shares: Sequence[float]) -> ja
             f"jpipe.MEAN or jpipe.SUM"
         )
     return jnp.concatenate(column, axis)
+
+
+def join_state(
+    results: MicrobatchOutputs, names: Sequence[str], specs: Sequence[Any]
+) -> list[Join]:
+    """The join of each leaf of state that micro-batches change.
+
+    Args:
+      results: the results of micro-batches.
+      names: the names of the parameters.
+      specs: the specs of the parameters.
+
+    Raises:
+      ValueError: with the leaves that have no axis of examples and follow from them, or
+        become of another dtype.
+    """
+    joins = list[Join]()
+    without_axis = list[str]()
+    other_dtypes = list[str]()
+    for state_input, axis in zip(
+        results.traced.state_inputs, results.state_axes, strict=True
+    ):
+        param_index, _, leaf_index = state_input
+        name = names[param_index]
+        dtype = specs[param_index].dtype
+        new_dtype = results.traced.aux_vars[leaf_index].aval.dtype
+        run = _first if axis is None else _concatenate_along(axis)
+        if len(results.sizes) == 1:
+            run = _first
+        elif axis is None and results.aux_depends_on_examples[leaf_index]:
+            without_axis.append(f"{name} of shape {specs[param_index].shape}")
+        if new_dtype != dtype:
+            other_dtypes.append(f"{name} of {dtype} becomes {new_dtype}")
+        joins.append(Join(leaf_index, run, param_index))
+    raise_all(
+        "state that follows from examples and has no row for each is another in each "
+        "micro-batch: type its axis, as in mutable={'cache': 0}, or num_microbatches=1",
+        without_axis,
+    )
+    raise_all(
+        "a call changes the dtype of state, which a pipeline keeps: write what is cast "
+        "to it",
+        other_dtypes,
+    )
+    return joins
 
 
 def _leaf_axes(

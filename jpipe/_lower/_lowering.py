@@ -259,13 +259,14 @@ class Lowering:
         return self._epilogue.write_outputs(self._aux())
 
     def _aux(self) -> list[Values]:
-        """The aux of each micro-batch, without the state that it writes.
+        """The results of each micro-batch that are joined, in the order of their joins.
 
-        In a forward pass these are its outputs.
+        They are aux. In a forward pass they are its outputs and its new state.
         """
         rows = list[Values]()
         for m in range(self._num_microbatches):
-            atoms = self._stages.traced(m).aux_vars[: self._epilogue.num_aux]
+            aux_vars = self._stages.traced(m).aux_vars
+            atoms = [aux_vars[join.leaf_index] for join in self._epilogue.joins]
             rows.append([self._result_value(atom, m) for atom in atoms])
         return rows
 

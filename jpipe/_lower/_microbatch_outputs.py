@@ -25,6 +25,7 @@ class MicrobatchOutputs:
       first: specs of the results of the first micro-batch.
       last: specs of the results of the last micro-batch.
       sizes: the number of examples in each micro-batch, the larger ones first.
+      state_axes: the axis of the examples of each of the function's state inputs.
       trace_whole: traces the mini-batch as one micro-batch.
     """
 
@@ -34,18 +35,23 @@ class MicrobatchOutputs:
     last: PyTree
     sizes: Sequence[int]
     trace_whole: Callable[[], tuple[TracedFunction, PyTree]]
+    state_axes: Sequence[int | None] = ()
 
     @cached_property
     def leaves(self) -> list[tuple[Any, Any]]:
         """The path and spec of each result of the first micro-batch."""
         return jax.tree_util.tree_leaves_with_path(self.first)
 
-    @cached_property
+    @property
     def depends_on_examples(self) -> list[bool]:
         """One bool per leaf; True if it follows from an example."""
+        return self.aux_depends_on_examples[: len(self.leaves)]
+
+    @cached_property
+    def aux_depends_on_examples(self) -> list[bool]:
+        """The same, for new values of state behind the leaves too."""
         traced = self.traced
-        outvars = traced.aux_vars[: len(self.leaves)]
-        jaxpr = traced.closed.jaxpr.replace(outvars=outvars)
+        jaxpr = traced.closed.jaxpr.replace(outvars=traced.aux_vars)
         closed = core.ClosedJaxpr(jaxpr, traced.closed.consts)
         inputs = [False] * len(jaxpr.invars)
         end = traced.num_params + len(self.has_examples)

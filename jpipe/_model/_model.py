@@ -7,21 +7,20 @@ trace between two of its stages. One model is a sequence of one layer whose vari
 are a tree of its own; where it is cut follows from its trace.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from flax import errors
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._arguments import _call, _signature, _variables
-from .._arguments._batch import Axes, Batch, explain_sizes
+from .._arguments._batch import Axes, Batch
 from .._arguments._cache import RecentCache
 from .._arguments._trainable import Trainable
 from .._instructions._sharding import Sharding
-from .._layers import _batch_norm, _linen, _rng, _switches
+from .._layers import _batch_norm, _rng
 from .._layers._adapter import LayerAdapter, check_unchanged
 from .._layers._sequence import Sequential
 from .._layers._skip import Passed
@@ -110,6 +109,19 @@ class Model:
         """Returns variables from the variables of each layer: undoes `entries`."""
         return tuple(entries) if self.is_list else entries[0]
 
+    def collection(self, path: Any) -> str:
+        """The collection of a variable, from its path among all."""
+        return path[int(self.is_list)].key
+
+    def collections(self, variables: PyTree, names: Collection[str]) -> PyTree:
+        """The collections of some names, in the structure of the variables."""
+        return self.from_entries(
+            [
+                {name: entry[name] for name in entry if name in names}
+                for entry in self.entries(variables)
+            ]
+        )
+
     def is_trained(self, variables: PyTree, trainable: Trainable) -> PyTree:
         """Returns a bool for each leaf of the variables; True if it is trained."""
         entries = self.entries(variables)
@@ -164,7 +176,7 @@ class Model:
         fixed_entries: Sequence[PyTree] | None = None,
         key: chex.PRNGKey | None = None,
     ) -> Initial:
-        """Returns the variables before any step, for the first micro-batch.
+        """Returns the variables before any step, for a whole mini-batch.
 
         Args:
           batch: the input: see `sample_batch`.
@@ -173,16 +185,21 @@ class Model:
           key: a key like the one that draws them, typed or raw; default: typed.
         """
         key_like: Any = _rng.key_spec() if key is None else key
-        (x,) = batch.first
+        (x,) = batch.args
         signature = (
             _signature.settings(),
             _signature.tree_signature(key_like, x, fixed_entries),
         )
         if signature not in self._initial:
-            with explain_sizes(batch):
-                initial = Initial(self._sequence, key_like, x, fixed_entries)
-            self._initial[signature] = initial
+            self._initial[signature] = Initial(
+                self._sequence, key_like, x, fixed_entries
+            )
         return self._initial[signature]
+
+    def make_variables(self, key: chex.PRNGKey, x: PyTree) -> PyTree:
+        """Makes the variables that are not held by modules of nnx."""
+        entries = self._sequence.init(key, x, [{} for _ in self.layers]).entries
+        return self.from_entries(entries)
 
     # ------------------------------------------------------------------------- calls
 
@@ -196,9 +213,24 @@ class Model:
         self._initial.clear()
 
     def forward(
-        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+        self,
+        variables: PyTree,
+        x: PyTree,
+        rngs: _rng.Rngs,
+        *,
+        train: bool,
+        mutable: Collection[str] = (),
+        created: Collection[str] = (),
     ) -> tuple[PyTree, dict[int, Any]]:
         """Applies the layers to a micro-batch.
+
+        Args:
+          variables: the variables.
+          x: the input.
+          rngs: the keys.
+          train: True in training.
+          mutable: the collections of linen that may change in evaluation.
+          created: the collections that modules of linen make anew.
 
         Returns:
           The output, and ``leaf index -> new value`` of the variables that change.
@@ -208,7 +240,9 @@ class Model:
         # A raw key is folded where it is wrapped, which is here and not in a loop.
         rngs = jax.tree.map(_rng.normalize_key, rngs)
         with _batch_norm.record_batch_norms():
-            y, changed = self.apply_mutable(variables, x, rngs, train=train)
+            y, changed = self.apply_mutable(
+                variables, x, rngs, train=train, mutable=mutable, created=created
+            )
         leaf_index = {
             path: i for i, (path, _) in enumerate(tree_leaves_with_path(variables))
         }
@@ -219,21 +253,32 @@ class Model:
         }
 
     def apply_mutable(
-        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, *, train: bool
+        self,
+        variables: PyTree,
+        x: PyTree,
+        rngs: _rng.Rngs,
+        *,
+        train: bool,
+        mutable: Collection[str] = (),
+        created: Collection[str] = (),
     ) -> tuple[PyTree, PyTree]:
-        """Returns the output and the collections that may have changed, as Flax."""
+        """Returns the output and the collections that may have changed, as Flax.
+
+        The arguments are those of `forward`.
+        """
         entries = variables
         if not self.is_list:
             check_unchanged(self.layers, self.label)
             entries = (variables,)
-        try:
-            outputs = self._sequence(
-                entries, x, rngs, train=train, after_layer=self._mark_stage_end
-            )
-        except Exception as error:
-            if not self.is_list:
-                _refuse_writes(error, self.layers[0].owner, variables, x, train=train)
-            raise
+        outputs = self._sequence(
+            entries,
+            x,
+            rngs,
+            train=train,
+            mutable=mutable,
+            created=created,
+            after_layer=self._mark_stage_end,
+        )
         return outputs.y, self.from_entries(outputs.entries)
 
     def _mark_stage_end(self, layer: int, passed: Passed) -> Passed:
@@ -254,35 +299,3 @@ def _check_collections(entries: Sequence[PyTree]) -> None:
             f"pipeline does not, and would leave them as they are: train without "
             f"dot_general_cls; evaluation works"
         )
-
-
-def _refuse_writes(
-    error: Exception, owner: Any, variables: PyTree, x: PyTree, *, train: bool
-) -> None:
-    """Explains an error of a linen model that writes in evaluation, as caches do.
-
-    Args:
-      error: the error that its call raised.
-      owner: the model.
-      variables: the variables of the call.
-      x: its input.
-      train: True in training.
-
-    Raises:
-      ValueError: if the error is one of these.
-    """
-    if train or not _linen.is_module(owner):
-        return
-    is_write = isinstance(error, errors.ModifyScopeVariableError)
-    opposed = _switches.opposed_switches(x, train=train)
-    if is_write and opposed:
-        raise ValueError(_switches.advice_on(opposed, train=train)) from error
-    if "cache" in variables or is_write:
-        raise ValueError(
-            "a model of linen writes its variables in evaluation, as attention with a "
-            "cache does (decode=True); a pipeline finds in evaluation where they stay, "
-            "and gives outputs alone. Give it the model with decode=False, which has "
-            "the same parameters; decode by model.apply({**cache, "
-            "**jax.device_put(variables, device)}, token, mutable=['cache']), or list "
-            "its layers. A batch norm needs use_running_average=not train"
-        ) from error

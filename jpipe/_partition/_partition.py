@@ -253,7 +253,7 @@ class Partition:
         """
         key = num_stages, has_tail
         if key not in self._placements:
-            placement = self._place(num_stages, has_tail=has_tail)
+            placement = self._choose_placement(num_stages, has_tail=has_tail)
             if has_tail:
                 placement.check_forwards_first()
             self._placements[key] = placement

@@ -6,7 +6,7 @@ preferred where they cost little: a parameter in equal pieces is one sharded arr
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -31,7 +31,11 @@ _EQUAL_PIECES_COST = 1.1
 
 
 def choose_division(
-    traced: TracedFunction, most_stages: int, divide: Divide
+    traced: TracedFunction,
+    most_stages: int,
+    divide: Divide,
+    *,
+    written_params: Mapping[int, int],
 ) -> ScanDivision:
     """Chooses the pieces of scans over layers, and of parameters that they go along.
 
@@ -39,8 +43,9 @@ def choose_division(
       traced: the function, traced on whole parameters.
       most_stages: the number of stages; there are fewer if the program has fewer gaps.
       divide: ``division -> the function with its scans in pieces``.
+      written_params: index of a leaf of aux -> the parameter whose new value it is.
     """
-    layer_scans = _find_divided_scans(traced, most_stages)
+    layer_scans = _find_divided_scans(traced, most_stages, written_params)
     if not layer_scans:
         return UNDIVIDED
     trial = _Trial(traced, layer_scans, most_stages, divide)
@@ -66,18 +71,20 @@ def divide_by_iteration(traced: TracedFunction, num_stages: int) -> ScanDivision
       num_stages: the number of stages, of which a smaller part is not divided.
     """
     division = UNDIVIDED
-    for scan in _find_divided_scans(traced, num_stages):
+    for scan in _find_divided_scans(traced, num_stages, {}):
         division = division.union(scan.divide(traced, (1,) * scan.length))
     return ScanDivision(params=division.params, scans={})
 
 
-def _find_divided_scans(traced: TracedFunction, num_stages: int) -> list[LayerScan]:
+def _find_divided_scans(
+    traced: TracedFunction, num_stages: int, written_params: Mapping[int, int]
+) -> list[LayerScan]:
     """Finds the scans over layers that are divided, for so many stages."""
     has_marks = bool(_boundaries.boundary_positions(traced.closed))
     if num_stages == 1 or has_marks:
         return []
     scan_indices = _balanced_cuts.find_scans(traced, _LEAST_PART / num_stages)
-    return find_layer_scans(traced, scan_indices)
+    return find_layer_scans(traced, scan_indices, written_params)
 
 
 def _equalize(sizes: Sequence[int], num_pieces: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The forward pass and the loss of a model, as functions for a pipeline."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from .._arguments import _microbatch
 from .._arguments._batch import Axes
+from .._arguments._mutable import NOTHING_MUTABLE, Mutable
 from .._arguments._objective import Objective
 from .._jaxprs import _jaxpr
 from .._layers import _rng
@@ -20,11 +22,26 @@ from ._user_function import ModelFunction, StateUse
 PyTree = Any
 
 
-def forward_function(model: Model, *, train: bool) -> ModelFunction:
-    """``(variables, x, rngs) -> (outputs, changed)``; the changed state is dropped."""
+def forward_function(
+    model: Model,
+    *,
+    train: bool,
+    mutable: Mutable = NOTHING_MUTABLE,
+    created: Collection[str] = (),
+) -> ModelFunction:
+    """``(variables, x, rngs) -> (outputs, changed)``.
+
+    Args:
+      model: the model.
+      train: True in training.
+      mutable: the collections of which what changes is returned; the rest is dropped.
+      created: the collections that modules of linen make anew.
+    """
 
     def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
-        return model.forward(variables, x, rngs, train=train)
+        return model.forward(
+            variables, x, rngs, train=train, mutable=mutable.names, created=created
+        )
 
     def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
         try:
@@ -40,8 +57,9 @@ def forward_function(model: Model, *, train: bool) -> ModelFunction:
         has_loss=False,
         model=model,
         names=("x", "rngs"),
-        state_use=StateUse.WARN,
+        state_use=StateUse.JOIN if mutable.names else StateUse.WARN,
         train=train,
+        mutable=mutable,
     )
 
 

@@ -18,7 +18,7 @@ from .._arguments._cache import RecentCache
 from .._instructions._garbage_collector import pause_collector
 from .._jaxprs._pieces import Pieces
 from .._layers import _batch_norm
-from .._lower._join import join_once
+from .._lower._join import join_once, join_state
 from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._partition._param_layout import ParamLayout
 from .._partition._partition import Partition, StageAssignment
@@ -208,8 +208,9 @@ class PipelinedFunction:
             explain_sizes(batch),
             _batch_norm.merge_statistics(are_merged=are_merged),
         ):
+            param_axes = user_function.param_axes(specs, batch)
             traced_functions, division = trace_sizes(
-                user_function, self._partition, specs, batch
+                user_function, self._partition, specs, batch, param_axes=param_axes
             )
             self._check_planned(specs)
             is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
@@ -249,22 +250,35 @@ class PipelinedFunction:
         if user_function.has_loss:
             placement.check_trains()
         joins = None
-        if tail is not None:
-            joins = join_once(len(jax.tree.leaves(tail.aux))) if runs else None
+        inner_axes = _stacked.repeat_for_pieces(param_axes, division.params)
+        state_inputs = stages.traced().state_inputs
+        state_axes = [inner_axes[x.param_index] for x in state_inputs]
+        if runs and tail is not None:
+            joins = join_once(len(jax.tree.leaves(tail.aux)))
         elif runs:
-            joins = user_function.make_joins(self._results(stages, specs, batch))
+            results = self._results(stages, specs, batch, state_axes=state_axes)
+            joins = [
+                *user_function.make_joins(results),
+                *join_state(results, layout.names, layout.specs),
+            ]
         return Specialization(
             placement=placement,
             stages=stages,
             layout=layout,
             cuts=cuts,
             batch=batch,
+            state_axes=state_axes,
             aux=user_function.aux_of(stages.traced()) if tail is None else tail.aux,
             joins=joins,
         )
 
     def _results(
-        self, stages: Stages, specs: PyTree, batch: Batch
+        self,
+        stages: Stages,
+        specs: PyTree,
+        batch: Batch,
+        *,
+        state_axes: Sequence[int | None],
     ) -> MicrobatchOutputs:
         """Returns the results of micro-batches that are joined."""
         sizes = list[int]()  # shards count as micro-batches
@@ -272,7 +286,8 @@ class PipelinedFunction:
             sizes += [size] * batch.num_shards
         return MicrobatchOutputs(
             traced=stages.traced(),
-            has_examples=[axis is not None for axis in batch.axes],
+            has_examples=[axis is not None for axis in [*batch.axes, *state_axes]],
+            state_axes=state_axes,
             first=self._user_function.aux_of(stages.traced()),
             last=self._user_function.aux_of(stages.traced(-1)),
             sizes=sizes,

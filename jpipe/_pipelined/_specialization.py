@@ -37,8 +37,9 @@ class Specialization:
       cuts: the cut points; ``None`` for a list of layers.
       batch: the mini-batch; its arguments are one tree.
       aux: specs of aux, without the state that is written.
-      joins: the join of each leaf of aux; ``None`` if the batch may have too few
-        examples to run.
+      state_axes: the axis of the examples of each of the function's state inputs.
+      joins: the join of each leaf of aux, and of state; ``None`` if the batch may have
+        too few examples to run.
 
     Attributes:
       runs: True if the batch has enough examples to run.
@@ -55,6 +56,7 @@ class Specialization:
         layout: ParamLayout,
         cuts: CutPoints | None,
         batch: Batch,
+        state_axes: Sequence[int | None],
         aux: PyTree,
         joins: Sequence[Join] | None,
     ) -> None:
@@ -63,6 +65,7 @@ class Specialization:
         self.layout = layout
         self.cuts = cuts
         self.batch = batch
+        self._state_axes = state_axes
         self.runs = joins is not None
         self._joins = () if joins is None else joins
         self.aux_tree = jax.tree.structure(aux)
@@ -83,6 +86,12 @@ class Specialization:
         """
         graph.facts["mini-batch"] = shape_text(self.batch.args)
         graph.facts |= self.layout.facts
+        # State of examples is a part of the mini-batch.
+        states = [params[i] for i in self.joined_state]
+        batch = self.batch.with_argument(
+            "state", [graph.specs[value] for value in states], self._state_axes
+        )
+        batch_leaves = [*batch_leaves, *states]
         # Arrays that the function closes over are weights behind the parameters.
         captured_arrays = self.stages.traced().captured_arrays
         num_inputs = len(params) + len(captured_arrays)
@@ -96,9 +105,9 @@ class Specialization:
             graph,
             placement=self.placement,
             stages=self.stages,
-            batch=self.batch,
+            batch=batch,
             params_and_captured=[*params, *captured_values],
-            batch_leaves=list(batch_leaves),
+            batch_leaves=batch_leaves,
             joins=self._joins,
         )
         if self.stages.traced().has_loss:
@@ -159,6 +168,21 @@ class Specialization:
         """``(*params, *mini-batch) -> (*loss, *aux, *grads, *new state)``."""
         return self._make_program(self.layout.state_indices)
 
+    @property
+    def joined_state(self) -> list[int]:
+        """The parameters that are state of examples, of which a call returns new."""
+        return [x.param_index for x in self.stages.traced().state_inputs]
+
+    @cached_property
+    def program_with_joined_state(self) -> Program:
+        """``(*params, *mini-batch) -> (*outputs, *new state of examples)``."""
+        return self._make_program(self.joined_state)
+
+    @cached_property
+    def program_overwriting_state(self) -> Program:
+        """The same, which overwrites the state that it reads."""
+        return self._make_program(self.joined_state, donated=self.joined_state)
+
     @cached_property
     def compiled_actions(self) -> tuple[Action, ...]:
         """The actions for which a step runs a program."""
@@ -174,22 +198,31 @@ class Specialization:
         return self.stages.residuals(stage) if has_forwards else None
 
     @pause_collector()
-    def _make_program(self, state_indices: Sequence[int]) -> Program:
+    def _make_program(
+        self, state_indices: Sequence[int], *, donated: Sequence[int] = ()
+    ) -> Program:
         """The program that also returns the new state of some leaves of the parameters.
 
         Args:
           state_indices: the indices of these leaves.
+          donated: the indices of the leaves that it overwrites.
         """
         graph = self.placement.graph()
         params = list[Value]()
-        for name, spec, place, sharding in zip(
-            self.layout.names,
-            self.layout.specs,
-            self.layout.places,
-            self.layout.shardings,
-            strict=True,
+        for i, (name, spec, place, sharding) in enumerate(
+            zip(
+                self.layout.names,
+                self.layout.specs,
+                self.layout.places,
+                self.layout.shardings,
+                strict=True,
+            )
         ):
-            params.append(graph.argument(spec, place, name=name, sharding=sharding))
+            params.append(
+                graph.argument(
+                    spec, place, name=name, donated=i in donated, sharding=sharding
+                )
+            )
         batch_leaves = self.write_batch_arguments(graph, self.batch.args)
 
         step = self.write(graph, params, batch_leaves)

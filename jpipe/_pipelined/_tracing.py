@@ -12,7 +12,8 @@ For each size, in this order:
 
 Then for all sizes together:
 
-5. divide scans over layers, in the same pieces;
+5. divide scans over layers, in the same pieces; then state of examples becomes an
+   input;
 6. close over equal arrays, as all later steps compare programs by their equations;
 7. split off what runs once per step, on the whole mini-batch, if anything does;
 8. sink equations to their first readers, the last step that moves any; not in a list,
@@ -20,11 +21,13 @@ Then for all sizes together:
 9. agree, equation by equation, on which ones run once per step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
+from .._arguments import _microbatch, _stacked
 from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
@@ -44,7 +47,12 @@ PyTree = Any
 
 
 def trace_sizes(
-    user_function: UserFunction, partition: Partition, params: PyTree, batch: Batch
+    user_function: UserFunction,
+    partition: Partition,
+    params: PyTree,
+    batch: Batch,
+    *,
+    param_axes: Sequence[int | None],
 ) -> tuple[dict[int, TracedFunction], ScanDivision]:
     """Traces a function on micro-batches of each size.
 
@@ -53,6 +61,7 @@ def trace_sizes(
       partition: the stages that it is cut in.
       params: specs of the parameters.
       batch: the mini-batch.
+      param_axes: the axis of the examples in each parameter; ``None``: it has none.
 
     Returns:
       The traces by these sizes, that of the first micro-batch first; and the pieces in
@@ -60,9 +69,17 @@ def trace_sizes(
     """
     traced_functions = {}
     has_tail = False
+    param_leaves, param_tree = jax.tree.flatten(params)
     for size in dict.fromkeys(batch.sizes):
+        microbatch_params = param_tree.unflatten(
+            _microbatch.microbatch_specs(param_leaves, param_axes, size)
+        )
         traced = _trace(
-            user_function, params, batch, size, num_stages=partition.most_stages
+            user_function,
+            microbatch_params,
+            batch,
+            size,
+            num_stages=partition.most_stages,
         )
         closed = _user_meshes.restrict_to_devices(
             traced.closed, partition.devices, partition.warnings
@@ -83,10 +100,13 @@ def trace_sizes(
         division = choose_division(
             first,
             partition.most_stages,
-            lambda division: _divide_scans(user_function, params, first, division),
+            lambda division: _divide_scans(
+                user_function, params, first, division, batch
+            ),
+            written_params=_written_params(user_function, params, first),
         )
     traced_functions = {
-        size: _divide_scans(user_function, params, traced, division)
+        size: _divide_scans(user_function, params, traced, division, batch)
         for size, traced in traced_functions.items()
     }
     traced_functions = _traced_function.with_equal_arrays(traced_functions)
@@ -116,9 +136,9 @@ def _has_tail(user_function: UserFunction, traced: TracedFunction) -> bool:
         )
     if has_marks and user_function.reduction not in ("mean", "batch"):
         raise ValueError(
-            f"reduction={user_function.reduction!r} combines losses of micro-batches, and what "
-            f"follows jpipe.whole_batch runs once, on all examples: return the loss "
-            f"itself, and leave reduction= out, or type reduction='batch'"
+            f"reduction={user_function.reduction!r} combines losses of micro-batches, "
+            f"and what follows jpipe.whole_batch runs once, on all examples: return the "
+            f"loss itself, and leave reduction= out, or type reduction='batch'"
         )
     return has_marks or user_function.reduction == "batch"
 
@@ -128,22 +148,34 @@ def _divide_scans(
     params: PyTree,
     traced: TracedFunction,
     division: ScanDivision,
+    batch: Batch,
 ) -> TracedFunction:
-    """A function with its scans in pieces; state that it writes is in pieces too."""
+    """A function with its scans in pieces; state that it writes is in pieces too.
+
+    Then state of its examples becomes an input of micro-batches, piece by piece.
+    """
+    num_args = len(jax.tree.leaves(batch.args))
     if division == UNDIVIDED:
-        return traced
+        return user_function.with_state_inputs(traced, params, num_args)
     names = [
         f"{user_function.params_name}{jax.tree_util.keystr(path)}"
         for path, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
-    first_index, leaves = user_function.state_leaves(traced, params)
-    written_params = {
-        index: leaf.param_index for index, leaf in enumerate(leaves, first_index)
-    }
-    return replace(
+    written_params = _written_params(user_function, params, traced)
+    divided = replace(
         divide_scans(traced, division, names, written_params),
         aux=user_function.aux_in_pieces(traced, division.params, num_params=len(names)),
     )
+    inner_params = _stacked.split_pieces(params, division.params)
+    return user_function.with_state_inputs(divided, inner_params, num_args)
+
+
+def _written_params(
+    user_function: UserFunction, params: PyTree, traced: TracedFunction
+) -> dict[int, int]:
+    """Index of a leaf of aux -> the parameter whose new value it is."""
+    first_index, leaves = user_function.state_leaves(traced, params)
+    return {index: leaf.param_index for index, leaf in enumerate(leaves, first_index)}
 
 
 def trace_whole(

@@ -15,15 +15,18 @@ from jax.tree_util import tree_leaves_with_path
 
 from .._arguments import _call, _microbatch, _variables
 from .._arguments._batch import Batch
+from .._arguments._mutable import NOTHING_MUTABLE, Mutable
 from .._instructions._sharding import Sharding
 from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._layers import _rng
 from .._lower._join import Join
 from .._lower._microbatch_outputs import MicrobatchOutputs
 from .._model._model import Model
+from .._model._state_axes import find_axes
 from .._partition import _param_sharding
 from .._partition._stage_placement import StagePlacement
 from .._trace._discarded_state import check_discarded_state
+from .._trace._example_state import with_state_inputs
 from .._trace._state_updates import (
     StateLeaf,
     StateUpdate,
@@ -44,6 +47,7 @@ class StateUse(enum.Enum):
 
     RETURN = enum.auto()  # it is a result
     WARN = enum.auto()  # it is lost, and a warning says so
+    JOIN = enum.auto()  # that of examples is a result, row by row; the rest is lost
     DROP = enum.auto()  # it is lost: `planning` traces a function that nobody calls
 
 
@@ -179,6 +183,27 @@ class UserFunction(abc.ABC):
         """
         return 0, []
 
+    def param_axes(self, params: PyTree, batch: Batch) -> list[int | None]:
+        """The axis of the examples in each parameter, which state of examples has.
+
+        Args:
+          params: specs of the parameters.
+          batch: the mini-batch.
+        """
+        return [None] * len(jax.tree.leaves(params))
+
+    def with_state_inputs(
+        self, traced: TracedFunction, params: PyTree, num_args: int
+    ) -> TracedFunction:
+        """Makes state of examples an input of micro-batches: see `_example_state`.
+
+        Args:
+          traced: a trace of the function.
+          params: specs of the parameters, with nodes for those in pieces.
+          num_args: the number of leaves of its other arguments.
+        """
+        return traced
+
     def find_state(
         self, traced_functions: TracedFunctions, params: PyTree, *, runs: bool
     ) -> tuple[TracedFunctions, StateUpdate]:
@@ -273,12 +298,17 @@ class ModelFunction(UserFunction):
       names: the names of the arguments in errors.
       state_use: the use of the state that the model writes.
       train: True if the model runs as in training.
+      mutable: the collections of which it returns what it changes in evaluation.
+      is_whole: True if it is traced on all examples at once, as a trace that only
+        divides the model may be.
     """
 
     model: Model
     names: Sequence[str]
     state_use: StateUse
     train: bool
+    mutable: Mutable = NOTHING_MUTABLE
+    is_whole: bool = False
 
     params_name = "variables"
     axes_advice = _microbatch.MODEL_AXES_ADVICE
@@ -307,6 +337,22 @@ class ModelFunction(UserFunction):
         if args[-1] is not None:
             _rng.check_rngs(args[-1])
         return self.in_axes, self.names
+
+    def batch(
+        self,
+        args: Sequence[PyTree],
+        *,
+        num_microbatches: int,
+        num_shards: int,
+        allows_unsplit: bool = False,
+    ) -> Batch:
+        """Checks the arguments after the variables; returns them as a mini-batch."""
+        return super().batch(
+            args,
+            num_microbatches=1 if self.is_whole else num_microbatches,
+            num_shards=1 if self.is_whole else num_shards,
+            allows_unsplit=allows_unsplit,
+        )
 
     def shardings(
         self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]
@@ -342,6 +388,27 @@ class ModelFunction(UserFunction):
             leaves.append(StateLeaf(i, path=paths[i], text=text))
         return len(jax.tree.leaves(aux)), leaves
 
+    def param_axes(self, params: PyTree, batch: Batch) -> list[int | None]:
+        """The axis of the examples in each variable that it returns."""
+        if not self.mutable.names or batch.num_microbatch_shards == 1:
+            return super().param_axes(params, batch)
+        return find_axes(self.model, params, batch, self.mutable)
+
+    def with_state_inputs(
+        self, traced: TracedFunction, params: PyTree, num_args: int
+    ) -> TracedFunction:
+        """Makes state of examples an input of micro-batches."""
+        if not self.mutable.names:
+            return traced
+        first_index, leaves = self.state_leaves(traced, params)
+        return with_state_inputs(
+            traced,
+            first_index,
+            leaves,
+            collections=self.mutable.names,
+            num_args=num_args,
+        )
+
     def find_state(
         self, traced_functions: TracedFunctions, params: PyTree, *, runs: bool
     ) -> tuple[TracedFunctions, StateUpdate]:
@@ -355,10 +422,12 @@ class ModelFunction(UserFunction):
             check_discarded_state(
                 first, first_index, leaves, variables=params, train=self.train
             )
+        joined = [state_input.aux_index for state_input in first.state_inputs]
+        kept = {*state.aux_indices, *joined}
         written: TracedFunctions = {}
         for size, traced in traced_functions.items():
             first_index, leaves = self.state_leaves(traced, params)
-            written[size] = drop_unwritten_aux(traced, first_index, leaves, state=state)
+            written[size] = drop_unwritten_aux(traced, first_index, leaves, kept=kept)
         return written, state
 
     def aux_in_pieces(

@@ -90,6 +90,27 @@ class _Slicer:
         params = set(traced.params)
         results = [var for var in _variables(traced.outputs) if var not in params]
         self._results = list(dict.fromkeys(results))
+        # result -> the one stage that returns it, where that is not the last
+        self._stage_of_result = self._find_homes() | self._stage_of
+
+    def _find_homes(self) -> dict[core.Var, int]:
+        """New state that no single stage computes is made where the old is read.
+
+        An example is the counter of a cache.
+        """
+        traced = self._traced
+        homes: dict[core.Var, int] = {}
+        for state_input in traced.state_inputs:
+            new_value = traced.aux_vars[state_input.aux_index]
+            old_value = traced.batch_inputs[state_input.batch_index]
+            readers = [
+                self._stage_of[var]
+                for var in traced.descendants([old_value])
+                if var in self._stage_of
+            ]
+            if readers and not isinstance(new_value, core.Literal):
+                homes[new_value] = min(readers)
+        return homes
 
     def stages(self) -> list[StageSlice]:
         """The stages, in order."""
@@ -99,9 +120,13 @@ class _Slicer:
     def _of_stage(
         self, variables: Iterable[core.Var], stage_index: int
     ) -> list[core.Var]:
-        """The variables of a stage; those of no single stage are in the last."""
+        """The variables of a stage; those of no single stage are in the last.
+
+        New state is at home.
+        """
         last = self._num_stages - 1
-        return [v for v in variables if self._stage_of.get(v, last) == stage_index]
+        stage_of = self._stage_of_result
+        return [v for v in variables if stage_of.get(v, last) == stage_index]
 
     def _slice_equations(self, stage_index: int) -> _EqnSlice:
         jaxpr = self._traced.closed.jaxpr

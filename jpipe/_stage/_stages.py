@@ -318,6 +318,7 @@ class Stages:
                 readers.setdefault(weight, stage_index)
         for weight in self.tail_weights:
             readers.setdefault(weight, self._last)
+        readers |= self._stages_of_state()
         for index in range(len(self.prologue.jaxpr.outvars)):
             reader = readers.get(num_params + index, self._last)
             for param in _read_params(self.prologue, index):
@@ -325,6 +326,18 @@ class Stages:
         if self.traced().penalty:  # the penalty, which is added to the loss
             readers[num_weights - 1] = self._last
         return [readers.get(weight, 0) for weight in range(num_weights)]
+
+    def _stages_of_state(self) -> dict[WeightIndex, int]:
+        """Parameter of state of examples -> the first stage that reads or makes it."""
+        first = self._sliced[self._sizes[0]]
+        stages: dict[WeightIndex, int] = {}
+        for param_index, batch_index, aux_index in first.traced.state_inputs:
+            new_value = first.traced.aux_vars[aux_index]
+            for stage_index, stage_slice in enumerate(first.slices):
+                is_read = batch_index in first.batch_indices[stage_index]
+                if is_read or new_value in stage_slice.outputs:
+                    stages.setdefault(param_index, stage_index)
+        return stages
 
     # -------------------------------------------------------------------- equal stages
 

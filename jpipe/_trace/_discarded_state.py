@@ -1,6 +1,6 @@
 """Warns of variables that a forward pass writes, which its caller does not receive."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._arguments import _variables
@@ -53,13 +53,13 @@ def _warn_in_evaluation(changed: Sequence[StateLeaf], variables: PyTree) -> None
     Parameters that a call normalizes are written anew by each call.
     """
     lines = [leaf.text for leaf in changed if leaf.collection != "params"]
-    is_model = isinstance(variables, Mapping)
-    argument = "jax.device_put(variables, device)" if is_model else "variables"
     if lines:
+        names = sorted({leaf.collection for leaf in changed} - {"params"})
         warn(
             f"evaluation gives outputs alone, and leaves the variables as they were "
             f"given, where a call of nnx goes on from what it wrote. To go on, as from "
-            f"a cache of attention, call pipe.modules({argument}); where this is what "
-            f"training writes, evaluation should not: let __call__ take train\n"
+            f"a cache of attention, type y, state = pipe.apply(variables, x, "
+            f"mutable={names}); where this is what training writes, evaluation should "
+            f"not: let __call__ take train\n"
             + "\n".join(f"  * {line}" for line in lines)
         )

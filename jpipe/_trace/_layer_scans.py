@@ -26,6 +26,7 @@ from .._jaxprs._pieces import (
     AlignedAxis,
     Pieces,
     first_inner_indices,
+    first_stacked,
     operand_axes,
     trace_axes_back,
 )
@@ -150,13 +151,16 @@ class LayerScan(NamedTuple):
 
 
 def find_layer_scans(
-    traced: TracedFunction, eqn_indices: Sequence[int]
+    traced: TracedFunction,
+    eqn_indices: Sequence[int],
+    written_params: Mapping[int, int],
 ) -> list[LayerScan]:
-    """Finds the parameters that scans go along.
+    """Finds the parameters that scans go along, or whose new values they return so.
 
     Args:
       traced: the function, traced on whole parameters.
       eqn_indices: the indices of the equations that are scans to divide.
+      written_params: index of a leaf of aux -> the parameter whose new value it is.
     """
     jaxpr = traced.closed.jaxpr
     num_params = traced.num_params - len(traced.captured_arrays)
@@ -175,6 +179,10 @@ def find_layer_scans(
                 continue
             if _axis_maps.shape_of(var)[aligned.axis] % length == 0:
                 axes[i] = aligned.axis
+        for i, param_index in written_params.items():
+            axis = _stacked_axis(jaxpr, traced.aux_vars[i], eqn)
+            if axis is not None:
+                axes.setdefault(param_index, axis)
         layer_params = _find_layer_params(traced, axes_of_vars, length)
         if axes or layer_params:
             scan_index = scan_indices.index(eqn_index)
@@ -191,6 +199,19 @@ def _is_scan(eqn: core.JaxprEqn) -> bool:
 def _xs(eqn: core.JaxprEqn) -> set[core.Var]:
     """The variables that a scan goes along."""
     return _jaxpr.variables(eqn.invars[_jaxpr.carry_slice(eqn).stop :])
+
+
+def _stacked_axis(jaxpr: core.Jaxpr, result: Any, scan: core.JaxprEqn) -> int | None:
+    """The axis along which a scan makes a result iteration by iteration, if any."""
+    if isinstance(result, core.Literal):
+        return None
+    _, first_y = first_stacked(scan)
+    ys = scan.outvars[first_y:]
+    for axis in range(len(_axis_maps.shape_of(result))):
+        axes = trace_axes_back(jaxpr, {result: AlignedAxis(axis)})
+        if any(axes.get(var) == AlignedAxis(0) for var in ys):
+            return axis
+    return None
 
 
 def _find_layer_params(

@@ -9,7 +9,7 @@ micro-batches, and move once. Other floating leaves become the mean over the exa
 Integers become what the last micro-batch makes of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -247,13 +247,20 @@ def drop_unwritten_aux(
     first_index: int,
     written: Sequence[StateLeaf],
     *,
-    state: StateUpdate,
+    kept: Container[int],
 ) -> TracedFunction:
-    """Makes a program return leaves unchanged that it may write, but does not."""
+    """Makes a program return leaves unchanged that it may write, but does not.
+
+    Args:
+      traced: the program.
+      first_index: the index, among its results besides the loss, of the first leaf.
+      written: the leaves that it may write.
+      kept: the indices, among these results, of the leaves that it writes.
+    """
     outvars = list(traced.closed.jaxpr.outvars)
     begin = len(outvars) - len(traced.once_results) - len(written)
     for i, leaf in enumerate(written):
-        if first_index + i not in state.aux_indices:
+        if first_index + i not in kept:
             outvars[begin + i] = traced.params[leaf.param_index]
     return replace(traced, closed=_with_outvars(traced, outvars))
 
@@ -277,6 +284,7 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
     params = list[str]()
     keys = list[str]()
     metrics = list[str]()
+    caches = list[str]()
     for leaf, spec in zip(written, specs, strict=True):
         if leaf.collection == "params":
             params.append(leaf.text)
@@ -284,6 +292,8 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
             keys.append(leaf.text)
         if leaf.collection == "metric_state":
             metrics.append(leaf.text)
+        if leaf.collection == "cache":
+            caches.append(leaf.text)
 
     raise_all(
         "parameters are changed by the optimizer alone; what a call writes to them "
@@ -304,6 +314,12 @@ def _check_lasting(written: Sequence[StateLeaf], specs: Sequence[Any]) -> None:
             "micro-batches; return what it counts with has_aux=True, and update the "
             "metric after the step",
             metrics,
+        )
+        raise_all(
+            "a cache has rows for each example, of which training would keep the mean "
+            "over micro-batches; decode by y, state = pipe.apply(variables, x, "
+            "mutable=['cache']), or type num_microbatches=1",
+            caches,
         )
 
 

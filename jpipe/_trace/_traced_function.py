@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,20 @@ class EqnKind(enum.StrEnum):
     STAGE = "stage"  # in one stage
     COPY = "copy"  # in each stage that reads its results, since it is cheap
     ONCE = "once"  # in no stage: once per step, where its parameters are
+
+
+class StateInput(NamedTuple):
+    """State that a function changes, as an input of its micro-batches.
+
+    Attributes:
+      param_index: its index among the parameters, of which nobody reads this one.
+      batch_index: the index among the batch inputs of what is read in its place.
+      aux_index: the index of its new value among the results besides the loss.
+    """
+
+    param_index: int
+    batch_index: int
+    aux_index: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class TracedFunction:
       captures_batch: True if no argument is split by examples, so that these are in the
         arrays that the function closes over.
       tail: the loss of the mini-batch at once, if there is one.
+      state_inputs: state that it changes, and returns: see `_example_state`.
     """
 
     closed: core.ClosedJaxpr
@@ -116,6 +131,7 @@ class TracedFunction:
     has_pieces: bool = False
     captures_batch: bool = False
     tail: Tail | None = None
+    state_inputs: tuple[StateInput, ...] = ()
 
     @property
     def loss(self) -> list[Any]:

@@ -31,10 +31,11 @@ def notes_of(call) -> list[str]:
 
 
 NOTE = "raised by layer 3 (Fragile) of stage 2, whose input was float32[2,3]"
+NOTE_IN_INIT = NOTE.replace("2,3", "4,3")
 
 
 def test_exception_in_each_call_names_the_layer():
-    assert NOTE in notes_of(lambda: fragile("always").init(KEY, X))
+    assert NOTE_IN_INIT in notes_of(lambda: fragile("always").init(KEY, X))
     # Micro-batches of twice as many examples went through.
     pipe = fragile("small")
     variables = pipe.init(KEY, jnp.concatenate([X, X]))
@@ -59,7 +60,7 @@ def test_exception_in_a_function_or_an_apply_names_the_layer():
     scale = jpipe.Layer(init=lambda key, x: {}, apply=apply, name="Scale")
     for layer, name in ((broken, "broken"), (scale, "Scale")):
         pipe = jpipe.pipeline([two, layer], 2)
-        shapes = "{'a': float32[2,3], 'n': bool[2]}"
+        shapes = "{'a': float32[4,3], 'n': bool[4]}"
         note = f"raised by layer 1 ({name}) of stage 1, whose input was {shapes}"
         assert note in notes_of(lambda pipe=pipe: pipe.init(KEY, X))
 
@@ -74,7 +75,6 @@ def test_micro_batches_that_do_not_fit_are_answered_with_their_sizes():
     in_layers, in_loss = jpipe.pipeline([layer, pairs], 4), jpipe.pipeline([layer], 4)
     variables = in_loss.init(KEY, x)
     for call in (
-        lambda: in_layers.init(KEY, x),
         lambda: in_layers.apply((*variables, {}), x),
         lambda: in_loss.value_and_grad(loss_fn)(variables, x, targets),
     ):

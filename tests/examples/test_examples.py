@@ -46,6 +46,10 @@ def slow(*row: Any) -> Any:
             r"read at once: .*\n.* read four steps later: .*\nwrote .*csv, 3 rows",
         ),
         slow("digits.py", r"9[5-9]\.\d"),
+        slow(
+            "generate.py --steps=3 --width=32 --blocks=2 --length=16 --prompts=4",
+            r"(?s)greedy: 100\.0% of 64 tokens .*sampled at 0\.8: 100\.0% of 64",
+        ),
         slow("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
         slow("mixed_precision.py", r"\n1 of 400 steps skipped\n.* 9\d\.\d% on 360"),
         slow("lora.py", r"with the adapters\n  36,864 par.*\n  9\d\.\d%"),
