@@ -137,8 +137,8 @@ def _has_tail(user_function: UserFunction, traced: TracedFunction) -> bool:
     if has_marks and user_function.reduction not in ("mean", "batch"):
         raise ValueError(
             f"reduction={user_function.reduction!r} combines losses of micro-batches, "
-            f"and what follows jpipe.whole_batch runs once, on all examples: return the "
-            f"loss itself, and leave reduction= out, or type reduction='batch'"
+            f"and what follows jpipe.whole_batch runs once, on all examples: return "
+            f"the loss itself, and leave reduction= out, or type reduction='batch'"
         )
     return has_marks or user_function.reduction == "batch"
 
