@@ -248,8 +248,9 @@ class Graph:
         )
         if self.places[value] == place:
             num_shards = getattr(self.devices[place], "num_shards", 1)
+            stacked = part.update(shape=(num_shards, *part.shape))
             function = Computation(
-                "split", lambda leaf: [stack(leaf, split, num_shards)], [part]
+                "split", lambda leaf: [stack(leaf, split, num_shards)], [stacked]
             )
             return self.call(function, place, [value], shardings=[STACKED])[0]
         return self._copy(value, place, part, STACKED._replace(split=split))
