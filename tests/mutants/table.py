@@ -321,6 +321,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_placed/_segments": [
         ("(num_bytes[p], p in", "(-num_bytes[p], p in"),
+        ("if last_waves and not stays:", "if False:"),
         ("result_index.get(id(atom), len", "-result_index.get(id(atom), len"),
     ],
     "_processes/_environment": [
@@ -422,6 +423,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "            (placement.place(stage), sharding)\n",
             "            (placement.place(0), sharding)\n",
         ),
+    ],
+    "_train/_finite_update": [
+        ("jnp.isfinite(grad).all() for", "jnp.isfinite(grad).any() for"),
+        ("if value != old[index]:", "if False:"),
+        ("select(value, old_values[var]) if", "value if"),
     ],
     "_train/_lowered_step": [
         ("*_rng.step_keys(rngs, step), step + 1", "*_rng.step_keys(rngs, step), step"),
