@@ -211,6 +211,38 @@ def test_a_state_of_adamw_goes_on_with_adam(pipe, state, tmp_path):
     ref.assert_equal(jax.tree.leaves(restored), jax.tree.leaves(state))
 
 
+def test_a_run_on_four_devices_goes_on_on_two_and_three_as_if_on_four(tmp_path):
+    """Each job plans for the devices that are there, from one profile in a file."""
+    loss = {"loss_fn": ref.mse, "targets": TARGETS}
+    text = jpipe.profile(
+        layers(), X, num_microbatches=4, measure=False, peak_flops=1e6, **loss
+    ).to_json()
+
+    def start(num_devices):
+        plan = jpipe.plan(
+            *(layers(), X, TX),
+            profile=jpipe.Profile.from_json(text),
+            num_devices=num_devices,
+            num_microbatches=4,
+            data=1,
+            **loss,
+        )
+        pipe = jpipe.pipeline(layers(), plan=plan, devices=jax.devices()[:num_devices])
+        assert len({*pipe.devices}) == num_devices
+        return pipe.train_step(ref.mse, TX), pipe.init_train_state(KEY, X, TX)
+
+    step, expected = start(4)
+    for _ in range(3):
+        expected, _ = step(expected, X, TARGETS)
+    for number, num_devices in enumerate((4, 2, 3)):
+        step, state = start(num_devices)
+        state = checkpoint.restore_latest(tmp_path, state)
+        assert int(state.step) == number
+        state, _ = step(state, X, TARGETS)
+        checkpoint.save(tmp_path, state, step=number + 1)
+    ref.assert_close(state, expected, 1e-4)
+
+
 def test_like_may_be_a_state_that_a_step_has_overwritten(pipe, state, tmp_path):
     checkpoint.save(tmp_path / "state", state)
     like = pipe.init_train_state(jax.random.key(1), X, TX)
