@@ -100,7 +100,7 @@ def save(
     _variables.check_alive(jax.tree.leaves(state))
     is_multi_process = jax.process_count() > 1
     if is_multi_process:  # each piece is sent by the process that has it
-        state = _stacked.open_placed(state)
+        state = _stacked.split_placed(state)
     state = _as_arrays(_stacked.gather_tree(state), "state")
 
     wait()
@@ -111,7 +111,7 @@ def save(
     def write() -> None:
         whole = state
         if is_multi_process:
-            whole = _stacked.close_tree(gather_to_first(state))
+            whole = _stacked.join_pieces(gather_to_first(state))
         if jax.process_index() != 0:
             return
         if step is None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from .._arguments._wrong_call import explain_call
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._layers import _rng
@@ -31,9 +32,15 @@ from ._interpolate import interpolate
 from ._layer_profile import Link, find_count_faults, find_flag_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
+from ._origin import can_overlap
 from ._plan import Plan
 from ._planned_model import PlannedModel
-from ._profile import Profile, check_profile, find_speed_faults
+from ._profile import (
+    Profile,
+    check_fingerprint,
+    check_profile,
+    find_speed_faults,
+)
 from ._profiler import profile_sizes
 from ._reasons import describe_profile, explain_best
 from ._request import Request
@@ -56,9 +63,10 @@ _NO_LOSS = (
 
 
 @outside_of_meshes
+@explain_call("jpipe.plan(layers, x, tx)")
 def plan(
     layers: Any,
-    sample: PyTree,
+    x: PyTree,
     tx: optax.GradientTransformation,
     *,
     num_devices: int | None = None,
@@ -112,7 +120,7 @@ def plan(
 
     Args:
       layers: as `jpipe.pipeline` takes them; one model is cut where few bytes cross.
-      sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      x: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       tx: the optax optimizer, whose state takes memory.
       num_devices: the number of devices; default: that of `jax.devices`.
       memory_limit: the bytes that a device has; ``None``: no limit.
@@ -230,7 +238,7 @@ def plan(
         raise ValueError(f"plan: {'; '.join(faults)}")
 
     request = Request(
-        sample,
+        x,
         loss_fn=loss_fn,
         targets=targets,
         has_aux=has_aux,
@@ -270,7 +278,7 @@ def plan(
         with _explain_loss_functions(layers):
             traced = model.traced(traced_request)
         if profile is not None:
-            profile.check(fingerprint(traced, train=train))
+            check_fingerprint(profile, fingerprint(traced, train=train))
         checked_balance = None
         if balance is not None:
             checked_balance = check_balance(balance, len(traced.names))
@@ -283,7 +291,7 @@ def plan(
             profile = profile_sizes(model, traced, requests)
         hardware = _with_link(hardware, latency, profile.link)
         if overlap is None:
-            overlap = profile.overlap
+            overlap = can_overlap(profile.origin)
         hardware = dataclasses.replace(hardware, overlap=overlap)
         profiles = {
             count: interpolate(profile, -(-num_examples // count))
