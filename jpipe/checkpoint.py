@@ -104,7 +104,11 @@ def save(
     state = _as_arrays(_stacked.gather_tree(state), "state")
 
     wait()
-    _run_in_all_processes(lambda: _make_room(folder, step), participle="saved")
+    _run_in_all_processes(
+        lambda: _make_room(folder, step),
+        participle="saved",
+        timeout=_WRITE_TIMEOUT,
+    )
     if is_multi_process:
         agree_on_tree(state)
 

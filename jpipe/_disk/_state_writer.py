@@ -37,10 +37,10 @@ def make_handler() -> Any:
 
 
 class StateWriter:
-    """Writes states; one of them may be on its way in the background."""
+    """Writes states; one of them may be on its way, in threads of Orbax."""
 
     def __init__(self) -> None:
-        # The manager of Orbax that writes in the background, and the folder it writes.
+        # The manager of Orbax whose threads may write yet, and the folder they write.
         self._unfinished: tuple[Any, epath.Path] | None = None
         self._waits_at_exit = False
 
@@ -90,7 +90,7 @@ class StateWriter:
 
         args = _save_args(state)
         target = folder / str(step)
-        with _explained_failure(target), contextlib.ExitStack() as stack:
+        with _explained_failure(target):
             folder.mkdir(parents=True, exist_ok=True)
             manager = ocp.CheckpointManager(
                 folder,
@@ -99,21 +99,24 @@ class StateWriter:
                     max_to_keep=keep,
                     create=False,
                     cleanup_tmp_directories=True,  # those of saves that were killed
-                    enable_async_checkpointing=background,
                     multiprocessing_options=process_options(),
                 ),
             )
-            stack.callback(manager.close)
-            manager.save(step, args=args, force=True)
-            if background:
-                stack.pop_all()
-                self._unfinished = manager, target
-        if background and not self._waits_at_exit:
+            # An interrupt from here on leaves threads that write: see `finish`.
+            self._unfinished = manager, target
+            try:
+                manager.save(step, args=args, force=True)
+            except Exception:
+                self._unfinished = None
+                raise
+        if not background:
+            self.finish()
+        elif not self._waits_at_exit:
             self._waits_at_exit = True
             _compat.run_before_threads_end(self.finish)
 
     def finish(self) -> None:
-        """Waits for what is written in the background.
+        """Waits for the last save; again, if the wait for it was interrupted.
 
         Raises:
           OSError: if it could not be written.
@@ -121,9 +124,14 @@ class StateWriter:
         if self._unfinished is None:
             return
         manager, target = self._unfinished
+        with _explained_failure(target):
+            try:
+                manager.wait_until_finished()
+                manager.close()
+            except Exception:
+                self._unfinished = None
+                raise
         self._unfinished = None
-        with _explained_failure(target), contextlib.closing(manager):
-            manager.wait_until_finished()
 
 
 def _save_args(state: PyTree) -> Any:
