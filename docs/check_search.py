@@ -15,7 +15,7 @@ from pathlib import Path
 QUERIES = {
     "global_norm": "custom_loop",
     "tree.norm": "logging",
-    "apply_if_finite": "mixed_precision",
+    "skip_nonfinite": "training",
     "gradient accumulation": "recipes",
     "MultiSteps": "recipes",
     "learning rate schedule": "recipes",

@@ -12,7 +12,6 @@ stopped early: start the same command again, and the losses are those of one run
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -37,22 +36,6 @@ def read_batch(
     return x[rows], labels[rows]
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last one last; unfinished ones do not count."""
-    return sorted(path for path in folder.glob("step_*") if path.suffix == "")
-
-
-def save(folder: Path, state: jpipe.TrainState, position: int) -> None:
-    """Writes a checkpoint; afterwards removes all but the last ones."""
-    path = folder / f"step_{position:06}"
-    tree = {"state": state, "position": position}
-    jpipe.checkpoint.save(path, tree, overwrite=True)  # in all processes; one writes
-    if jax.process_index() == 0:
-        print(f"saved {path}", flush=True)
-        for old in list_checkpoints(folder)[:-KEEP]:
-            shutil.rmtree(old)
-
-
 def main() -> int:
     """Trains from the last checkpoint on; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -73,13 +56,13 @@ def main() -> int:
     x, _, labels, _ = read_digits()
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), x[:BATCH_SIZE], tx)
-    position = 0  # in the data: the number of batches before
-    if checkpoints := list_checkpoints(options.folder):
-        like = {"state": state, "position": position}
-        restored = jpipe.checkpoint.restore(checkpoints[-1], like)
-        state = restored["state"]
-        position = restored["position"]
-        print(f"restored {checkpoints[-1]}", flush=True)
+    # The position in the data is the number of batches before.
+    tree = {"state": state, "position": 0}
+    tree = jpipe.checkpoint.restore_latest(options.folder, tree)
+    state = tree["state"]
+    position = tree["position"]
+    if position:
+        print(f"restored {options.folder / str(position)}", flush=True)
 
     step = pipe.train_step(cross_entropy, tx)
     stops = False
@@ -92,7 +75,13 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGTERM)
         stops = jpipe.preempted()  # in all processes after the same step
         if stops or position % SAVE_EVERY == 0 or position == options.steps:
-            save(options.folder, state, position)
+            tree = {"state": state, "position": position}
+            jpipe.checkpoint.save(  # in all processes; one writes
+                options.folder, tree, step=position, keep=KEEP, background=True
+            )
+    jpipe.checkpoint.wait()
+    if jax.process_index() == 0:
+        print(f"saved {options.folder / str(position)}", flush=True)
     return STOPPED_EARLY if position < options.steps else 0
 
 

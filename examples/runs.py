@@ -138,11 +138,9 @@ class Runs:
             is_stopped = self._is_stopped(self.num_steps)
 
         if len(losses) < learner.num_steps:
-            checkpoint = self._checkpoint(name, len(losses))
-            jpipe.checkpoint.save(checkpoint, state, overwrite=True)
+            self._save(self._checkpoint(name, len(losses)), state)
         elif keep:
-            layers = list(state.variables[:-1])
-            jpipe.checkpoint.save(self._folder / keep, layers, overwrite=True)
+            self._save(self._folder / keep, list(state.variables[:-1]))
         record["losses"] = [float(loss) for loss in losses]
         record["seconds"] += time.process_time() - began
         path.write_text(json.dumps(record), "utf-8")
@@ -156,6 +154,11 @@ class Runs:
         if is_stopped:
             raise SystemExit(STOPPED_EARLY)
         return record
+
+    def _save(self, path: Path, tree: Any) -> None:
+        """Saves a tree in place of that of a run whose record was not written."""
+        shutil.rmtree(path, ignore_errors=True)
+        jpipe.checkpoint.save(path, tree)
 
     def _checkpoint(self, name: str, num_steps: int) -> Path:
         """The checkpoint of a run that was stopped after so many steps."""

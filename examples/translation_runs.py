@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import optax
 import sacrebleu  # pyright: ignore[reportMissingImports]
 from messages import LENGTHS, PAD, Batches, Corpus, Pairs, shift_right
-from resume import STOPPED_EARLY, list_checkpoints
+from resume import KEEP, STOPPED_EARLY
 from rich.progress import track
 from translation_report import draw_losses
 from translator import Sizes, Translator, count_parameters, translate
@@ -194,9 +193,9 @@ class Trainer:
         key = jax.random.key(run.seed)
         state = job.pipe.init_train_state(key, make_inputs(batches.draw(0)), job.tx)
         tree = {"state": state, "position": 0, "losses": np.zeros(run.steps)}
-        if checkpoints := list_checkpoints(folder):
-            tree = jpipe.checkpoint.restore(checkpoints[-1], tree)
-            print(f"restored {checkpoints[-1]}", flush=True)
+        tree = jpipe.checkpoint.restore_latest(folder, tree)
+        if tree["position"]:
+            print(f"restored {folder / str(tree['position'])}", flush=True)
         state = tree["state"]
         losses = np.array(tree["losses"])
         first = int(tree["position"])
@@ -217,12 +216,9 @@ class Trainer:
             is_last = num_done == run.steps
             if is_stopped or is_last or num_done % SAVE_EVERY == 0:
                 losses[first:num_done] = [float(loss) for loss in arrays]
-                path = folder / f"step_{num_done:06}"
                 tree = {"state": state, "position": num_done, "losses": losses}
-                jpipe.checkpoint.save(path, tree, overwrite=True)
-                for old in list_checkpoints(folder)[:-1]:
-                    shutil.rmtree(old)
-                print(f"saved {path}", flush=True)
+                jpipe.checkpoint.save(folder, tree, step=num_done, keep=KEEP)
+                print(f"saved {folder / str(num_done)}", flush=True)
             if is_stopped and not is_last:
                 sys.exit(STOPPED_EARLY)
         return state, losses

@@ -5,11 +5,13 @@ the same arrays and distinguishes the same settings; or a check is left out. Opt
 XLA, which no release promises to keep, are here too.
 """
 
+import atexit
 import importlib
 import io
 import itertools
 import os
 import pickle
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -409,3 +411,14 @@ def process_index_and_count() -> tuple[int, int]:
         return state.process_id, state.num_processes
     except (ImportError, AttributeError):
         return jax.process_index(), jax.process_count()
+
+
+def run_before_threads_end(function: Callable[[], None]) -> None:
+    """Runs a function when the program ends, while threads can still start others.
+
+    Uses ``threading._register_atexit`` of Python, as `concurrent.futures` does, whose
+    threads Orbax starts to the end of a save: those of `atexit` run too late for that.
+    Free when Orbax waits for its saves; it does not up to 0.12.
+    """
+    register: Any = getattr(threading, "_register_atexit", atexit.register)
+    register(function)

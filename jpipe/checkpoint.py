@@ -2,25 +2,22 @@
 
 A state is keyed by layer and knows nothing of stages, devices or meshes, so the state
 of four stages goes on in two stages, on one device or on a mesh. Orbax writes the
-files, which other programs can read.
+files, which other programs can read, and deletes the oldest:
 
-A state is written beside the one that it replaces:
+    <folder>/1100/default/_METADATA       the tree, and the digest of each leaf
+                          ...             the values
+             1200/default/...
+             1300.orbax-checkpoint-tmp    a save that has not ended: no state
 
-    write <path>.jpipe-new               <path> is whole
-    empty <path>                         <path>.jpipe-new is whole
-    rename <path>.jpipe-new to <path>    at once: an empty folder makes way for another
-
-So whenever a program ends, one of the two is whole. `restore` reads the new one if that
-is whole, and the next `save` goes on from there.
+A folder gets its name when all of it is written, so whenever a program ends, each state
+is there or is not. What is read is compared with the digests: where a file is damaged,
+`restore_latest` takes the state before that one.
 """
 
-import contextlib
-import glob
-import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,46 +27,56 @@ from etils import epath
 
 from ._arguments import _stacked, _variables
 from ._arguments._stacked import Stacked
-from ._layers._text import shape_text
-from ._messages import raise_all
-from ._processes._arrays import as_key, as_numbers, is_key, is_non_addressable
+from ._disk._leaf_entries import path_text
+from ._disk._state_reader import DamagedError, list_steps, read_leaves
+from ._disk._state_writer import StateWriter
+from ._messages import raise_all, warn
+from ._processes._arrays import as_key, is_key
 from ._processes._gather import agree_on_tree, gather_to_first
 from ._processes._group import group
 
-__all__ = ["restore", "save"]
+__all__ = ["DamagedError", "restore", "restore_latest", "save", "wait"]
 PyTree = Any
 _ARRAYS = jax.Array | np.ndarray
 _NUMBERS = bool | int | float | complex | np.generic
-# The file in which Orbax keeps the tree of a state.
-_METADATA = "_METADATA"
-# The end of the name of a folder that Orbax has not written all of.
-_UNFINISHED = ".orbax-checkpoint-tmp"
 # ``gs://bucket/folder``; ``gs:/bucket/folder`` is what pathlib makes of it.
 _URL = re.compile("([a-z][a-z0-9]+):/(/?)")
 # Seconds that a process waits while another one writes: a day.
 _WRITE_TIMEOUT = 86_400.0
+_writer = StateWriter()
 
 
 def save(
-    path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    step: int | None = None,
+    keep: int = 3,
+    background: bool = False,
 ) -> None:
-    """Saves a state; returns when all of it is written.
+    """Saves a state; all of it is written, or nothing is.
 
     Args:
-      path: a folder that does not exist yet, or ``"gs://bucket/folder"``.
+      path: a folder, or ``"gs://bucket/folder"``. With ``step`` it holds the states of
+        a training; without, it is that of this state, and does not exist yet.
       state: a `TrainState`, or variables, or any pytree of arrays and numbers, such as
         ``{"state": state, "position": 1200}`` with the position in the data.
-      overwrite: True if a folder that exists is replaced, after the new state is whole
-        on the disk. A bucket cannot rename a folder at once: there, give each state a
-        path of its own.
+      step: the number of the step, later than all in the folder: the state is written
+        to ``<path>/<step>``.
+      keep: the number of states of the folder that stay; older ones are deleted. With 1
+        there is none to go back to if a file is damaged.
+      background: True to return when the values are on the host, and write them while
+        the next steps run. The next `save`, `wait` or the end of the program waits for
+        that, and the first two raise what has failed.
 
     Raises:
-      FileExistsError: if the folder exists.
-      OSError: if it cannot be written, or is a file; the state that was there still is.
+      FileExistsError: if the state, or that of a later step, is there.
+      OSError: if it cannot be written; what was there still is.
       TypeError: with the leaves that are neither arrays nor numbers that can be saved,
         or if there are no leaves; if ``path`` is no path.
       ValueError: if a step overwrote the state; if several processes are not at the
-        same step, or save different states; if the path has a bracket, ``[``.
+        same step, or save different states; if the path has a bracket, ``[``; if
+        ``step`` or ``keep`` is no such number, or ``step`` is missing.
       RuntimeError: if one of several processes cannot do its part.
 
     Example:
@@ -78,100 +85,104 @@ def save(
       >>> layers, x, tx = [nn.Dense(3), nn.Dense(2)], jnp.ones((4, 5)), optax.adam(1e-3)
       >>> pipe = jpipe.sequential(layers)
       >>> state = pipe.init_train_state(jax.random.key(0), x, tx)
-      >>> path = tempfile.mkdtemp() + "/state"
-      >>> jpipe.checkpoint.save(path, state)
+      >>> folder = tempfile.mkdtemp()
+      >>> jpipe.checkpoint.save(folder, state, step=100)
       >>> other = jpipe.pipeline(layers, num_microbatches=2, balance=[2])
       >>> like = other.init_train_state(jax.random.key(1), x, tx)
-      >>> state = jpipe.checkpoint.restore(path, like)
+      >>> state = jpipe.checkpoint.restore_latest(folder, like)
       >>> int(state.step)
       0
     """
     folder = _folder(path, "save", "state")
+    _check_numbers(step=step, keep=keep, background=background)
     if "[" in str(folder):
         raise ValueError(f"{folder} has a bracket: Orbax could not read it again")
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; give the path of a folder")
     _variables.check_alive(jax.tree.leaves(state))
     is_multi_process = jax.process_count() > 1
     if is_multi_process:  # each piece is sent by the process that has it
         state = _stacked.split_placed(state)
     state = _as_arrays(_stacked.gather_tree(state), "state")
 
-    exists = folder.exists() or _is_whole(_new_folder(folder))
-    if is_multi_process:
-        # Process 0 writes, so it decides.
-        by_process = group().gather({"exists": exists}, "jpipe.checkpoint")
-        exists = by_process[0]["exists"]
-    if exists and not overwrite:
-        raise FileExistsError(
-            f"{folder} is there already; give another path, or overwrite=True"
-        )
-    if is_multi_process:
-        agree_on_tree(state)
+    wait()
     _run_in_all_processes(
-        lambda: _write(folder, state),
+        lambda: _make_room(folder, step),
         participle="saved",
         timeout=_WRITE_TIMEOUT,
     )
+    if is_multi_process:
+        agree_on_tree(state)
+
+    def write() -> None:
+        whole = state
+        if is_multi_process:
+            whole = _stacked.join_pieces(gather_to_first(state))
+        if jax.process_index() != 0:
+            return
+        if step is None:
+            _writer.write(folder, whole)
+        else:
+            _writer.write_step(
+                folder, whole, step=int(step), keep=int(keep), background=background
+            )
+
+    _run_in_all_processes(write, participle="saved", timeout=_WRITE_TIMEOUT)
 
 
-def _write(folder: epath.Path, state: PyTree) -> None:
-    """Writes a state, in the first process, in place of the one that is there."""
-    import orbax.checkpoint as ocp  # takes a second, which a step does not need
+def _check_numbers(*, step: int | None, keep: int, background: bool) -> None:
+    """Checks the options of `save`."""
+    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+        is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if number is not None and not (is_int and number >= least):
+            raise ValueError(
+                f"{name}={number!r} is no whole number from {least} on; needs one, "
+                f"such as step=int(state.step)"
+            )
+    if background and step is None:
+        raise ValueError("background=True needs step=, as in step=int(state.step)")
 
-    if jax.process_count() > 1:
-        state = _stacked.join_pieces(gather_to_first(state))
-    if jax.process_index() != 0:
+
+def wait() -> None:
+    """Waits until what `save` writes in the background is on the disk.
+
+    Several processes all call it.
+
+    Raises:
+      OSError: if it could not be written; the states before it are still there.
+      RuntimeError: if another process could not.
+    """
+    _run_in_all_processes(_writer.finish, participle="saved", timeout=_WRITE_TIMEOUT)
+
+
+def _make_room(folder: epath.Path, step: int | None) -> None:
+    """Checks, in the first process, that a state can be written; deletes damaged ones.
+
+    After `restore_latest` has gone back to an earlier step, the steps after it are
+    taken again.
+
+    Raises:
+      FileExistsError: if a state is there that is whole.
+      NotADirectoryError: if a file is there.
+    """
+    if jax.process_index() != 0 or not folder.exists():
         return
-
-    _put_new_in_place(folder)
-    target = _new_folder(folder) if folder.exists() else folder
-    try:
-        with ocp.Checkpointer(
-            _handler(), multiprocessing_options=_options()
-        ) as checkpointer:
-            checkpointer.save(target, ocp.args.PyTreeSave(state), force=True)
-    except Exception as error:
-        name = glob.escape(target.name)
-        with contextlib.suppress(OSError):  # the next save removes it too
-            for unfinished in folder.parent.glob(f"{name}{_UNFINISHED}*"):
-                unfinished.rmtree()
-        if isinstance(error, OSError):
-            raise
-        raise OSError(
-            f"{folder} could not be written, and what was there before still is: "
-            f"{error}"
-        ) from error
-    _put_new_in_place(folder)
-
-
-def _new_folder(folder: epath.Path) -> epath.Path:
-    """The folder beside another one in which its next state is written."""
-    return folder.parent / f"{folder.name}.jpipe-new"
-
-
-def _is_whole(folder: epath.Path) -> bool:
-    """True if all of a state is in a folder."""
-    import orbax.checkpoint as ocp
-
-    return folder.exists() and ocp.path.step.is_path_finalized(folder)
-
-
-def _put_new_in_place(folder: epath.Path) -> None:
-    """Puts the next state of a folder in its place, if there is one and it is whole."""
-    new_folder = _new_folder(folder)
-    if not _is_whole(new_folder):
-        return
-    if folder.exists():
-        for path in folder.iterdir():
-            if path.is_dir():
-                path.rmtree()
-            else:
-                path.unlink()
-    if folder.exists():  # a bucket has no empty folders
-        os.rename(new_folder, folder)
-    else:
-        new_folder.rename(folder)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; give the path of a folder")
+    if step is None:
+        raise FileExistsError(f"{folder} is there already; give another path, or step=")
+    for later_step in list_steps(folder):
+        if later_step < step:
+            continue
+        later_folder = folder / str(later_step)
+        try:
+            read_leaves(later_folder)
+        except DamagedError:
+            later_folder.rmtree()
+            continue
+        raise FileExistsError(
+            f"{later_folder} is there already, and step={step} is not later: go on "
+            f"from it with restore_latest, or give another folder, or delete the steps "
+            f"from {step} on"
+        )
 
 
 def _run_in_all_processes(
@@ -185,52 +196,43 @@ def _run_in_all_processes(
       timeout: seconds to wait for other processes; 0 for the timeout of the group.
 
     Raises:
+      DamagedError: if all that failed in any process is that files are damaged.
       RuntimeError: with the error of each other process that failed.
     """
     if jax.process_count() == 1:
         return function()
-    fault = ""
+    result = None
+    error: BaseException | None = None
     try:
         result = function()
-    except BaseException as error:
-        fault = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        purpose = f"jpipe.checkpoint, {participle}"
-        by_process = group().gather({"fault": fault}, purpose, timeout)
-    faults = [
-        f"process {index}: {facts['fault']}"
-        for index, facts in enumerate(by_process)
+    except BaseException as raised:
+        error = raised
+    facts = {
+        "fault": "" if error is None else f"{type(error).__name__}: {error}",
+        "is_damage": isinstance(error, DamagedError),
+    }
+    purpose = f"jpipe.checkpoint, {participle}"
+    failed = {
+        f"process {index}: {facts['fault']}": facts["is_damage"]
+        for index, facts in enumerate(group().gather(facts, purpose, timeout))
         if facts["fault"]
-    ]
-    raise_all(f"this could not be {participle}", faults, error=RuntimeError)
-    return result
-
-
-def _options() -> Any:
-    """Options of Orbax, which does not wait for other processes."""
-    import orbax.checkpoint as ocp
-
-    process_index = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=process_index,
-        active_processes={process_index},
-        barrier_sync_key_prefix=f"process{process_index}",
+    }
+    is_damage = all(failed.values())
+    if error is not None and (is_damage or not isinstance(error, DamagedError)):
+        raise error
+    raise_all(
+        f"this could not be {participle}",
+        failed,
+        error=DamagedError if is_damage else RuntimeError,
     )
-
-
-def _handler() -> Any:
-    """The handler of Orbax for pytrees."""
-    import orbax.checkpoint as ocp
-
-    return ocp.PyTreeCheckpointHandler(multiprocessing_options=_options())
+    return result
 
 
 def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     """Reads a state that `save` wrote, and puts it where another state is.
 
     Args:
-      path: the folder.
+      path: its folder; ``<folder>/1200`` of a state that was saved with ``step=1200``.
       like: a state of the pipeline that goes on, such as the result of its
         `init_train_state`: its structure, shapes, dtypes and devices are taken, not its
         values.
@@ -243,98 +245,54 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       TypeError: with the leaves of ``like`` that are neither arrays nor numbers, or if
         there are no leaves; if ``path`` is no path.
       ValueError: if the folder holds another state: with every difference.
+      DamagedError: if a file is damaged, or the folder holds no state.
       RuntimeError: if one of several processes cannot do its part.
     """
     folder = _folder(path, "restore", "like")
     arrays = _as_arrays(like, "like")
-    restored = _run_in_all_processes(
-        lambda: _read(folder, arrays), participle="restored"
+    wait()
+    leaves = _run_in_all_processes(
+        lambda: read_leaves(folder, arrays), participle="restored"
     )
-    return jax.tree.map(_as_like, restored, like)
-
-
-def _read(folder: epath.Path, like: PyTree) -> PyTree:
-    """The leaves of a state with a part in this process; placeholders of all others."""
-    import orbax.checkpoint as ocp
-
-    new_folder = _new_folder(folder)
-    if _is_whole(new_folder):  # a save ended before it was put in place
-        folder = new_folder
-    if not folder.exists():
-        raise FileNotFoundError(f"{folder} is not there")
-    if not (folder / _METADATA).exists():
-        raise ValueError(
-            f"{folder} holds no state that jpipe.checkpoint.save wrote: it has no file "
-            f"{_METADATA}; give the path that save was given"
-        )
-    with contextlib.closing(_handler()) as handler:
-        try:
-            tree = handler.metadata(folder).tree
-        except Exception as error:
-            raise _damaged(folder, error) from error
-
-        # In the containers of the file: optimizers differ in empty ones alone.
-        expected = _leaves_by_path(like)
-        _check_equal(folder, saved=_leaves_by_path(tree), like=expected)
-        targets = jax.tree_util.tree_map_with_path(
-            lambda path, _: _read_target(expected[_path_text(path)]), tree
-        )
-        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
-        args = ocp.args.PyTreeRestore(targets, restore_args)
-        try:
-            restored = handler.restore(folder, args=args)
-        except Exception as error:
-            raise _damaged(folder, error) from error
-    leaves = _leaves_by_path(restored)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: leaves[_path_text(path)], like
+        lambda path, leaf: _as_like(leaves.get(path_text(path)), leaf), like
     )
 
 
-def _check_equal(
-    folder: epath.Path, *, saved: Mapping[str, Any], like: Mapping[str, Any]
-) -> None:
-    """Checks that a folder holds the leaves of `like`.
+def restore_latest(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
+    """Reads the state of the last step that `save` wrote to a folder.
+
+    If a file of it is damaged, a warning names that, and the state before it is read.
 
     Args:
-      folder: the folder.
-      saved: path -> metadata of the leaf in the folder.
-      like: path -> leaf of `like`.
+      folder: the folder that `save` was given with ``step=``.
+      like: as for `restore`.
+
+    Returns:
+      The state, in place; ``like``, unchanged, if no state was saved there.
 
     Raises:
-      ValueError: with every leaf that is missing, surplus, or different.
+      DamagedError: if all states are damaged: with the reason for each.
+      RuntimeError, TypeError, ValueError: as for `restore`.
     """
-    raise_all(
-        f"{folder} holds another state than like=; make like= with the model and the "
-        f"optimizer of the state that was saved",
-        _variables.differences(
-            {path: _leaf_text(leaf) for path, leaf in like.items()},
-            {path: _leaf_text(leaf) for path, leaf in saved.items()},
-            "{path} is {actual}, like= has {expected}",
-        ),
-    )
-
-
-def _damaged(folder: epath.Path, error: Exception) -> ValueError:
-    """The error for a folder that cannot be read, which names files that are no JSON.
-
-    Args:
-      folder: the folder.
-      error: the error of Orbax, which names other files.
-    """
-    damaged_files = list[str]()
-    for name in (_METADATA, "_sharding", "array_metadatas/*"):
-        for path in folder.glob(name):
-            try:
-                json.loads(path.read_text())
-            except ValueError:
-                damaged_files.append(f"{path} is no JSON")
-    cause, _, _ = str(error).partition(" [tensorstore_spec=")
-    return ValueError(
-        f"{folder} cannot be read: {', '.join(damaged_files) or cause}; if a file is "
-        f"damaged or missing, restore another state, or copy the folder again from "
-        f"where it is whole"
-    )
+    path = _folder(folder, "restore_latest", "like")
+    wait()
+    steps = _run_in_all_processes(lambda: list_steps(path), participle="restored")
+    if jax.process_count() > 1:  # another process may see an older list
+        steps = group().gather({"steps": steps}, "jpipe.checkpoint")[0]["steps"]
+    faults = list[str]()
+    for step in reversed(steps):
+        try:
+            state = restore(path / str(step), like)
+        except DamagedError as error:
+            faults.append(str(error))
+            continue
+        if faults:
+            listed = "; ".join(faults)
+            warn(f"{listed}. Training goes on from {path / str(step)}")
+        return state
+    raise_all(f"{path} holds no state that is whole", faults, error=DamagedError)
+    return like
 
 
 def _folder(path: Any, function: str, second: str) -> epath.Path:
@@ -416,49 +374,25 @@ def _fault_of_leaf(leaf: Any) -> str:
     return f"a {type(leaf).__name__} of dtype {dtype}"
 
 
-def _is_elsewhere(leaf: Any) -> bool:
-    """True if a leaf has no part in this process."""
-    arrays = leaf.arrays if isinstance(leaf, Stacked) else [leaf]
-    return all(map(is_non_addressable, arrays))
+def _as_like(values: np.ndarray | None, like: Any) -> Any:
+    """The values of a leaf as it is in `like`: there, and a number or a key if it is.
 
-
-def _read_target(leaf: Any) -> Any:
-    """The array that Orbax reads for a leaf: its spec; its values are not read."""
-    import orbax.checkpoint as ocp
-
-    if _is_elsewhere(leaf):
-        return ocp.PLACEHOLDER
-    if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return np.empty(leaf.shape, leaf.dtype)
-
-
-def _as_like(restored: Any, like: Any) -> Any:
-    """A leaf that was read, as a number or a key where the leaf of `like` is one."""
-    if _is_elsewhere(like):
+    Args:
+      values: the values; ``None`` if the leaf has no part in this process.
+      like: the leaf of `like`.
+    """
+    if values is None:
         return like
     if isinstance(like, Stacked):
-        return _stacked.fill_like(np.asarray(restored), like)
+        return _stacked.fill_like(values, like)
     if isinstance(like, _NUMBERS):
-        return type(like)(restored.item())
-    return as_key(restored, like)
-
-
-def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """Path -> leaf. It does not tell containers apart: they are not saved."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_path_text(path): leaf for path, leaf in leaves}
-
-
-def _path_text(path: jax.tree_util.KeyPath) -> str:
-    """The keys of a path, as one text, another for each path."""
-    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    return "/".join(key.replace("/", r"\/") for key in keys)
-
-
-def _leaf_text(leaf: Any) -> str:
-    """The shape and dtype of a leaf as it is saved: a key is saved as its numbers."""
-    return shape_text(jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf)
+        return type(like)(values.item())
+    if isinstance(like, np.ndarray):
+        return values
+    array = jax.make_array_from_callback(
+        values.shape, like.sharding, lambda index: values[index]
+    )
+    return as_key(array, like)
 
 
 def __dir__() -> list[str]:

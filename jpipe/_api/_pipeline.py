@@ -479,6 +479,7 @@ class Pipeline(CustomLoop, FormerNames):
         reduction: str = "mean",
         trainable: Any = None,
         donate: bool = True,
+        skip_nonfinite: bool = False,
     ) -> TrainStep:
         """Makes a training step: gradients of a mini-batch, and one optax update.
 
@@ -492,6 +493,9 @@ class Pipeline(CustomLoop, FormerNames):
             state. Frozen parameters stay the same arrays.
           donate: True if a step overwrites the memory of its state, which cannot be
             used again; with False a step needs room for both states.
+          skip_nonfinite: True if a step with a NaN or Inf among its gradients leaves
+            parameters, optimizer state and statistics as they are, to the bit;
+            ``metrics["skipped"]`` is then 1, else 0. Its number counts all the same.
 
         Returns:
           ``step(state, x, targets) -> (state, metrics)`` with ``metrics["loss"]``. It
@@ -509,6 +513,7 @@ class Pipeline(CustomLoop, FormerNames):
             self._pipelined_model.loss(objective, trainable),
             tx=tx,
             donate=donate,
+            skip_nonfinite=skip_nonfinite,
         )
 
     @outside_of_meshes

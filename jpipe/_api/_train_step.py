@@ -57,6 +57,7 @@ class TrainStep(LossMethods):
       pipelined_loss: the loss and its gradients, in stages.
       tx: the optimizer.
       donate: True if the state is overwritten.
+      skip_nonfinite: True if nothing changes where a gradient is not finite.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class TrainStep(LossMethods):
         *,
         tx: optax.GradientTransformation,
         donate: bool,
+        skip_nonfinite: bool,
     ) -> None:
         super().__init__(pipelined_model, pipelined_loss)
         self._tx = tx
         self._donate = donate
+        self._skip_nonfinite = skip_nonfinite
         self._feed = pipelined_model.feed("pipe.train_step(loss_fn, tx)")
         self._by_layer = pipelined_model.model.is_list
         self._signature_indices = SignatureIndices()
@@ -91,7 +94,8 @@ class TrainStep(LossMethods):
           targets: its targets, likewise, for the last stage.
 
         Returns:
-          The new state, and ``{"loss": ...}`` with ``"aux"`` where there is one.
+          The new state, and ``{"loss": ...}`` with ``"aux"`` where there is one; with
+          ``skip_nonfinite`` also ``"skipped"``, 1 where nothing was changed, else 0.
 
         Raises:
           KeyboardInterrupt: as ever; then ``state`` is as it was, or, if it was being
@@ -319,7 +323,10 @@ class TrainStep(LossMethods):
             # Another batch size needs another specialization, not another optimizer.
             if state_key not in self._optimizers:
                 self._optimizers[state_key] = make_optimizer(
-                    self._tx, state, specialization
+                    self._tx,
+                    state,
+                    specialization,
+                    skip_nonfinite=self._skip_nonfinite,
                 )
             optimizer = self._optimizers[state_key]
             self._lowered_steps[key] = LoweredStep(

@@ -10,7 +10,10 @@ between them become one segment, which is one program:
     c = h a                   (wave 0, place 1): b
     d = a + b -> place 1      (wave 1, place 1): d
 
-The *wave* of an equation is the number of transfers on the longest way to it.
+The *wave* of an equation is the number of transfers on the longest way to it. One that
+could run earlier than it is read waits for its first reader, unless more bytes had to
+wait for it then: so ``b1 * momentum`` waits for the global norm of all gradients, and
+the update overwrites the momentum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -278,8 +281,19 @@ def parts(
 
 def _segment_equations(placed: PlacedJaxpr) -> dict[Segment, list[int]]:
     """The indices of the equations of each segment, in an order in which they run."""
-    jaxpr = placed.closed.jaxpr
+    waves = _first_waves(placed)
+    _wait_for_readers(placed, waves)
     segment_eqns: dict[Segment, list[int]] = {}
+    for index, wave in sorted(waves.items()):
+        segment = Segment(wave, placed.eqn_places[index])
+        segment_eqns.setdefault(segment, []).append(index)
+    return {segment: segment_eqns[segment] for segment in sorted(segment_eqns)}
+
+
+def _first_waves(placed: PlacedJaxpr) -> dict[int, int]:
+    """Index of an equation in a place -> the first wave in which it can run."""
+    jaxpr = placed.closed.jaxpr
+    waves: dict[int, int] = {}
     # variable in a place -> the wave in which it can be read there
     wave_of: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
     for index, eqn in enumerate(jaxpr.eqns):
@@ -295,8 +309,38 @@ def _segment_equations(placed: PlacedJaxpr) -> dict[Segment, list[int]]:
             # A result that belongs elsewhere is a wave further on: its readers wait.
             is_moved = placed[var] != place
             wave_of[var] = wave + 1 if is_moved else wave
-        segment_eqns.setdefault(Segment(wave, place), []).append(index)
-    return {segment: segment_eqns[segment] for segment in sorted(segment_eqns)}
+        waves[index] = wave
+    return waves
+
+
+def _wait_for_readers(placed: PlacedJaxpr, waves: dict[int, int]) -> None:
+    """Moves equations to the waves in which they are read first.
+
+    Args:
+      placed: the jaxpr.
+      waves: index of an equation in a place -> its wave.
+    """
+    jaxpr = placed.closed.jaxpr
+    results = _jaxpr.variables(jaxpr.outvars)
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
+    # variable -> the last wave in which it can be computed
+    last_wave: dict[Any, int] = {}
+    for index in reversed(waves):
+        eqn = jaxpr.eqns[index]
+        place = placed.eqn_places[index]
+        last_waves = list[int]()
+        for var in eqn.outvars:
+            if var in last_wave:
+                last_waves.append(last_wave[var] - (placed[var] != place))
+        operands = [v for v in _jaxpr.variables(eqn.invars) if placed[v] >= 0]
+        operand_bytes = sum(nbytes(v.aval) for v in operands if v not in arguments)
+        result_bytes = sum(nbytes(v.aval) for v in eqn.outvars)
+        stays = eqn.effects or results & {*eqn.outvars} or operand_bytes > result_bytes
+        if last_waves and not stays:
+            waves[index] = min(last_waves)
+        for var in operands:
+            wave = waves[index] - (placed[var] != place)
+            last_wave[var] = min(wave, last_wave.get(var, wave))
 
 
 def _segment_results(

@@ -1,6 +1,6 @@
 """A training step for one signature of state and batch, as one program.
 
-    (*state, *x, *targets) -> (*state, loss, *aux)
+    (*state, *x, *targets) -> (*state, loss, *aux, *skipped)
 
 It is the schedule, the update of each parameter where it is, and the keys of the step.
 """
@@ -22,6 +22,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
 from .._layers import _rng
 from .._pipelined._specialization import Specialization
+from ._finite_update import write_flag, write_selection
 from ._optimizer import Optimizer
 from ._train_state import StateOrigin, TrainState, set_origin
 
@@ -44,7 +45,8 @@ class LoweredStep:
       optimizer: likewise.
       variable_indices: the index of each leaf of the variables among those of a state
         that `split_state` returns.
-      program: ``(*state, *x, *targets) -> (*state, loss, *aux)``, of these leaves.
+      program: ``(*state, *x, *targets) -> (*state, loss, *aux, *skipped)``, of these
+        leaves.
     """
 
     def __init__(
@@ -115,13 +117,15 @@ class LoweredStep:
         pairs = zip(param_indices, layout.is_param_trained, strict=True)
         trained_indices = [i for i, is_trained in pairs if is_trained]
         updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
-        updated = self.optimizer.update.write(
-            graph,
-            [
-                *(inputs[i] for i in updated_indices),
-                *(grads[i] for i in layout.param_indices if i in grads),
-            ],
-        )
+        arguments = [inputs[i] for i in updated_indices]
+        arguments += [grads[i] for i in layout.param_indices if i in grads]
+        skipped = list[Value]()
+        if self.optimizer.skips_nonfinite:
+            flag = write_flag(graph, list(grads.values()))
+            arguments.append(flag.is_finite)
+            changed = write_selection(graph, flag, changed, variables)
+            skipped.append(flag.num_skipped)
+        updated = self.optimizer.update.write(graph, arguments)
 
         # index of a leaf of the state -> its new value
         new_state: dict[int, Any] = dict(enumerate(inputs))
@@ -129,8 +133,10 @@ class LoweredStep:
         for leaf, value in changed.items():
             new_state[self.variable_indices[leaf]] = value
         new_state[indices.step] = graph.bring_to_processes(next_step)
-        metrics = map(graph.bring_to_processes, graph.as_own_arrays([*loss, *aux]))
-        return Program(graph, [*new_state.values(), *metrics])
+        metrics = graph.as_own_arrays([*loss, *aux, *skipped])
+        return Program(
+            graph, [*new_state.values(), *map(graph.bring_to_processes, metrics)]
+        )
 
     def _add_state(
         self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
@@ -200,15 +206,24 @@ class LoweredStep:
         )
         set_origin(state, origin)
 
-        loss, aux, _ = self.specialization.split_outputs(outputs[num_leaves:])
+        loss, aux, more_outputs = self.specialization.split_outputs(
+            outputs[num_leaves:]
+        )
         metrics = {"loss": loss}
         if self._has_aux:
             metrics["aux"] = aux
+        num_skipped = next(more_outputs, None)
+        if num_skipped is not None:
+            metrics["skipped"] = num_skipped
         return state, metrics
 
 
 def make_optimizer(
-    tx: optax.GradientTransformation, state: TrainState, specialization: Specialization
+    tx: optax.GradientTransformation,
+    state: TrainState,
+    specialization: Specialization,
+    *,
+    skip_nonfinite: bool,
 ) -> Optimizer:
     """Makes the optimizer of the parameters of a state."""
     layout = specialization.layout
@@ -220,6 +235,7 @@ def make_optimizer(
         placement=specialization.placement,
         stage_shardings=layout.param_stage_shardings,
         opt_state=state.opt_state,
+        skip_nonfinite=skip_nonfinite,
     )
 
 

@@ -23,6 +23,7 @@ from .._placed._mirrored_places import (
     mirrored_pieces,
 )
 from .._placed._placed_function import PlacedFunction
+from ._finite_update import FLAG, update_if_finite
 from ._transformation import Transformation, place_init, place_update
 
 PyTree = Any
@@ -55,14 +56,17 @@ class Optimizer:
       stage_shardings: the stage of each leaf, and its sharding there.
       opt_state: a state that is to be updated; its leaves may be in another memory than
         those of ``tx.init``.
+      skip_nonfinite: True if an update depends on a flag.
 
     Raises:
       ValueError: with the differences, if that is the state of another optimizer.
 
     Attributes:
+      skips_nonfinite: True if an update depends on a flag.
       state: specs of the leaves of the state, with their places; a leaf in pieces is
         as many leaves here as it has pieces.
-      update: ``(params, state, grads) -> (params, state)`` of the trained leaves.
+      update: ``(params, state, grads) -> (params, state)`` of the trained leaves; with
+        ``skip_nonfinite`` the last argument is the flag ``is_finite``.
     """
 
     @pause_collector()
@@ -74,20 +78,11 @@ class Optimizer:
         placement: StagePlacement,
         stage_shardings: StageShardings,
         opt_state: PyTree = None,
+        *,
+        skip_nonfinite: bool = False,
     ) -> None:
         self._transformation = Transformation(tx, _ADVICE)
-
-        def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
-            # Parameters are the first argument, so that results overwrite them first.
-            updates, new_state = self._transformation.update(grads, state, params)
-            if _signature_of(new_state) != _signature_of(state):
-                raise ValueError(
-                    f"tx.update returns a state {shape_text(new_state)}, tx.init made "
-                    f"one {shape_text(state)}: a train step needs one structure and "
-                    f"fixed shapes; {_ADVICE_TO_LOOP}"
-                )
-            return optax.apply_updates(params, updates), new_state
-
+        self.skips_nonfinite = skip_nonfinite
         self._trained = trained
         self._placement = placement
         # ``None`` in place of leaves that are not trained.
@@ -111,12 +106,36 @@ class Optimizer:
             state = jax.tree.map(in_memory_of, state, self.split_state(opt_state))
         self.state_leaves = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
+        specs = [self._trained_params, state, self._trained_params]
+        leaves = [*self._param_leaves, *self.state_leaves, *grad_leaves]
+        function = self._update
+        if skip_nonfinite:
+            # Where the flag is computed does not matter: each place reads a copy.
+            specs.append(FLAG)
+            leaves.append(ArgumentLeaf(3, (), FLAG))
+            function = self._update_if_finite
         self.update = PlacedFunction(
-            update,
-            [self._trained_params, state, self._trained_params],
-            place_update([*self._param_leaves, *self.state_leaves, *grad_leaves]),
-            "optimizer_update",
+            function, specs, place_update(leaves), "optimizer_update"
         )
+
+    def _update(self, params: PyTree, state: PyTree, grads: PyTree) -> Any:
+        """The new parameters and state.
+
+        Parameters are the first argument, so that results overwrite them first.
+        """
+        updates, new_state = self._transformation.update(grads, state, params)
+        if _signature_of(new_state) != _signature_of(state):
+            raise ValueError(
+                f"tx.update returns a state {shape_text(new_state)}, tx.init made "
+                f"one {shape_text(state)}: a train step needs one structure and "
+                f"fixed shapes; {_ADVICE_TO_LOOP}"
+            )
+        return optax.apply_updates(params, updates), new_state
+
+    def _update_if_finite(
+        self, params: PyTree, state: PyTree, grads: PyTree, is_finite: jax.Array
+    ) -> Any:
+        return update_if_finite(self._update, is_finite, params, state, grads)
 
     def split_state(self, state: PyTree) -> PyTree:
         """A user's state, with nodes of pieces for leaves in pieces."""

@@ -95,9 +95,9 @@ def losses(printed: str) -> list[str]:
 def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path):
     command = [str(EXAMPLES / "resume.py"), "--steps=6", "--folder=build/stopped"]
     first = run(*command, "--preempt-after=3", status=75, folder=tmp_path)
-    assert first.splitlines()[-1] == "saved build/stopped/step_000003"
+    assert first.splitlines()[-1] == "saved build/stopped/3"
     second = run(*command, folder=tmp_path)
-    assert second.startswith("restored build/stopped/step_000003\nstep 4:")
+    assert second.startswith("restored build/stopped/3\nstep 4:")
     whole = run(*command[:2], "--folder=build/whole", folder=tmp_path)
     assert len(losses(whole)) == 6
     assert losses(first + second) == losses(whole)
@@ -109,7 +109,7 @@ def test_a_run_of_several_processes_saves_and_goes_on(tmp_path):
     command = [*launch, "--distributed", "--folder=build/both"]
     run(*command, "--steps=3", folder=tmp_path)
     printed = run(*command, "--steps=6", folder=tmp_path)
-    assert "[1] restored build/both/step_000003" in printed
+    assert "[1] restored build/both/3" in printed
     alone = [str(EXAMPLES / "resume.py"), "--steps=6", "--folder=build/alone"]
     whole = losses(run(*alone, folder=tmp_path))
     for process in ("[0] ", "[1] "):
@@ -123,7 +123,7 @@ def test_a_run_of_several_processes_saves_and_goes_on(tmp_path):
         status=75,
         folder=tmp_path,
     )
-    assert re.search(r"\[0\] saved build/early/step_\d{6}$", early.strip())
+    assert re.search(r"\[0\] saved build/early/\d+$", early.strip())
 
 
 SMALL = ["examples/train_text.py", "--steps=10", "--evaluations=2", "--width=32"]

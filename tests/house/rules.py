@@ -16,7 +16,15 @@ PURE = ("schedules", "draw")
 # that of the folder is its `__init__`.
 FOLDERS = (
     *PURE,
-    *("_compat", "_messages", "_processes", "_jaxprs", "_layers", "_arguments"),
+    *(
+        "_compat",
+        "_messages",
+        "_processes",
+        "_jaxprs",
+        "_layers",
+        "_arguments",
+        "_disk",
+    ),
     *("_instructions", "_placed", "_trace", "_partition", "_stage", "_lower"),
     *("_model", "_check", "_pipelined", "_train", "planning", "_api"),
     *("_command", ""),

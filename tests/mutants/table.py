@@ -96,6 +96,7 @@ REACHED_BY = {
     "_trace/_example_state": "models/test_decoding.py",
     "_trace/_state_updates": "train/test_model_state.py mesh/test_data_axis.py layers loss_functions models",
     "_train": "test_transparency.py test_batches.py matrix train mesh",
+    "_disk": "train/test_checkpoint.py",
     "checkpoint": "train/test_checkpoint.py",
     "draw": "draw",
     "planning": "planning",
@@ -338,6 +339,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "_placed/_segments": [
         ("(num_bytes[p], p in", "(-num_bytes[p], p in"),
+        ("if last_waves and not stays:", "if False:"),
         ("result_index.get(id(atom), len", "-result_index.get(id(atom), len"),
     ],
     "_processes/_environment": [
@@ -446,6 +448,11 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "            (placement.place_of(0), sharding)\n",
         ),
     ],
+    "_train/_finite_update": [
+        ("jnp.isfinite(grad).all() for", "jnp.isfinite(grad).any() for"),
+        ("if value != old[index]:", "if False:"),
+        ("select(value, old_values[var]) if", "value if"),
+    ],
     "_train/_lowered_step": [
         ("*_rng.step_keys(rngs, step), step + 1", "*_rng.step_keys(rngs, step), step"),
         ("new_state[self.variable_indices[leaf]] = value", "pass"),
@@ -454,10 +461,20 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("else jnp.zeros_like(param)", "else jnp.ones_like(param)"),
     ],
     "checkpoint": [
-        ("if exists and not overwrite:", "if False:"),
+        ("        if later_step < step:", "        if True:"),
         ("return type(like)(restored.item())", "return restored.item()"),
-        ("_new_folder(folder) if folder.exists() else folder", "folder"),
-        ("    if _is_whole(new_folder):  # a save", "    if False:  # a save"),
+        ("in reversed(steps):", "in steps:"),
+    ],
+    "_disk/_leaf_entries": [
+        ("if not is_intact or types", "if types"),
+    ],
+    "_disk/_state_reader": [
+        ("if digest and digest_values", "if False and digest_values"),
+    ],
+    "_disk/_state_writer": [
+        ("cleanup_tmp_directories=True", "cleanup_tmp_directories=False"),
+        ("_compat.run_before_threads_end(self.finish)", "pass"),
+        ("max_to_keep=keep,", "max_to_keep=keep + 1,"),
     ],
     "draw/_bars": [
         ("            x += length\n", ""),

@@ -1,11 +1,13 @@
 """One of several processes that save what they cannot, or not alike, or too much."""
 
 import resource
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def main(folder: str, _job: str) -> None:
@@ -19,8 +21,6 @@ def main(folder: str, _job: str) -> None:
 
     jax.config.update("jax_num_cpu_devices", 1)
     jpipe.distributed()
-    import numpy as np
-
     me, path = jax.process_index(), Path(folder)
     for name, position in (("state", me), ("file/state", 0), ("file", 0)):
         try:
@@ -31,27 +31,41 @@ def main(folder: str, _job: str) -> None:
 
 
 def save_over(path: Path) -> None:
-    """Saves over a state: on a full disk, and then on one with room."""
-    import numpy as np
-
+    """Saves the next state: on a full disk, and then on one with room."""
     import jpipe
 
     def state(step: int) -> Any:
         w = np.random.default_rng(step).normal(size=(64, 64))
         return {"w": w, "step": np.int32(step)}
 
-    jpipe.checkpoint.save(path, state(1))
+    jpipe.checkpoint.save(path, state(1), step=1)
     _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step, limit in ((2, 20_000), (3, hard_limit)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
         try:
-            jpipe.checkpoint.save(path, state(step), overwrite=True)
+            jpipe.checkpoint.save(path, state(step), step=step)
         except (OSError, RuntimeError) as error:
             print(f"over: {type(error).__name__}: {error}")
-        restored = jpipe.checkpoint.restore(path, state(0))
+        restored = jpipe.checkpoint.restore_latest(path, state(0))
         found = int(restored["step"])
         np.testing.assert_array_equal(restored["w"], state(found)["w"])
         print(f"step {found} is there")
+    restore_damaged(path)
+
+
+def restore_damaged(path: Path) -> None:
+    """Restores a copy of the states, whose last one is damaged in process 1."""
+    import jpipe
+
+    copy = path.parent / f"copy {jax.process_index()}"
+    shutil.copytree(path, copy)
+    if jax.process_index() == 1:
+        (copy / "3" / "default" / "manifest.ocdbt").write_bytes(b"")
+    restored = jpipe.checkpoint.restore_latest(
+        copy, {"w": np.ones((64, 64)), "step": np.int32(0)}
+    )
+    print(f"in all processes step {restored['step']}")
+    shutil.rmtree(copy)
 
 
 if __name__ == "__main__":

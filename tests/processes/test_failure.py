@@ -86,7 +86,8 @@ def test_a_failed_save_in_one_process_fails_in_all(tmp_path):
     for text in (first, other):
         assert "state: ValueError: the processes do not run the same program" in text
         assert "['position']: process 0: int32[] 0; process 1: int32[] 1" in text
-        assert "file: FileExistsError: " in text
+    assert "file: NotADirectoryError: " in first
+    assert "file: RuntimeError: this could not be saved:" in other
     assert "file/state: NotADirectoryError: " in first
     assert "file/state: RuntimeError: this could not be saved:" in other
     assert "* process 0: NotADirectoryError: " in other
@@ -94,4 +95,6 @@ def test_a_failed_save_in_one_process_fails_in_all(tmp_path):
     assert "over: RuntimeError: this could not be saved:" in other
     for text in (first, other):
         assert text.index("over: ") < text.index("step 1 is") < text.index("step 3 is")
+        assert "copy 1/3 is damaged: " in text
+        assert "in all processes step 1" in text
     assert {*tmp_path.iterdir()} == {tmp_path / "file", tmp_path / "over"}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -85,41 +86,100 @@ def test_a_state_and_the_position_in_the_data_are_restored(
         checkpoint.restore("all", {**like, "position": position | {"epoch": 1.5}})
 
 
-def test_nothing_is_overwritten_unless_overwrite_is_given(tmp_path):
+def test_the_last_step_is_restored_and_the_oldest_deleted(tmp_path):
+    """A folder without states gives ``like`` back, so that one line starts a job."""
+    folder = tmp_path / "runs" / "first"
+    like = {"w": jnp.zeros(2)}
+    assert checkpoint.restore_latest(folder, like) is like
+    folder.mkdir(parents=True)
+    (folder / "notes").mkdir()
+    assert checkpoint.restore_latest(folder, like) is like
+    for step in (9, 10, 11):
+        checkpoint.save(folder, {"w": jnp.full(2, float(step))}, step=step, keep=2)
+        restored = checkpoint.restore_latest(folder, like)
+        ref.assert_equal(restored, {"w": jnp.full(2, float(step))})
+    assert sorted(os.listdir(folder)) == ["10", "11", "notes"]
+    ref.assert_equal(checkpoint.restore(folder / "10", like), {"w": jnp.full(2, 10.0)})
+
+
+def test_what_is_whole_is_never_overwritten(tmp_path):
     path, values = tmp_path / "state", [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}]
     checkpoint.save(path, values[0])
-    with pytest.raises(FileExistsError, match="give another path, or overwrite=True"):
+    with pytest.raises(FileExistsError, match="give another path, or step="):
         checkpoint.save(path, values[1])
     ref.assert_equal(checkpoint.restore(path, values[1]), values[0])
-    for value in values[::-1]:
-        checkpoint.save(path, value, overwrite=True)
-        ref.assert_equal(checkpoint.restore(path, values[0]), value)
     assert os.listdir(tmp_path) == ["state"]
+
+    folder = tmp_path / "run"
+    checkpoint.save(folder, values[0], step=np.int32(5))
+    for step in (5, 4):
+        says = f"run/5 is there already, and step={step} is not later: go on from it"
+        with pytest.raises(FileExistsError, match=says):
+            checkpoint.save(folder, values[1], step=step)
+    ref.assert_equal(checkpoint.restore_latest(folder, values[1]), values[0])
+    with pytest.raises(checkpoint.DamagedError, match=r"type restore_latest\('.*/run'"):
+        checkpoint.restore(folder, values[1])
+
+
+def test_a_save_in_the_background_is_there_when_the_program_ends(tmp_path):
+    """Though it waits for nothing, and overwrites what it has saved."""
+    program = f"""
+import jax, jax.numpy as jnp, numpy as np, jpipe
+save = lambda tree, step: jpipe.checkpoint.save(
+    {str(tmp_path)!r}, tree, step=step, background=True)
+overwrite = jax.jit(lambda x: x + 1.0, donate_argnums=0)
+array = jnp.zeros(1_000_000)
+numpy = np.zeros(1_000_000, np.float32)
+for step in range(3):
+    save({{"jax": array, "numpy": numpy}}, step)
+    array = overwrite(array)
+    numpy += 1.0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+    like = dict.fromkeys(("jax", "numpy"), jnp.ones(1_000_000))
+    for step in range(3):
+        restored = checkpoint.restore(tmp_path / str(step), like)
+        ref.assert_equal(restored, jax.tree.map(lambda x, s=step: x * s, like))
+
+
+def run_dying(folder, **numbers):
+    """What is left by programs that are killed, or find no room, while they save."""
+    root = pathlib.Path(__file__).parents[2]
+    arguments = [str(folder), *map(str, numbers.values())]
+    command = [sys.executable, "-m", "tests.train.dying", *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks are what is killed")
-def test_a_save_that_is_killed_or_finds_no_room_leaves_a_whole_state(tmp_path):
-    """Killed before each of its changes to the disk. The next save does its work."""
-    root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.train.dying", str(tmp_path)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout)
-    *killed, ended = report["killed"]
-    steps = [left["step"] for left in killed]
-    assert steps == sorted(steps)
-    assert min(steps.count(1), steps.count(2)) > 3
-    assert ended["step"] == 2
-    assert ended["files"] == ["latest"]
-
-    full = report["full"]
-    assert full["step"] == 1
-    assert full["files"] == ["error", "latest"]
-    assert "latest could not be written, and what was there before" in full["error"]
-    assert "File too large" in full["error"]
-    for left in (*killed, ended, full):
-        assert left["is_there"]
-        assert left["next_step"] == 3
-        assert {*left["next_files"]} <= {"latest", "error"}
+@pytest.mark.parametrize(
+    ("stride", "num_random"), [(13, 0), pytest.param(1, 30, marks=pytest.mark.slow)]
+)
+def test_a_save_that_is_killed_or_finds_no_room_leaves_a_whole_state(
+    tmp_path, stride, num_random
+):
+    """Killed between its changes to the disk. The next save removes what it left."""
+    report = run_dying(tmp_path, stride=stride, num_random=num_random)
+    for ending in ("", " in background"):
+        killed = report[f"killed{ending}"]
+        steps = [left["step"] for left in killed]
+        assert steps == sorted(steps)
+        assert {*steps} == {1, 2}
+        assert killed[-1]["files"] == ["2"]
+        (full,) = report[f"full{ending}"]
+        assert (full["step"], full["files"]) == (1, ["1"])
+        assert "run/2 could not be written, and what was there" in full["error"]
+        assert "File too large" in full["error"]
+        assert not any(left["warnings"] for left in [*killed, full])
+    for number in (1, 2) if num_random else ():
+        assert len(report[f"{number} at random in background"]) == num_random
+    for left in [left for group in report.values() for left in group]:
+        # Two at a time may damage a state, but not unnoticed.
+        last = max(int(name) for name in left["files"] if name.isdecimal())
+        assert left["step"] == last or left["warnings"]
+        assert left["next_step"] == left["step"] + 1
+        assert left["next_files"] == [str(left["next_step"])]
 
 
 def test_all_that_differs_from_like_is_named(state, tmp_path):
@@ -136,7 +196,9 @@ def test_all_that_differs_from_like_is_named(state, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere is not there"):
         checkpoint.restore(tmp_path / "nowhere", state)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"holds no state that jpipe.checkpoint.save"):
+    with pytest.raises(
+        checkpoint.DamagedError, match=r"holds no state that jpipe.checkpoint.save"
+    ):
         checkpoint.restore(tmp_path / "empty", state)
 
 
@@ -147,6 +209,38 @@ def test_a_state_of_adamw_goes_on_with_adam(pipe, state, tmp_path):
     restored = checkpoint.restore(tmp_path / "state", like)
     assert jax.tree.structure(restored) == jax.tree.structure(like)
     ref.assert_equal(jax.tree.leaves(restored), jax.tree.leaves(state))
+
+
+def test_a_run_on_four_devices_goes_on_on_two_and_three_as_if_on_four(tmp_path):
+    """Each job plans for the devices that are there, from one profile in a file."""
+    loss = {"loss_fn": ref.mse, "targets": TARGETS}
+    text = jpipe.profile(
+        layers(), X, num_microbatches=4, measure=False, peak_flops=1e6, **loss
+    ).to_json()
+
+    def start(num_devices):
+        plan = jpipe.plan(
+            *(layers(), X, TX),
+            profile=jpipe.Profile.from_json(text),
+            num_devices=num_devices,
+            num_microbatches=4,
+            data=1,
+            **loss,
+        )
+        pipe = jpipe.pipeline(layers(), plan=plan, devices=jax.devices()[:num_devices])
+        assert len({*pipe.devices}) == num_devices
+        return pipe.train_step(ref.mse, TX), pipe.init_train_state(KEY, X, TX)
+
+    step, expected = start(4)
+    for _ in range(3):
+        expected, _ = step(expected, X, TARGETS)
+    for number, num_devices in enumerate((4, 2, 3)):
+        step, state = start(num_devices)
+        state = checkpoint.restore_latest(tmp_path, state)
+        assert int(state.step) == number
+        state, _ = step(state, X, TARGETS)
+        checkpoint.save(tmp_path, state, step=number + 1)
+    ref.assert_close(state, expected, 1e-4)
 
 
 def test_like_may_be_a_state_that_a_step_has_overwritten(pipe, state, tmp_path):
@@ -161,35 +255,82 @@ def test_like_may_be_a_state_that_a_step_has_overwritten(pipe, state, tmp_path):
     assert devices == [leaf.devices() for leaf in jax.tree.leaves(state)]
 
 
+def flip(content, bit):
+    flipped = bytearray(content)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+# What is done to a file -> its new contents, of which it has some.
+DAMAGES = {
+    "cut": lambda content, _: [content[: len(content) // 2]],
+    "emptied": lambda content, _: [b""],
+    "removed": lambda content, _: [None],
+    "flipped": lambda content, numbers: [
+        flip(content, bit) for bit in numbers.integers(8 * len(content), size=5)
+    ],
+}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["cut", "emptied", "removed"])
-def test_a_damaged_file_is_named(tmp_path, damage):
-    """Where its damage can be noticed: some files of Orbax are never read again."""
-    path = tmp_path / "state"
-    like = {"w": jnp.arange(300.0)}
-    checkpoint.save(path, like)
-    unnoticed = set[str]()
-    for file in [file for file in path.rglob("*") if file.is_file()]:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_where_a_file_is_damaged_the_state_before_is_restored(tmp_path, damage):
+    """With a warning; what is damaged and not read, such as a log, does no harm."""
+    numbers = np.random.default_rng(0)
+    states = [
+        {"w": numbers.normal(size=(30, 10)), "step": np.int32(step), "b": jnp.ones(3)}
+        for step in range(2)
+    ]
+    for step, tree in enumerate(states):
+        checkpoint.save(tmp_path, tree, step=step)
+    noticed = set[str]()
+    for file in [file for file in (tmp_path / "1").rglob("*") if file.is_file()]:
         content = file.read_bytes()
-        file.unlink()
-        if damage != "removed":
-            file.write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
-        refusal = ""
-        try:
-            ref.assert_equal(checkpoint.restore(path, like), like)
-        except ValueError as error:
-            refusal = str(error)
-        if refusal:
-            assert re.search("restore another state|no file _METADATA", refusal)
-            names_file = damage != "removed" or file.name != "manifest.ocdbt"
-            assert (file.name if names_file else str(path)) in refusal
-        else:
-            unnoticed.add(str(file.relative_to(path)).partition("/")[0])
-        file.write_bytes(content)
-        gc.collect()  # and what Orbax had begun to read: it warns of that
-    never = {"_CHECKPOINT_METADATA", "commit_success.txt", "ocdbt.process_0"}
-    when_removed = {"_sharding", "array_metadatas"}
-    assert unnoticed == never | (when_removed if damage == "removed" else set())
+        for damaged in DAMAGES[damage](content, numbers):
+            file.unlink()
+            if damaged is not None:
+                file.write_bytes(damaged)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                restored = checkpoint.restore_latest(tmp_path, states[0])
+            messages = [str(warning.message) for warning in caught]
+            warned = [text for text in messages if "Training goes on from" in text]
+            ref.assert_equal(restored, states[0 if warned else 1])
+            assert all(str(tmp_path / "1") in text for text in warned)
+            if warned:
+                noticed.add(file.relative_to(tmp_path / "1").parts[1])
+                with pytest.raises(checkpoint.DamagedError, match=f"{tmp_path}/1 "):
+                    checkpoint.restore(tmp_path / "1", states[0])
+            file.write_bytes(content)
+    gc.collect()  # and what Orbax had begun to read: it warns of that
+    assert noticed >= {"_METADATA", "manifest.ocdbt", "d"}
+
+
+def test_the_steps_after_a_damaged_one_are_taken_again(tmp_path):
+    """It is replaced; where no state is whole, the reason for each is given."""
+    states = [{"w": jnp.full(300, float(step))} for step in range(4)]
+    for step in (1, 2):
+        checkpoint.save(tmp_path, states[step], step=step)
+    (tmp_path / "2" / "default" / "_METADATA").unlink()
+    with pytest.warns(UserWarning, match="/2 holds no state .* goes on from .*/1"):
+        ref.assert_equal(checkpoint.restore_latest(tmp_path, states[0]), states[1])
+    checkpoint.save(tmp_path, states[2], step=2)
+    ref.assert_equal(checkpoint.restore_latest(tmp_path, states[0]), states[2])
+
+    for step in (1, 2):
+        metadata = tmp_path / str(step) / "default" / "_METADATA"
+        entries = metadata.read_text()
+        digest = re.search(r'"w": \["float32\[300\]", "(\w)', entries)
+        letter = "0" if digest[1] != "0" else "1"
+        metadata.write_text(
+            entries[: digest.start(1)] + letter + entries[digest.end(1) :]
+        )
+    with pytest.raises(checkpoint.DamagedError, match="no state that is whole") as all_:
+        checkpoint.restore_latest(tmp_path, states[0])
+    assert str(all_.value).count("its metadata are not what was saved") == 2
+    checkpoint.save(tmp_path / "other", states[1], step=1)
+    with pytest.raises(ValueError, match="another state than like="):
+        checkpoint.restore_latest(tmp_path / "other", {"v": jnp.ones(300)})
 
 
 def test_a_url_is_never_a_local_folder(tmp_path, monkeypatch):
@@ -250,8 +391,19 @@ def test_a_failed_save_leaves_nothing_behind(state, tmp_path):
         ("file", {"w": jnp.ones(2)}, NotADirectoryError, "file is a file; give"),
         ("run[1]", {"w": jnp.ones(2)}, ValueError, "has a bracket: Orbax could not"),
     ):
-        with pytest.raises(error, match=says):
-            checkpoint.save(tmp_path / path, tree)
+        for step in (None, 1):
+            with pytest.raises(error, match=says):
+                checkpoint.save(tmp_path / path, tree, step=step)
+        if (tmp_path / path).is_dir():
+            (tmp_path / path).rmdir()
+    for options, says in (
+        ({"step": -1}, "step=-1 is no whole number from 0 on"),
+        ({"step": 1.5}, "step=1.5 is no whole number"),
+        ({"step": 1, "keep": 0}, "keep=0 is no whole number from 1 on"),
+        ({"background": True}, "background=True needs step="),
+    ):
+        with pytest.raises(ValueError, match=says):
+            checkpoint.save(tmp_path / "state", {"w": jnp.ones(2)}, **options)
     assert os.listdir(tmp_path) == ["file"]
     # Those of Orbax end soon: some that wait would hold up the end of the program.
     until = time.monotonic() + 10

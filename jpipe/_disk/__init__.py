@@ -1,0 +1,1 @@
+"""States as files of Orbax, with a digest of each leaf."""
