@@ -15,6 +15,7 @@ from pathlib import Path
 
 LAUNCH = "JPIPE_LAUNCH"  # the variable with the name of the launch
 _POLL_SECONDS = 0.01
+_MOST_SECONDS = 30.0  # a process that waits for a disk which is gone does not end
 
 
 def find_processes(launch: str) -> list[int]:
@@ -30,7 +31,8 @@ def find_processes(launch: str) -> list[int]:
 
 def end_processes(launch: str) -> None:
     """Kills the processes of a launch until there are none: they may start others."""
-    while processes := find_processes(launch):
+    until = time.monotonic() + _MOST_SECONDS
+    while (processes := find_processes(launch)) and time.monotonic() < until:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -135,6 +135,13 @@ class Lines:
         return self.process == 0
 
     @property
+    def is_first_silent(self) -> bool:
+        """True if process 0, which passes on, has sent no sign of life for a while."""
+        last_heard = self._last_heard.get(0)
+        silence = 3 * _SECONDS_BETWEEN_BEATS
+        return last_heard is not None and time.monotonic() - last_heard > silence
+
+    @property
     def fault(self) -> Fault | None:
         """The first fault for which a process has departed."""
         departures = list(self.departures.values())
@@ -184,10 +191,8 @@ class Lines:
         Returns:
           The roots; all that wait for each other, if nobody else is awaited.
         """
-        if not self.is_first:  # it passes on who awaits whom
-            silence = time.monotonic() - self._last_heard[0]
-            if silence > 3 * _SECONDS_BETWEEN_BEATS:
-                return (0,)
+        if self.is_first_silent:  # it passes on who awaits whom
+            return (0,)
         reached: set[int] = set()
         pending = list(processes)
         while pending:

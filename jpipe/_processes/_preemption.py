@@ -29,12 +29,9 @@ def preempted() -> bool:
 
     Example:
       >>> import jpipe
-      >>> for number in range(3):
-      ...     # state, metrics = step(state, *read_batch(number))
-      ...     if jpipe.preempted():
-      ...         break  # jpipe.checkpoint.save(path, state); sys.exit(75)
-      >>> number
-      2
+      >>> if jpipe.preempted():  # doctest: +SKIP
+      ...     jpipe.checkpoint.save(path, state, overwrite=True)
+      ...     sys.exit(75)
     """
     check_joined()
     _catch_signals()

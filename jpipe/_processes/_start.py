@@ -5,7 +5,6 @@ import contextlib
 import functools
 import os
 import sys
-import time
 from typing import Any, NoReturn
 
 import jax
@@ -25,7 +24,7 @@ from ._group import group
 from ._lines import Fault, Lines, PeerError
 from ._rendezvous import is_loopback, join_first, listen, receive_all, split_address
 from ._transport import own_address
-from ._watch import SECONDS_TO_EXPLAIN, give_farewell, watch
+from ._watch import await_fault, give_farewell, watch
 
 # Threads of XLA for each CPU device of several: programs of a stage's devices wait in
 # them for each other. With as many threads as devices, or one more, they wait for ever
@@ -34,7 +33,6 @@ _THREADS_PER_DEVICE = 4
 _FEWEST_THREADS_PER_DEVICE = 2
 # Seconds by which the timeouts of JAX are longer than ours, whose errors say more.
 _EXTRA_TIMEOUT = 30
-_SECONDS_BETWEEN_LOOKS = 0.05
 _LONGEST_ERROR = 200  # letters that others print
 
 
@@ -356,13 +354,8 @@ def _root(error: BaseException) -> Fault:
     peers = group()
     if isinstance(error, PeerError):
         return error.fault
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        # Arrays fail before the line of a process that was killed ends.
-        until = time.monotonic() + SECONDS_TO_EXPLAIN
-        while peers.lines.fault is None and time.monotonic() < until:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        if peers.lines.fault is not None:
-            watch().explain(peers.lines.fault)
-            return peers.lines.fault
+    if isinstance(error, jax.errors.JaxRuntimeError) and (fault := await_fault()):
+        watch().explain(fault)
+        return fault
     text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
     return Fault((peers.lines.process,), f"has failed: {text}")

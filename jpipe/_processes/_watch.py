@@ -35,7 +35,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 # without which JAX ends the others, gives them to end before.
 _GRACE = 5.0
 # Seconds in which the line of a process that was killed ends, after its arrays failed.
-SECONDS_TO_EXPLAIN = 2.0
+_SECONDS_TO_EXPLAIN = 2.0
 # Looks for which JAX may wait at the end for a process that is gone.
 _LAST_LOOKS = 3
 
@@ -193,13 +193,23 @@ class Watch:
 
 
 def _find_root(crossing: Any, error: str) -> Fault:
-    """The fault for which arrays failed: the line of a killed process may end later."""
-    until = time.monotonic() + SECONDS_TO_EXPLAIN
-    while group().lines.fault is None and time.monotonic() < until:
-        time.sleep(_SECONDS_BETWEEN_LOOKS / 20)
+    """The fault for which arrays failed: of their sender, if nobody knows better."""
     source = crossing.source.process_index
-    failed = Fault((source,), f"has failed or was ended ({error})")
-    return group().lines.fault or failed
+    return await_fault() or Fault((source,), f"has failed or was ended ({error})")
+
+
+def await_fault() -> Fault | None:
+    """The fault of another process for which arrays failed here, if there is one.
+
+    The line of a process that was killed may end later than its arrays.
+    """
+    lines = group().lines
+    until = time.monotonic() + _SECONDS_TO_EXPLAIN
+    while lines.fault is None and time.monotonic() < until:
+        time.sleep(_SECONDS_BETWEEN_LOOKS / 20)
+    if lines.fault is None and lines.is_first_silent:
+        return group().find_hang([0], group().timeout)
+    return lines.fault
 
 
 def give_farewell(fault: Fault) -> None:

@@ -349,6 +349,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_processes/_group": [
         ("if len(processes) > 1:\n            values", "if False:\n            values"),
     ],
+    "_processes/_rendezvous": [
+        ("if count != self._num_processes or", "if"),
+        ("refusal = refusal or str(error)", "refusal = ''"),
+    ],
     "_processes/_transport": [
         ("move & (1 << _MOVE_BITS) - 1", "0"),
     ],

@@ -111,3 +111,35 @@ def test_a_program_that_never_asks_is_ended_by_a_signal():
     printed, _ = job.communicate(timeout=120)
     assert printed == "joined\n"
     assert job.returncode == -signal.SIGTERM
+
+
+BY_JAX = """
+import os, sys
+import jax
+process, port = map(int, sys.argv[1:])
+jax.config.update("jax_num_cpu_devices", 1)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+import jax.numpy as jnp, optax
+from flax import linen as nn
+import jpipe
+pipe = jpipe.pipeline([nn.Dense(3), nn.Dense(3)], 2)
+x, tx = jnp.ones((4, 3)), optax.sgd(0.1)
+state = pipe.init_train_state(jax.random.key(0), x, tx)
+step = pipe.train_step(lambda y, _: jnp.mean(y**2), tx)
+state, metrics = step(state, x, ())
+print("loss", float(metrics["loss"]))
+if process == 1:
+    os._exit(4)
+step(state, x, ())[1]["loss"].block_until_ready()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_jax_has_joined_know_of_each_other_too():
+    port = free_port()
+    jobs = [start(BY_JAX, process, port) for process in range(2)]
+    texts = [job.communicate(timeout=120)[0] for job in jobs]
+    assert all("loss" in text for text in texts)
+    assert jobs[1].returncode == 4
+    assert jobs[0].returncode not in (0, 4)
+    assert "process 1 is gone: it was killed, or its host or network" in texts[0]
