@@ -92,7 +92,7 @@ class Stacked:
         return sum(array.nbytes for array in self.arrays)
 
     @property
-    def signature(self) -> Any:
+    def _signature(self) -> Any:
         """The types and the places of the pieces: what a compiled program is for."""
         return self.axis, tuple((x.aval, x.sharding) for x in self.arrays)
 

@@ -32,9 +32,15 @@ from ._interpolate import interpolate
 from ._layer_profile import Link, find_count_faults, find_flag_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
+from ._origin import can_overlap
 from ._plan import Plan
 from ._planned_model import PlannedModel
-from ._profile import Profile, check_profile, find_speed_faults
+from ._profile import (
+    Profile,
+    check_fingerprint,
+    check_profile,
+    find_speed_faults,
+)
 from ._profiler import profile_sizes
 from ._reasons import describe_profile, explain_best
 from ._request import Request
@@ -272,7 +278,7 @@ def plan(
         with _explain_loss_functions(layers):
             traced = model.traced(traced_request)
         if profile is not None:
-            profile.check(fingerprint(traced, train=train))
+            check_fingerprint(profile, fingerprint(traced, train=train))
         checked_balance = None
         if balance is not None:
             checked_balance = check_balance(balance, len(traced.names))
@@ -285,7 +291,7 @@ def plan(
             profile = profile_sizes(model, traced, requests)
         hardware = _with_link(hardware, latency, profile.link)
         if overlap is None:
-            overlap = profile.overlap
+            overlap = can_overlap(profile.origin)
         hardware = dataclasses.replace(hardware, overlap=overlap)
         profiles = {
             count: interpolate(profile, -(-num_examples // count))

@@ -18,7 +18,8 @@ from ..schedules import Costs, replicated
 from ._fused import fused_costs
 from ._mode_names import stores_only_inputs
 from ._plan import Memory
-from ._profile import Profile
+from ._profile import Profile, costs_of_stages
+from ._stage_costs import StageCosts
 from ._sums import Matrix, sum_stages
 from ._workspace import stage_workspaces
 
@@ -82,6 +83,11 @@ class ReplicaProblem:
         rounds = math.ceil(self.num_microbatches / replicas)
         return min(math.ceil(devices / replicas), rounds)
 
+    @property
+    def stage_costs(self) -> StageCosts:
+        """The costs of every stage of the layers."""
+        return costs_of_stages(self.profile)
+
     @functools.cached_property
     def times(self) -> Matrix:
         """The seconds of one micro-batch in each stage."""
@@ -96,7 +102,7 @@ class ReplicaProblem:
 
     def loads(self, replicas: int) -> Matrix:
         """The seconds of all micro-batches but one, and of the exchange."""
-        exchange = self._exchange_seconds(self.profile.params_of, replicas)
+        exchange = self._exchange_seconds(self.stage_costs.param_bytes, replicas)
         rounds = math.ceil(self.num_microbatches / replicas)
         if rounds == 1:
             return exchange
@@ -104,9 +110,9 @@ class ReplicaProblem:
 
     def bytes_of(self, in_flight: int) -> Matrix:
         """The bytes of a stage with so many micro-batches in flight."""
-        profile = self.profile
-        residuals = profile.residuals_of[self.remat]
-        fixed = 2 * profile.params_of + profile.state_of
+        costs = self.stage_costs
+        residuals = costs.residual_bytes[self.remat]
+        fixed = 2 * costs.param_bytes + costs.state_bytes
         return fixed + in_flight * residuals + self._workspace
 
     @functools.cached_property
@@ -201,7 +207,8 @@ class ReplicaProblem:
             is_last = index == len(stages) - 1
             if is_last or stores_only_inputs(self.remat):
                 # One program runs forward and backward: it holds the residuals itself.
-                residuals = profile.residuals_of[profile.pending_mode(self.remat)]
+                mode = self.stage_costs.pending_mode(self.remat)
+                residuals = self.stage_costs.residual_bytes[mode]
                 workspace += int(residuals[stage.begin, stage.end])
             for peak in itertools.islice(peaks, stage.replicas):
                 memory.append(

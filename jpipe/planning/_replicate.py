@@ -7,7 +7,13 @@ from ..schedules import replicated
 from ..schedules._formats import format_bytes, format_count, format_seconds
 from ._layer_profile import find_count_faults, find_number_faults
 from ._plan import Forecast, Plan, StagePlan
-from ._profile import Profile, check_profile, find_speed_faults
+from ._profile import (
+    Profile,
+    check_profile,
+    costs_of_stages,
+    find_profile_faults,
+    find_speed_faults,
+)
 from ._replica_problem import ReplicaProblem, SimulatedStages, StageReplicas
 from ._replica_search import find_best_stages
 
@@ -61,13 +67,13 @@ def replicate(
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
     """
     check_profile("replicate", profile)
-    faults = [*profile.faults(), *find_speed_faults(bandwidth, latency)]
+    faults = [*find_profile_faults(profile), *find_speed_faults(bandwidth, latency)]
     faults += find_count_faults("num_devices", num_devices)
     faults += find_count_faults("num_microbatches", num_microbatches)
     if max_bytes is not None:
         faults += find_number_faults("max_bytes", max_bytes)
     if not faults:
-        faults += profile.remat_faults([remat])
+        faults += costs_of_stages(profile).find_remat_faults([remat])
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     problem = ReplicaProblem(
@@ -98,6 +104,7 @@ def _make_plan(
     schedule = replicated(
         [stage.replicas for stage in best.stages], problem.num_microbatches
     )
+    param_bytes = problem.stage_costs.param_bytes
     stages = []
     for index, (begin, end, _) in enumerate(best.stages):
         layers = problem.profile.layers[begin:end]
@@ -110,12 +117,12 @@ def _make_plan(
                 layers=tuple(layer.name for layer in layers),
                 remat=problem.remat,
                 num_params=sum(layer.num_params for layer in layers),
-                param_bytes=int(problem.profile.params_of[begin, end]),
+                param_bytes=int(param_bytes[begin, end]),
             )
         )
     crossing = sum(problem.crossing_bytes(stage.begin) for stage in best.stages[1:])
     exchanged = sum(
-        2 * (stage.replicas - 1) * problem.profile.params_of[stage.begin, stage.end]
+        2 * (stage.replicas - 1) * param_bytes[stage.begin, stage.end]
         for stage in best.stages
     )
     forecast = Forecast(
