@@ -115,9 +115,8 @@ def main(folder: str, failure: str = "none:none:none", *_job: str) -> None:
     tx = optax.adam(1e-2)
     x, _ = batch(0)
     state: Any = pipe.init_train_state(jax.random.key(0), x, tx)
-    path = Path(folder) / "state"
-    if path.exists():
-        state = jpipe.checkpoint.restore(path, state)
+    checkpoints = Path(folder) / "states"
+    state = jpipe.checkpoint.restore_latest(checkpoints, state)
     step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx)
 
     fail_soon("compile", 0.3)
@@ -131,7 +130,7 @@ def main(folder: str, failure: str = "none:none:none", *_job: str) -> None:
         is_preempted = jpipe.preempted()
         if is_preempted or (number + 1) % SAVE_EVERY == 0:
             fail_soon("save", 0.02)
-            jpipe.checkpoint.save(path, state, overwrite=True)
+            jpipe.checkpoint.save(checkpoints, state, step=number + 1)
             print(f"saved {number + 1}", flush=True)
         if is_preempted:
             sys.exit(STOPPED_EARLY)

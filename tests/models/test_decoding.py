@@ -76,16 +76,15 @@ class ScannedBlock(nn.Module):
 
 
 class ScannedGPT(nn.Module):
-    """Caches of all layers in one array, along axis 0, or 1 behind the examples."""
+    """The caches of all layers are stacked, as their parameters are."""
 
     decode: bool = True
-    axis: int = 0
 
     @nn.compact
     def __call__(self, tokens):
         x = Embed(self.decode)(tokens)
         options: Any = {
-            "variable_axes": {"params": 0, "cache": self.axis},
+            "variable_axes": {"params": 0, "cache": 0},
             "split_rngs": {"params": True},
             "in_axes": nn.broadcast,
         }
@@ -153,7 +152,6 @@ def decode_alone(model, variables):
 MODELS = {
     "model": (GPT(), GPT(decode=False)),
     "scanned": (ScannedGPT(), ScannedGPT(decode=False)),
-    "along axis 1": (ScannedGPT(axis=1), ScannedGPT(decode=False)),
 }
 slow = pytest.mark.slow
 
@@ -167,7 +165,6 @@ slow = pytest.mark.slow
         pytest.param("model", 2, 2, False, marks=slow),
         pytest.param("model", 3, 2, True, marks=slow),  # of 2, 1 and 1 prompts
         pytest.param("scanned", 1, 2, True, marks=slow),
-        pytest.param("along axis 1", 2, 2, True, marks=slow),
     ],
 )
 def test_each_token_and_each_cache_of_a_model_is_that_of_one_device(

@@ -316,6 +316,20 @@ def of_whole_batch() -> dict[str, np.ndarray]:
     return here({"params": placed, "gradients": grads}) | {"metric 0": np.asarray(loss)}
 
 
+def of_decoding() -> dict[str, np.ndarray]:
+    """What calls come to of which each goes on from the caches of the one before."""
+    layers = [nn.Dense(8), nn.MultiHeadDotProductAttention(2, decode=True)]
+    layers += [nn.Dense(8), nn.MultiHeadDotProductAttention(2, decode=True)]
+    pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:4])
+    x = np.random.default_rng(0).normal(size=(5, 3, 8))
+    variables = pipe.init(jax.random.key(0), x)
+    for i in range(3):
+        y, state = pipe.apply(variables, x[:, i : i + 1], mutable="cache", donate=True)
+        pairs = zip(variables, state, strict=True)
+        variables = [{**old, **new} for old, new in pairs]
+    return here({"variables": variables, "output": y})
+
+
 def refuse_pieces() -> list[str]:
     """What is said where all of a leaf is asked for, of which a process has pieces."""
     state = start(pipelines()["model of 7"]())
@@ -346,6 +360,8 @@ def run(name: str, fed: Callable[..., Any] | None = None) -> dict[str, np.ndarra
         return of_whole_batch()
     if name == "scanned function":
         return of_scanned_function()
+    if name == "decoding":
+        return of_decoding()
     pipe = pipelines()[name]()
     given = {"fed": functools.partial(fed, pipe)} if fed else {}
     if name.startswith("model"):  # all are given all
