@@ -279,7 +279,7 @@ def test_a_stack_in_pieces_is_read_behind_marks_too(double):
 
     grad_fn = jpipe.value_and_grad(loss_fn, 3, num_stages=2)
     value, grads = grad_fn(grad_fn.place(params, x, targets), x, targets)
-    grads["layers"] = np.concatenate([np.asarray(a) for a in grads["layers"].arrays])
+    grads["layers"] = np.asarray(grads["layers"])
     expected = jax.value_and_grad(loss_fn)(params, x, targets)
     ref.assert_close((value, grads), expected, ref.FLOAT64)
 
@@ -516,6 +516,15 @@ def without_rows(w, z, x):
     return size(jpipe.whole_batch(jnp.mean(z)))
 
 
+def of_another_axis(w, z, x):
+    return size(jpipe.whole_batch(z, "rows"))
+
+
+def of_counts(w, z, x):
+    count = jnp.sum(x > 0, dtype=jnp.int32)
+    return size(jpipe.whole_batch(z)) * jpipe.whole_batch(count, jpipe.MEAN)
+
+
 def of_a_length(w, z, x):
     return size(jpipe.whole_batch(z)) / len(x)
 
@@ -540,6 +549,8 @@ REFUSED = [
     (of_targets_with_rows, {}, "behind jpipe.whole_batch mark all"),
     (of_parameters, {}, "follows from parameters and no example"),
     (without_an_axis, {}, "has axis None, as what is the same for all examples"),
+    (of_another_axis, {}, "axis='rows'; needs the number of an axis"),
+    (of_counts, {}, r"int32\[\]: jpipe.MEAN is for floating dtypes"),
     (without_rows, {}, r"type jpipe.whole_batch\(z, jpipe.MEAN\)"),
     (
         of_a_length,

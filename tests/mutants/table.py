@@ -277,7 +277,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("share / share_so_far, weight_dtype", "share, weight_dtype"),
     ],
     "_lower/_tail": [
-        ("[size / sum(sizes) / num_shards]", "[1 / len(sizes) / num_shards]"),
+        ("shard_sizes += [size] * num_shards", "shard_sizes += [1] * num_shards"),
         (
             "zip(column, flags, strict=True):\n                parts +=",
             "zip(column[::-1], flags, strict=True):\n                parts +=",
