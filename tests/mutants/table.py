@@ -423,7 +423,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_trace/_whole_batch": [
         ("if operands & behind_any:", "if False:"),
         ("if any(key != keys[0] for key in keys):", "if False:"),
-        ("if is_behind or self._may_copy(eqn):", "if is_behind:"),
+        ("roots += traced.batch_inputs", "roots += []"),
     ],
     "_trace/_traced_function": [
         ("microbatch_key(leaf, index) if", "microbatch_key(leaf, 0) if"),
