@@ -37,9 +37,15 @@ class Scaled(nn.Module):
         return {"z": ref.dense(6, float)(x), "scale": scale}
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + ref.dense(7, float)(jnp.sin(ref.dense(7, float)(x)))
+
+
 class Model(nn.Module):
     def setup(self):
-        self.layers = [ref.dense(7, float), ref.Residual(7, float), Scaled()]
+        self.layers = [ref.dense(7, float), Block(), Scaled()]
 
     def __call__(self, x):
         first, second, last = self.layers
@@ -68,7 +74,7 @@ def plain(loss, params, x, targets, **options):
 
 
 def by_list(loss, count, params, x, targets, *, has_aux=False, **options):
-    stages = [ref.dense(7, float), jnp.tanh, ref.Residual(7, float), Scaled()]
+    stages = [ref.dense(7, float), jnp.tanh, Block(), Scaled()]
     pipe = jpipe.pipeline(
         stages, count, **{"balance": [2, 1, 1], "out_axes": OUT_AXES, **options}
     )
@@ -119,7 +125,9 @@ def test_each_loss_is_that_of_one_device(double, api, loss, count, size):
     x, targets = batch(size)
     params = variables()
     expected = plain(loss, params, x, targets)
-    ref.assert_close(api(loss, count, params, x, targets), expected, ref.FLOAT64)
+    found = api(loss, count, params, x, targets)
+    # Some losses do not change with a bias: its gradient is noise.
+    ref.assert_close(found, expected, ref.FLOAT64, scale=1.0)
 
 
 def in_thirds(num_ranks, count):
