@@ -279,8 +279,8 @@ class Epilogue:
         """Adds the gradients of the weights that the tail trains to their terms."""
         stages = self.prologue.stages
         trained = [i for i in stages.tail_weights if stages.trained[i]]
-        for weight_index, value in zip(trained, grads, strict=True):
-            terms[weight_index].append(value)
+        for i, grad in zip(trained, grads, strict=True):
+            terms[i].append(grad)
 
     @property
     def _last_place(self) -> Place:

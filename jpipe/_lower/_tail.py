@@ -75,9 +75,9 @@ def write_tail(
     for column in columns:
         local_columns.append([graph.bring(value, place) for value in column])
         is_stacked.append([graph.shardings[value].stacked for value in column])
-    shares = list[float]()
+    shard_sizes = list[int]()  # shards count as micro-batches
     for size in sizes:
-        shares += [size / sum(sizes) / num_shards] * num_shards
+        shard_sizes += [size] * num_shards
 
     def join(columns: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         joined = list[jax.Array]()
@@ -85,7 +85,7 @@ def write_tail(
             parts = list[jax.Array]()
             for array, flag in zip(column, flags, strict=True):
                 parts += unstack(array, num_shards, is_stacked=flag)
-            joined.append(join_marked(parts, axis, shares))
+            joined.append(join_marked(parts, axis, shard_sizes))
         return joined
 
     def run(weights: list[Any], columns: list[list[Any]]) -> TailOutputs:

@@ -108,14 +108,13 @@ def _mark(tree: PyTree, axes: Any, label: str, name: str) -> PyTree:
 
     Args:
       tree: the outputs or the targets.
-      axes: the axis of the examples, `MEAN`, `SUM` or ``None``; a prefix of the tree.
+      axes: the axis of the examples, a reduction or ``None``; a prefix of the tree.
       label: the word for the tree in errors.
       name: the name of the argument that the axes are.
     """
     tree = jax.tree.map(jnp.asarray, tree)
     leaves, structure = jax.tree.flatten(tree)
-    reductions = (_join.MEAN, _join.SUM)
-    leaf_axes = _microbatch.leaf_axes(axes, tree, label, name, reductions)
+    leaf_axes = _microbatch.leaf_axes(axes, tree, label, name, _join.REDUCTIONS)
     return structure.unflatten(map(whole_batch, leaves, leaf_axes))
 
 

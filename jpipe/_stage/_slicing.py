@@ -292,7 +292,8 @@ def differentiated_vars(
             "needs both sums. Compute the weight of targets alone; to take it for a "
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
-    return tangent & _jaxpr.ancestors(jaxpr, [*traced.ends, *traced.once_results])
+    ends = [*traced.ends, *traced.once_results]
+    return tangent & _jaxpr.ancestors(jaxpr, ends)
 
 
 def prologue_jaxpr(

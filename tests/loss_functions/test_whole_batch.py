@@ -37,9 +37,15 @@ class Scaled(nn.Module):
         return {"z": ref.dense(6, float)(x), "scale": scale}
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + ref.dense(7, float)(jnp.sin(ref.dense(7, float)(x)))
+
+
 class Model(nn.Module):
     def setup(self):
-        self.layers = [ref.dense(7, float), ref.Residual(7, float), Scaled()]
+        self.layers = [ref.dense(7, float), Block(), Scaled()]
 
     def __call__(self, x):
         first, second, last = self.layers
@@ -68,7 +74,7 @@ def plain(loss, params, x, targets, **options):
 
 
 def by_list(loss, count, params, x, targets, *, has_aux=False, **options):
-    stages = [ref.dense(7, float), jnp.tanh, ref.Residual(7, float), Scaled()]
+    stages = [ref.dense(7, float), jnp.tanh, Block(), Scaled()]
     pipe = jpipe.pipeline(
         stages, count, **{"balance": [2, 1, 1], "out_axes": OUT_AXES, **options}
     )
@@ -119,7 +125,9 @@ def test_each_loss_is_that_of_one_device(double, api, loss, count, size):
     x, targets = batch(size)
     params = variables()
     expected = plain(loss, params, x, targets)
-    ref.assert_close(api(loss, count, params, x, targets), expected, ref.FLOAT64)
+    found = api(loss, count, params, x, targets)
+    # Some losses do not change with a bias: its gradient is noise.
+    ref.assert_close(found, expected, ref.FLOAT64, scale=1.0)
 
 
 def in_thirds(num_ranks, count):
@@ -279,7 +287,7 @@ def test_a_stack_in_pieces_is_read_behind_marks_too(double):
 
     grad_fn = jpipe.value_and_grad(loss_fn, 3, num_stages=2)
     value, grads = grad_fn(grad_fn.place(params, x, targets), x, targets)
-    grads["layers"] = np.concatenate([np.asarray(a) for a in grads["layers"].arrays])
+    grads["layers"] = np.asarray(grads["layers"])
     expected = jax.value_and_grad(loss_fn)(params, x, targets)
     ref.assert_close((value, grads), expected, ref.FLOAT64)
 
@@ -516,6 +524,15 @@ def without_rows(w, z, x):
     return size(jpipe.whole_batch(jnp.mean(z)))
 
 
+def of_another_axis(w, z, x):
+    return size(jpipe.whole_batch(z, "rows"))
+
+
+def of_counts(w, z, x):
+    count = jnp.sum(x > 0, dtype=jnp.int32)
+    return size(jpipe.whole_batch(z)) * jpipe.whole_batch(count, jpipe.MEAN)
+
+
 def of_a_length(w, z, x):
     return size(jpipe.whole_batch(z)) / len(x)
 
@@ -540,6 +557,8 @@ REFUSED = [
     (of_targets_with_rows, {}, "behind jpipe.whole_batch mark all"),
     (of_parameters, {}, "follows from parameters and no example"),
     (without_an_axis, {}, "has axis None, as what is the same for all examples"),
+    (of_another_axis, {}, "axis='rows'; needs the number of an axis"),
+    (of_counts, {}, r"int32\[\]: jpipe.MEAN is for floating dtypes"),
     (without_rows, {}, r"type jpipe.whole_batch\(z, jpipe.MEAN\)"),
     (
         of_a_length,

@@ -285,7 +285,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("share / share_so_far, weight_dtype", "share, weight_dtype"),
     ],
     "_lower/_tail": [
-        ("[size / sum(sizes) / num_shards]", "[1 / len(sizes) / num_shards]"),
+        ("shard_sizes += [size] * num_shards", "shard_sizes += [1] * num_shards"),
         (
             "zip(column, flags, strict=True):\n                parts +=",
             "zip(column[::-1], flags, strict=True):\n                parts +=",
@@ -437,7 +437,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_trace/_whole_batch": [
         ("if operands & behind_any:", "if False:"),
         ("if any(key != keys[0] for key in keys):", "if False:"),
-        ("if is_behind or self._may_copy(eqn):", "if is_behind:"),
+        ("roots += traced.batch_inputs", "roots += []"),
     ],
     "_trace/_traced_function": [
         ("microbatch_key(leaf, index) if", "microbatch_key(leaf, 0) if"),
