@@ -29,7 +29,7 @@ from ..schedules import Timeline
 from . import _loss_function_check
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
-from ._former_names import FormerNames
+from ._handle import Handle
 from ._step_profile import profile_actions
 
 PyTree = Any
@@ -37,7 +37,7 @@ PyTree = Any
 _MOST_NUMBERS = 3
 
 
-class FunctionGradient(CustomLoop, FormerNames):
+class FunctionGradient(CustomLoop, Handle):
     """``grad_fn(params, *args) -> (loss, grads)``: see `jpipe.value_and_grad`.
 
     Args:

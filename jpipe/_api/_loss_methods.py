@@ -8,13 +8,13 @@ from .._layers._rng import Rngs
 from .._placed._mesh_context import outside_of_meshes
 from .._train._pipelined_loss import PipelinedLoss
 from ..planning._plan import Plan
-from ._former_names import FormerNames
+from ._handle import Handle
 from ._pipelined_model import UNKNOWN, PipelinedModel
 
 PyTree = Any
 
 
-class LossMethods(FormerNames):
+class LossMethods(Handle):
     """The plan, the description and the check of a function of a loss.
 
     Args:

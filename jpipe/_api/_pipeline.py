@@ -26,13 +26,13 @@ from ..schedules import Schedule
 from . import _train_states
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
-from ._former_names import (
+from ._gradient_call import ValueAndGrad
+from ._handle import (
     CHECK_ADVICE,
     CHECK_ADVICE_ON,
     COMPILE_ADVICE,
-    FormerNames,
+    Handle,
 )
-from ._gradient_call import ValueAndGrad
 from ._pipelined_model import UNKNOWN, PipelinedModel
 from ._train_step import TrainStep
 
@@ -40,7 +40,7 @@ PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
 
 
-class Pipeline(CustomLoop, FormerNames):
+class Pipeline(CustomLoop, Handle):
     """A model spread over devices; made by `pipeline`. It holds no arrays.
 
     The variables, gradients and states of a list of layers have one entry per layer;
@@ -231,7 +231,7 @@ class Pipeline(CustomLoop, FormerNames):
           >>> sum(program.calls for program in report.programs)
           4
         """
-        if isinstance(variables, FormerNames) or inspect.isroutine(variables):
+        if isinstance(variables, Handle) or inspect.isroutine(variables):
             raise TypeError(
                 f"variables is {describe_argument(variables)}, a function; "
                 f"{COMPILE_ADVICE}"

@@ -125,7 +125,8 @@ def _ranks_of_mesh(mesh: Any) -> Sequence[Device]:
     stage_axis = axis_names.index(_STAGE)
     rank_axis_names = axis_names[:stage_axis] + axis_names[stage_axis + 1 :]
     grids = np.moveaxis(mesh.devices, stage_axis, 0)
-    return [_rank_of_grid(grid, rank_axis_names) for grid in grids]
+    # Of a mesh with this axis alone, each grid is a device.
+    return [_rank_of_grid(np.asarray(grid), rank_axis_names) for grid in grids]
 
 
 def _rank_of_mesh(mesh: Mesh) -> Device:

@@ -462,6 +462,18 @@ FORMER = {
     "'TrainStep' object has no attribute 'program'; type compile": (
         lambda pipe, step, args: step.program
     ),
+    "'TrainStep' object has no attribute 'lower'; type compile": (
+        lambda pipe, step, args: step.lower
+    ),
+    "'TrainStep' object has no attribute 'schedule'; type .plan.schedule": (
+        lambda pipe, step, args: step.schedule
+    ),
+    "'ValueAndGrad' ... 'num_stages'; type .plan.schedule.num_stages": (
+        lambda pipe, step, args: pipe.value_and_grad(mse).num_stages
+    ),
+    "'Pipeline' ... 'profile'; ... type step.profile(state, x, targets) of": (
+        lambda pipe, step, args: pipe.profile
+    ),
     "'Pipeline' object has no attribute 'fit'": lambda pipe, step, args: pipe.fit,
 }
 
@@ -471,3 +483,14 @@ def test_a_former_name_is_answered_with_what_to_type(pipe, variables, text, call
     step = pipe.train_step(mse, optax.sgd(0.1))
     with pytest.raises((AttributeError, TypeError), match=says(text)):
         call(pipe, step, (variables, X))
+
+
+def test_an_attribute_that_fails_inside_of_a_property_is_named():
+    class Titled(jpipe.Pipeline):
+        @property
+        def title(self):
+            return KEY.title
+
+    pipe = Titled.__new__(Titled)
+    with pytest.raises(AttributeError, match=says("'PRNGKeyArray' ... 'title'")):
+        pipe.title  # noqa: B018
