@@ -1,6 +1,10 @@
 """The base of what users hold: answers attributes that it lacks with what to type."""
 
+import functools
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
+
+from .._arguments._wrong_call import explain_call
 
 _KNOWS = "what a function was told, it knows: type"
 _PROFILE = (
@@ -41,6 +45,11 @@ CHECK_ADVICE_ON: dict[str, str] = dict.fromkeys(
 class Handle:
     """A pipeline, or one of its functions, as users hold it."""
 
+    @property
+    def _input_names(self) -> Collection[str]:
+        """The names of the arguments that its model takes by name."""
+        return ()
+
     if not TYPE_CHECKING:  # for which every attribute would exist
 
         def __getattr__(self, name: str) -> Any:
@@ -51,3 +60,11 @@ class Handle:
             if name in _ADVICE_ON_ATTRIBUTE:
                 text = f"{text}; {_ADVICE_ON_ATTRIBUTE[name]}"
             raise AttributeError(text, name=name, obj=self)
+
+
+def _input_names(handle: Handle) -> Collection[str]:
+    return handle._input_names
+
+
+# `explain_call` for the methods of a handle.
+explain_method = functools.partial(explain_call, input_names=_input_names)

@@ -6,6 +6,7 @@
 Both are programs as a pipeline runs them, on its first device.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,12 @@ import jax
 from .._arguments._batch import Batch
 from .._check import _comparison
 from .._check._loss_check import ADVICE
-from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
+from .._check._report import (
+    CheckReport,
+    CheckResult,
+    check_microbatch_sizes,
+    check_tolerance,
+)
 from .._check._split_function import to_host
 from .._instructions._transfer import first_device, put_tree
 from .._jaxprs import _dataflow
@@ -70,6 +76,7 @@ def check_loss_function(
       microbatch_sizes: the number of examples of each micro-batch.
       tolerance: the largest difference that passes.
     """
+    check_tolerance(tolerance)
     args = jax.tree.map(_with_median_keys, tuple(args))
     batch = _splittable_batch(spec, partition, args)
     num_examples = batch.num_examples
@@ -134,6 +141,7 @@ def _without_aux(spec: FunctionSpec) -> FunctionSpec:
     if not spec.has_aux:
         return spec
 
+    @functools.wraps(spec.function)
     def loss(params: PyTree, *args: PyTree) -> Any:
         value, _ = check_pair(spec.function(params, *args), "(loss, aux)")
         return value

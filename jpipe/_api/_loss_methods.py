@@ -1,6 +1,6 @@
 """The methods that `train_step` and `value_and_grad` of a pipeline have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .._check._report import CheckReport
@@ -39,6 +39,10 @@ class LossMethods(Handle):
           ValueError: if the pipeline is of a model that was not divided yet.
         """
         return self._pipelined_model.plan(self._pipelined_loss.last_specialization)
+
+    @property
+    def _input_names(self) -> Collection[str]:
+        return self._pipelined_model.input_names
 
     def __repr__(self) -> str:
         objective = self._pipelined_loss.objective

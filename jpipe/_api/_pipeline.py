@@ -1,7 +1,7 @@
 """A pipeline: the handle that users hold, and its methods."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import chex
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from .._arguments import _variables
 from .._arguments._objective import Objective
 from .._arguments._trainable import Trainable
-from .._arguments._wrong_call import describe_argument, explain_call
+from .._arguments._wrong_call import check_flag, describe_argument
 from .._check._report import CheckReport
 from .._instructions import _transfer
 from .._instructions._program import Program
@@ -32,6 +32,7 @@ from ._handle import (
     CHECK_ADVICE_ON,
     COMPILE_ADVICE,
     Handle,
+    explain_method,
 )
 from ._pipelined_model import UNKNOWN, PipelinedModel
 from ._train_step import TrainStep
@@ -110,10 +111,14 @@ class Pipeline(CustomLoop, Handle):
             return f"{self!r}\n{UNKNOWN}"
         return str(self.plan)
 
+    @property
+    def _input_names(self) -> Collection[str]:
+        return self._pipelined_model.input_names
+
     # ------------------------------------------------------- variables and programs
 
     @outside_of_meshes
-    @explain_call("pipe.init(key, x)")
+    @explain_method("pipe.init(key, x)")
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
         """Makes the variables of all layers, each on its layer's device.
 
@@ -143,6 +148,7 @@ class Pipeline(CustomLoop, Handle):
         return self._pipelined_model.init(key, x)
 
     @outside_of_meshes
+    @explain_method("pipe.place(variables, x)")
     def place(self, tree: Any, x: PyTree = None) -> Any:
         """Puts variables, or a train state, on the devices of their layers.
 
@@ -164,7 +170,7 @@ class Pipeline(CustomLoop, Handle):
         return self._pipelined_model.place(tree, x)
 
     @outside_of_meshes
-    @explain_call("pipe.apply(variables, x)")
+    @explain_method("pipe.apply(variables, x)")
     def apply(
         self,
         variables: PyTree,
@@ -198,7 +204,7 @@ class Pipeline(CustomLoop, Handle):
         return jax.tree.unflatten(specialization.aux_tree, outputs)
 
     @outside_of_meshes
-    @explain_call("pipe.compile(variables, x)", surplus=COMPILE_ADVICE)
+    @explain_method("pipe.compile(variables, x)", surplus=COMPILE_ADVICE)
     def compile(
         self,
         variables: PyTree,
@@ -245,7 +251,7 @@ class Pipeline(CustomLoop, Handle):
         return compile_report(lower)
 
     @outside_of_meshes
-    @explain_call("pipe.check(variables, x)", CHECK_ADVICE_ON, surplus=CHECK_ADVICE)
+    @explain_method("pipe.check(variables, x)", CHECK_ADVICE_ON, surplus=CHECK_ADVICE)
     def check(
         self,
         variables: PyTree,
@@ -312,6 +318,7 @@ class Pipeline(CustomLoop, Handle):
             tolerance=tolerance,
         )
 
+    @explain_method("pipe.value_and_grad(loss_fn)", has_options=True)
     def value_and_grad(
         self,
         loss_fn: LossFunction,
@@ -378,6 +385,7 @@ class Pipeline(CustomLoop, Handle):
           >>> float(loss), grads
           (1.0, ({},))
         """
+        check_flag("has_state", has_state)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return ValueAndGrad(
             self._pipelined_model,
@@ -386,7 +394,7 @@ class Pipeline(CustomLoop, Handle):
         )
 
     @outside_of_meshes
-    @explain_call("pipe.init_train_state(key, x, tx)")
+    @explain_method("pipe.init_train_state(key, x, tx)", has_options=True)
     def init_train_state(
         self,
         key: chex.PRNGKey,
@@ -417,7 +425,7 @@ class Pipeline(CustomLoop, Handle):
           TypeError: if ``tx`` is not an optax transformation, or ``rngs`` no keys.
           ValueError: if the variables are not those of the model.
         """
-        check_optimizer(tx)
+        check_optimizer(tx, "pipe.init_train_state(key, x, tx)")
         selection = Trainable(trainable, by_layer=self._pipelined_model.model.is_list)
         if variables is None:
             variables = self.init(key, x)
@@ -433,6 +441,7 @@ class Pipeline(CustomLoop, Handle):
             trainable=selection,
         )
 
+    @explain_method("pipe.train_step(loss_fn, tx)", has_options=True)
     def train_step(
         self,
         loss_fn: LossFunction,
@@ -466,7 +475,8 @@ class Pipeline(CustomLoop, Handle):
           ValueError: if the reduction is unknown or the schedule cannot train.
           TypeError: if ``tx`` is not an optax transformation.
         """
-        check_optimizer(tx)
+        check_optimizer(tx, "pipe.train_step(loss_fn, tx)")
+        check_flag("donate", donate)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
             self._pipelined_model,
@@ -476,6 +486,7 @@ class Pipeline(CustomLoop, Handle):
         )
 
     @outside_of_meshes
+    @explain_method("pipe.modules(variables)")
     def modules(self, variables: PyTree) -> Any:
         """Returns the layers as modules of Flax that hold their values.
 

@@ -49,6 +49,14 @@ def missing_inputs(error: Exception, layer: LayerAdapter) -> list[str]:
     return re.findall(r"'(\w+)'", str(error))
 
 
+def argument_names(layer: LayerAdapter) -> list[str]:
+    """The names of the arguments of the call of a model; none of some in C."""
+    try:
+        return [*inspect.signature(_called_function(layer)).parameters]
+    except (TypeError, ValueError):
+        return []
+
+
 def _called_function(layer: LayerAdapter) -> Any:
     """The function that a layer runs: that of the user, or a method of a module."""
     function = layer.owner

@@ -15,6 +15,14 @@ from ._param_sharding import ShardingRule
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Default(str):
+    """A default, which is not the same object as the same text that a user types."""
+
+
+SCHEDULE = Default("1f1b")
+REMAT = Default("min_cut")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that say how a program is divided and run, checked.

@@ -217,9 +217,11 @@ class LossFunction(FunctionSpec):
 
     Attributes:
       argnums: the indices of the arguments that are its parameters.
+      argument_names: the names of its arguments by position, as far as they are known.
     """
 
     argnums: Sequence[int] = (0,)
+    argument_names: Sequence[str] = ()
 
     params_name = "params"
     axes_advice = _microbatch.FUNCTION_AXES_ADVICE
@@ -244,7 +246,9 @@ class LossFunction(FunctionSpec):
         """The axes and names of positional arguments, and of those by name."""
         *positional, keywords = args
         in_axes = _call.axes_of_call(self.in_axes, positional, keywords)
-        return in_axes, _call.argument_names(len(positional), self.argnums)
+        return in_axes, _call.argument_names(
+            len(positional), self.argnums, self.argument_names
+        )
 
     def shardings(
         self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]

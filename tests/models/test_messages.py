@@ -61,7 +61,7 @@ INPUTS = {
     ),
     "text": (
         lambda: jpipe.inputs({"x": np.array(["a"])}, X),
-        r"\n  \* input 0\['x'\] is a ndarray of dtype <U1",
+        r"\n  \* input 0\['x'\] is an ndarray of dtype <U1",
     ),
 }
 
