@@ -38,6 +38,7 @@ from ._handle import Handle, explain_method
 from ._step_profile import profile_actions
 
 PyTree = Any
+_UNKNOWN = "the stages of a function are known once it was placed or called"
 # An argument of so many different numbers may be meant as a constant of the function.
 _MOST_NUMBERS = 3
 
@@ -312,22 +313,20 @@ class FunctionGradient(CustomLoop, Handle):
         """
         specialization = self._pipelined_function.last_specialization
         if specialization is None:
-            raise ValueError(
-                "the stages of a function are known once it was placed or called"
-            )
+            raise ValueError(_UNKNOWN)
         return describe(describe_function(specialization))
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
         return (
-            f"<jpipe.value_and_grad: {name}, {self._partition.num_microbatches} "
+            f"<jpipe.FunctionGradient: {name}, {self._partition.num_microbatches} "
             f"micro-batches, reduction {self._reduction!r}>"
         )
 
     @outside_of_meshes
     def __str__(self) -> str:
         if self._pipelined_function.last_specialization is None:
-            description = f"{self!r}\nthe stages are known once it is called or placed"
+            description = f"{self!r}\n{_UNKNOWN}"
         else:
             description = str(self.plan)
         return (

@@ -64,7 +64,7 @@ class ValueAndGrad(LossMethods):
         """Computes the loss and its gradients; returns as soon as both are dispatched.
 
         Args:
-          variables: one entry per layer, or the model's own tree, in place.
+          variables: the variables, as `Pipeline.init` returns them, in place.
           x: the input of the mini-batch, on the host or any device; of several
             processes those that do not run the first stage may give ``None``.
           targets: its targets, likewise, for the last stage.

@@ -21,6 +21,7 @@ from .._check._report import (
     CheckResult,
     check_microbatch_sizes,
     check_tolerance,
+    raise_unreachable,
 )
 from .._check._split_function import to_host
 from .._instructions._transfer import first_device, put_tree
@@ -96,10 +97,7 @@ def check_loss_function(
             split_batch = replace(batch, sizes=microbatch_sizes)
             specializations.append(function.build(params, split_batch))
         if not specializations[0].placement.is_one_process:
-            raise ValueError(
-                "what several processes have cannot be checked in one of them; check "
-                "the function in one process"
-            )
+            raise_unreachable("the function")
         at_once, in_microbatches = [
             _run(specialization, params, args) for specialization in specializations
         ]

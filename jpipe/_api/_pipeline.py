@@ -38,7 +38,7 @@ from ._pipelined_model import UNKNOWN, PipelinedModel
 from ._train_step import TrainStep
 
 PyTree = Any
-LossFunction = Callable[[PyTree, PyTree], Any]
+LossOfOutputs = Callable[[PyTree, PyTree], Any]
 
 
 class Pipeline(CustomLoop, Handle):
@@ -136,9 +136,9 @@ class Pipeline(CustomLoop, Handle):
             than there are micro-batches.
 
         Returns:
-          One entry per layer: its Flax variables, ``{}`` where it has none. For one
-          linen module, the result of ``model.init(key, x)``; for one nnx module, its
-          values by collection.
+          Of a list one entry per layer: its Flax variables, ``{}`` where it has none.
+          For one linen module, the result of ``model.init(key, x)``; for one nnx
+          module, its values by collection.
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
@@ -153,7 +153,7 @@ class Pipeline(CustomLoop, Handle):
         """Puts variables, or a train state, on the devices of their layers.
 
         Args:
-          tree: variables, one entry per layer, or a `TrainState`; on the host or any
+          tree: variables, as `init` returns them, or a `TrainState`; on the host or any
             devices: from a pipeline of another balance, or from a checkpoint.
           x: an input, or specs of one; needed for a model that was not divided yet.
 
@@ -162,7 +162,8 @@ class Pipeline(CustomLoop, Handle):
           that overwrites the result overwrites them in ``tree`` too.
 
         Raises:
-          ValueError: if there is not one entry per layer, or a step overwrote one.
+          ValueError: if they are not the variables of the model, or a step overwrote
+            one.
         """
         _variables.check_alive(jax.tree.leaves(tree))
         if isinstance(tree, TrainState):
@@ -182,11 +183,11 @@ class Pipeline(CustomLoop, Handle):
         """Applies all layers, forward only.
 
         Args:
-          variables: one entry per layer, in place.
+          variables: the variables, as `init` returns them, in place.
           x: the input, on the host or any device.
           rngs: a key, or keys by stream name such as ``{"dropout": key}``.
-          train: passed to layers that take ``train``, ``deterministic`` or
-            ``use_running_average``. The state that training changes, such as
+          train: passed on to all that take a switch of training and evaluation, such as
+            ``train`` or ``deterministic``. The state that training changes, such as
             ``batch_stats``, stays as it is, with a warning.
 
         Returns:
@@ -277,7 +278,7 @@ class Pipeline(CustomLoop, Handle):
         `TrainStep.check` checks the loss too.
 
         Args:
-          variables: one entry per layer.
+          variables: the variables, as `init` returns them.
           x: an input, of two examples at least, such as two micro-batches.
           rngs: as for `apply`.
           train: True to run layers as in training.
@@ -321,7 +322,7 @@ class Pipeline(CustomLoop, Handle):
     @explain_method("pipe.value_and_grad(loss_fn)", has_options=True)
     def value_and_grad(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossOfOutputs,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -337,8 +338,9 @@ class Pipeline(CustomLoop, Handle):
           has_aux: True if ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
             ``((total, weight), aux)``.
           has_state: True to return the other collections too, such as ``batch_stats``,
-            as they are after the mini-batch, one entry per layer: the next variables
-            are ``[{**old, **new} for old, new in zip(variables, state)]``.
+            as they are after the mini-batch: the next variables of one model are
+            ``{**variables, **state}``, those of a list
+            ``[{**old, **new} for old, new in zip(variables, state)]``.
           aux_axes: the axes on which the micro-batches' aux are joined, as ``out_axes``
             of `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
             aux. ``None``: they are stacked along a new first axis. `jpipe.MEAN`: the
@@ -364,8 +366,9 @@ class Pipeline(CustomLoop, Handle):
         Returns:
           ``f(variables, x, targets, *, rngs=None, train=True) -> (loss, grads)``;
           ``((loss, aux), grads)``, ``((loss, state), grads)`` or ``((loss, aux,
-          state), grads)``. ``grads[i]`` has the structure of
-          ``variables[i]["params"]`` and its device, with ``None`` for a leaf that is
+          state), grads)``. The gradients have the structure of ``variables["params"]``
+          and its devices, of a list ``grads[i]`` those of ``variables[i]["params"]``,
+          with ``None`` for a leaf that is
           frozen: optax then takes parameters with the same gaps. ``f`` has ``check``,
           ``compile`` and ``profile``, of the same arguments, and ``plan``; ``print(f)``
           shows that.
@@ -412,8 +415,8 @@ class Pipeline(CustomLoop, Handle):
           x: an input, or its `jax.ShapeDtypeStruct` leaves.
           tx: the optax optimizer.
           variables: variables to start from instead of those of `init`, such as
-            pretrained ones, on the host or any devices: one entry per layer, ``None``
-            for a layer that is initialized. They are copied.
+            pretrained ones, on the host or any devices: as `init` returns them; of a
+            list with ``None`` for a layer that is initialized. They are copied.
           trainable: as for `value_and_grad`; ``tx`` sees ``None`` for frozen leaves.
           rngs: the keys of training, which ``state.rng`` keeps: one, or by stream name,
             such as ``{"dropout": key}``, as modules lifted with ``split_rngs`` need.
@@ -444,7 +447,7 @@ class Pipeline(CustomLoop, Handle):
     @explain_method("pipe.train_step(loss_fn, tx)", has_options=True)
     def train_step(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossOfOutputs,
         tx: optax.GradientTransformation,
         *,
         has_aux: bool = False,
@@ -473,7 +476,8 @@ class Pipeline(CustomLoop, Handle):
 
         Raises:
           ValueError: if the reduction is unknown or the schedule cannot train.
-          TypeError: if ``tx`` is not an optax transformation.
+          TypeError: if ``loss_fn`` is no function, ``tx`` no optax transformation or
+            ``trainable`` no selection.
         """
         check_optimizer(tx, "pipe.train_step(loss_fn, tx)")
         check_flag("donate", donate)
@@ -491,12 +495,12 @@ class Pipeline(CustomLoop, Handle):
         """Returns the layers as modules of Flax that hold their values.
 
         Args:
-          variables: one entry per layer, such as ``state.variables``.
+          variables: the variables, such as ``state.variables``.
 
         Returns:
-          For each layer a bound linen module or a new nnx module, ready to be called;
-          a function or a `Layer` as it is. A module that is listed twice is one module
-          here too. One model whose variables are on several devices has copies on the
+          For the model, or each layer of a list, a bound linen module or a new nnx
+          module, ready to be called; a function or a `Layer` as it is. A module that is
+          listed twice is one module here too. One model whose variables are on several devices has copies on the
           first; where they do not fit, give ``jax.device_get(variables)``. Others hold
           the arrays themselves, which a training step overwrites: copy them first if
           training goes on.

@@ -15,6 +15,7 @@ from .._check._report import (
     CheckResult,
     check_microbatch_sizes,
     check_tolerance,
+    raise_unreachable,
 )
 from .._instructions import _transfer
 from .._instructions._transfer import AbstractDevice
@@ -64,10 +65,7 @@ def check_pipeline(
     variables = _stacked.gather_tree(variables)
     entries = model.entries(variables)
     if len({device.process_index for device in partition.devices}) > 1:
-        raise ValueError(
-            "what several processes have cannot be checked in one of them; check "
-            "jpipe.sequential of the same layers, in one process"
-        )
+        raise_unreachable("jpipe.sequential of the same layers")
     if rngs is not None:
         _rng.check_rngs(rngs)
     _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))

@@ -63,9 +63,10 @@ def pipeline(
       balance: the number of layers of each stage, such as ``[3, 2, 4]``; default: each
         layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers finds
         the one with equal times.
-      plan: a plan of `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
-        ``schedule`` and ``remat``; and of ``mesh`` if it has several devices per stage,
-        over which ``devices`` are then laid out, stage by stage.
+      plan: a plan of `jpipe.plan`, in place of ``num_microbatches``, ``num_stages``,
+        ``balance``, ``replicas``, ``schedule`` and ``remat``; and of ``mesh`` if it has
+        several devices per stage, over which ``devices`` are then laid out, stage by
+        stage.
       devices: one device per rank, default `jax.devices`; repeat a device to let it
         serve several stages. A rank may have a mesh of its own in place of a device.
       mesh: one mesh of all ranks, in place of ``devices``: the stages are along its

@@ -90,8 +90,8 @@ def value_and_grad(
         or ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``.
         Optimizers take parameters with the same gaps.
       plan: the ``plan`` of such a ``grad_fn``, maybe from JSON, in place of
-        ``num_microbatches``, ``num_stages``, ``schedule`` and ``remat``: the function
-        is divided at the same places.
+        ``num_microbatches``, ``num_stages``, ``replicas``, ``schedule`` and ``remat``:
+        the function is divided at the same places.
 
     Returns:
       ``grad_fn(params, *args, **kwargs) -> (loss, grads)``; ``((loss, aux), grads)``

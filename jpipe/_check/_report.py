@@ -4,7 +4,7 @@ import numbers
 import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from .._arguments._wrong_call import describe_argument
 from ..schedules._formats import format_table
@@ -104,6 +104,14 @@ class CheckReport:
         sizes = " and ".join(map(str, self.microbatch_sizes))
         count = sum(self.microbatch_sizes)
         return f"{count} examples at once, and in micro-batches of {sizes}"
+
+
+def raise_unreachable(subject: str) -> NoReturn:
+    """Raises a ValueError: a check in one process needs all that it compares there."""
+    raise ValueError(
+        f"what several processes have cannot be checked in one of them; check "
+        f"{subject}, in one process"
+    )
 
 
 def check_microbatch_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ _ADVICE: dict[tuple[type[Exception], str], str] = {
     (errors.InvalidRngError, ""): "give a key for each stream in the call of the "
     "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}, as a "
     "lifted module with split_rngs={'dropout': True} needs it; of a train step in "
-    "pipe.init_train_state(key, x, tx, rngs=...)",
+    "pipe.init_train_state(key, x, tx, rngs=...); type train=False where nothing is "
+    "to be drawn, as in evaluation",
 }
 
 

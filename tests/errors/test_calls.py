@@ -556,6 +556,7 @@ def test_stream_without_a_key_is_named():
         jpipe.pipeline([OfDict()], 2).value_and_grad(mse)(({},), {"a": X}, X)
     notes = refusal.value.__notes__
     assert any("rngs={'dropout': jax" in note for note in notes)
+    assert any("type train=False where nothing is to be drawn" in n for n in notes)
     # No matter of the dict that the layer is given.
     assert not any("jpipe.layer(" in note for note in notes)
 
