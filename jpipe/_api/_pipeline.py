@@ -500,10 +500,10 @@ class Pipeline(CustomLoop, Handle):
         Returns:
           For the model, or each layer of a list, a bound linen module or a new nnx
           module, ready to be called; a function or a `Layer` as it is. A module that is
-          listed twice is one module here too. One model whose variables are on several devices has copies on the
-          first; where they do not fit, give ``jax.device_get(variables)``. Others hold
-          the arrays themselves, which a training step overwrites: copy them first if
-          training goes on.
+          listed twice is one module here too. One model whose variables are on several
+          devices has copies on the first; where they do not fit, give
+          ``jax.device_get(variables)``. Others hold the arrays themselves, which a
+          training step overwrites: copy them first if training goes on.
 
         Raises:
           ValueError: if the variables are not those of the layers, or a layer was
