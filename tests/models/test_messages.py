@@ -109,7 +109,7 @@ def test_a_state_in_the_place_of_variables_is_answered_with_its_variables(call):
 def test_a_module_of_nnx_in_the_place_of_variables_is_answered_with_its_values():
     module = Affine()
     pipe = jpipe.pipeline(module, 2, num_stages=1)
-    with pytest.raises(ValueError, match="variables is a Affine") as refusal:
+    with pytest.raises(ValueError, match="variables is an Affine") as refusal:
         pipe.apply(module, X)
     line = told(r"its values: variables = (.*)", str(refusal.value))
     variables = eval(line, {"pipe": pipe, "x": X})
