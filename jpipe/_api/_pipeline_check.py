@@ -22,7 +22,7 @@ from .._instructions._transfer import AbstractDevice
 from .._layers import _rng
 from .._layers._layer_group import group_layers
 from .._layers._sequence import Sequential
-from .._lower._join import MEAN, SUM
+from .._lower._join import REDUCTIONS, Reduction
 from .._model._model import Model
 from .._partition._options import Options
 from .._partition._partition import Partition
@@ -174,13 +174,11 @@ def _reductions(
       microbatch_size: the number of examples of a micro-batch of the pipeline.
       outputs: specs of the outputs.
     """
-    axes = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
+    axes = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", REDUCTIONS)
     reductions: list[Sequence[str]] = []
     for leaf, axis in zip(jax.tree.leaves(outputs), axes, strict=True):
-        if axis is MEAN:
-            reductions.append(("mean",))
-        elif axis is SUM:
-            reductions.append(("sum", "each"))
+        if isinstance(axis, Reduction):
+            reductions.append(axis.checked_as)
         elif axis is None or _has_rows(leaf, axis, microbatch_size):
             reductions.append(("each",))
         else:  # which apply does not join, but a loss may be a mean or a sum of it

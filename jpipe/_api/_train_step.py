@@ -13,13 +13,14 @@ import optax
 
 from .._arguments import _signature, _variables
 from .._arguments._cache import RecentCache
+from .._arguments._signature import SignatureIndices
 from .._check._report import CheckReport
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
 from .._jaxprs import _nan_location
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
-from .._train._lowered_step import LoweredStep, SignatureIndices, make_optimizer
+from .._train._lowered_step import LoweredStep, make_optimizer
 from .._train._optimizer import Optimizer
 from .._train._pipelined_loss import PipelinedLoss
 from .._train._train_state import (

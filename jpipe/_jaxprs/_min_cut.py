@@ -45,6 +45,11 @@ _CHAIN = 12
 def is_cheap(eqn: core.JaxprEqn, *, sorts_are_cheap: bool = False) -> bool:
     """True if computing an equation again takes less time than reading its results.
 
+    Four things depend on it: what a backward computes again (here), what is copied into
+    each stage that reads it (`_trace/_traced_function`), whether a scan of weight
+    gradients is worth a second half (`_stage/_split_backward`), and whether an estimate
+    counts bytes or operations (`planning/_estimate`).
+
     Args:
       eqn: the equation.
       sorts_are_cheap: True if sorts and cumulative sums count as cheap.

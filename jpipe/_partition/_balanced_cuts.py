@@ -32,7 +32,7 @@ _SECTIONS_OF_STAGE = 8
 # Gaps are neighbours up to this part of a stage apart: by so much a cut may move, and
 # stages be uneven, so that fewer bytes cross.
 _NEIGHBOURHOOD = 1 / 4
-# So much more than an even share of the work is worth a warning.
+# So much more than an even share of the work is worth a warning. No cut depends on it.
 _UNEVEN = 1.25
 # An equation of fewer operations takes less than the start of the program that it is
 # in: there is nothing to balance. On one core `jax.jit(lambda x: x + 1)(jnp.ones(8))`

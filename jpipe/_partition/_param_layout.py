@@ -8,11 +8,11 @@ from jax.sharding import NamedSharding
 
 from .._arguments import _stacked, _variables
 from .._instructions import _transfer
-from .._instructions._agreement import stage_facts
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
 from .._jaxprs._host_memory import is_on_host
 from .._jaxprs._pieces import Pieces
+from .._layers._text import shape_text
 from .._messages import raise_all
 from ._stage_placement import StagePlacement
 
@@ -141,7 +141,12 @@ class ParamLayout:
         specs: list[list[Any]] = [[] for _ in self._placement.stages]
         for spec, stage in zip(self.specs, self.owner_stages, strict=True):
             specs[stage].append(spec)
-        return stage_facts(self._placement.stages, specs)
+        return {
+            f"stage {i}": f"{layers}, {shape_text(stage_specs)}"
+            for i, (layers, stage_specs) in enumerate(
+                zip(self._placement.stages, specs, strict=True)
+            )
+        }
 
     def check(self, leaves: Sequence[Any], tree_name: str = "params") -> None:
         """Checks that no leaf was overwritten, and that each is where it is read.

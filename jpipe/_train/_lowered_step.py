@@ -5,7 +5,6 @@
 It is the schedule, the update of each parameter where it is, and the keys of the step.
 """
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import jax
 import optax
 
-from .._arguments import _microbatch, _signature, _stacked, _variables
-from .._arguments._cache import RecentCache
+from .._arguments import _microbatch, _stacked, _variables
+from .._arguments._signature import SignatureIndices
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Place, Value
 from .._instructions._program import Program
@@ -27,23 +26,6 @@ from ._optimizer import Optimizer
 from ._train_state import StateOrigin, TrainState, set_origin
 
 PyTree = Any
-
-
-class SignatureIndices:
-    """``(structure, leaves) -> index`` of the signature of a state."""
-
-    def __init__(self) -> None:
-        # (structure, keys of the avals, memories) of a state -> index
-        self._indices = RecentCache[Any, int]()
-        self._next_index = itertools.count()
-
-    def __call__(self, structure: Any, leaves: Sequence[Any]) -> int:
-        """Returns the index of a state's structure, avals and memories."""
-        avals = _signature.aval_keys(leaves)
-        signature = structure, avals, _signature.memory_key(leaves)
-        if signature not in self._indices:
-            self._indices[signature] = next(self._next_index)
-        return self._indices[signature]
 
 
 class LoweredStep:

@@ -8,7 +8,6 @@ import optax
 
 from .._arguments import _signature, _stacked, _variables
 from .._instructions import _transfer
-from .._instructions._agreement import layer_facts
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
@@ -131,7 +130,12 @@ class Optimizer:
         """
         graph = self._placement.graph()
         if self._placement.layers:
-            graph.facts |= layer_facts(self._placement.layers, self._trained_params)
+            for i, (layer, params_of_layer) in enumerate(
+                zip(self._placement.layers, self._trained_params, strict=True)
+            ):
+                graph.facts[f"layer {i}"] = (
+                    f"{layer.name} {shape_text(params_of_layer)}"
+                )
         else:
             graph.facts["parameters"] = shape_text(self._trained_params)
         inputs = [leaf.add_to(graph) for leaf in self._param_leaves]

@@ -131,7 +131,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_command/_schedules": [
         ("            input_grad + weight_grad,\n", "            input_grad,\n"),
     ],
-    "_instructions/_donation": [
+    "_instructions/_executables": [
         ("last[value] == index", "True"),
     ],
     "_instructions/_graph": [
@@ -164,7 +164,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("np.array_equal(value, np.arange(length))", "value[0] == 0"),
         ("and shape[axis] == length", "and shape[axis] >= length"),
         ("along=indices[first_xs:]", "along=indices[:0]"),
-        ("        if all(is_counter[", "        if any(is_counter["),
+        ("if counters.issuperset(starts)", "if not counters.isdisjoint(starts)"),
         (
             "            and not _jaxpr.variables([body",
             "            and _jaxpr.variables([body",
@@ -288,7 +288,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("share = sizes[m] /", "share = sizes[0] /"),
     ],
     "_lower/_prologue": [
-        ("total = total + loss_weight", "total = loss_weight"),
+        ("total = total + weigh", "total = weigh"),
     ],
     "_lower/_shards": [
         ("[array[shard] for", "[array[0] for"),
