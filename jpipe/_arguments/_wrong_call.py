@@ -179,7 +179,8 @@ def _misuse(
             advice_texts.append(surplus)
         elif "x" in parameters:
             advice_texts.append(_INPUTS.format("mask"))
-    elif "'targets'" in fault and inputs and _is_pair(inputs[-1]):
+    lacks_targets = fault.startswith("missing") and "'targets'" in fault
+    if lacks_targets and inputs and _is_pair(inputs[-1]):
         unpacked = usage.replace("x, targets", "*batch")
         advice_texts.append(f"of a batch (x, targets) type {unpacked}")
     advice = "".join(f"; {text}" for text in dict.fromkeys(advice_texts))
