@@ -314,6 +314,9 @@ MISUSES = {
         f"mask=float32[4,3]): got an ... 'mask'; {INPUTS}mask=mask)": (
             lambda pipe, variables: jpipe.pipeline(Masked(), 2).apply({}, X, mask=X)
         ),
+        "'scale'; it takes variables, x, rngs, train": (
+            lambda pipe, variables: jpipe.pipeline(Masked(), 2).apply({}, X, scale=X)
+        ),
         "'mask'; it takes variables, x, rngs, train": (
             lambda pipe, variables: pipe.apply(variables, X, mask=X)
         ),
