@@ -10,7 +10,12 @@ import jax
 from .._arguments import _call, _stacked
 from .._arguments._static import StaticArgument, without_statics
 from .._arguments._trainable import Trainable
-from .._arguments._wrong_call import explain_function_call
+from .._arguments._wrong_call import (
+    describe_argument,
+    explain_function_call,
+    note_arguments,
+    signature_of,
+)
 from .._check._report import CheckReport
 from .._instructions._program import Program
 from .._jaxprs._jaxpr import is_inexact
@@ -29,15 +34,16 @@ from ..schedules import Timeline
 from . import _loss_function_check
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
-from ._former_names import FormerNames
+from ._handle import Handle, explain_method
 from ._step_profile import profile_actions
 
 PyTree = Any
+_UNKNOWN = "the stages of a function are known once it was placed or called"
 # An argument of so many different numbers may be meant as a constant of the function.
 _MOST_NUMBERS = 3
 
 
-class FunctionGradient(CustomLoop, FormerNames):
+class FunctionGradient(CustomLoop, Handle):
     """``grad_fn(params, *args) -> (loss, grads)``: see `jpipe.value_and_grad`.
 
     Args:
@@ -72,6 +78,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         self._in_axes = in_axes
         self._has_one_argnum = not isinstance(argnums, Sequence)
         self._argnums = _positions(argnums)
+        self._argument_names = _positional_names(function)
 
         def make_joins(results: MicrobatchOutputs) -> list[_join.Join]:
             return _join.join_aux(aux_axes, results)
@@ -79,16 +86,23 @@ class FunctionGradient(CustomLoop, FormerNames):
         @functools.wraps(function)
         def call(params: PyTree, *trees: PyTree) -> Any:
             args, kwargs = self._join_args(params, trees)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                names = _call.argument_names(len(args), (), self._argument_names)
+                arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+                note_arguments(error, "fun", function, arguments)
+                raise
 
         self._user_function = PlainFunction(
             call,
             make_joins,
             argnums=self._argnums,
+            argument_names=self._argument_names,
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
-            check_signature=_VaryingNumbersWarning(self._argnums),
+            check_signature=_VaryingNumbersWarning(self._argnums, self._argument_names),
             explain=self._explain,
         )
         self._pipelined_function = PipelinedFunction(
@@ -99,6 +113,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         )
 
     @outside_of_meshes
+    @explain_method("grad_fn(params, *args, **kwargs), parameters by position")
     def __call__(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Any:
         """Computes the loss and its gradients; returns as soon as both are dispatched.
 
@@ -131,6 +146,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         return value, specialization.layout.join_params(grads)
 
     @outside_of_meshes
+    @explain_method("grad_fn.place(params, *args, **kwargs), parameters by position")
     def place(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Puts each parameter onto the device of the first stage that reads it.
 
@@ -146,6 +162,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         return self._pipelined_function.place(params, *trees)
 
     @outside_of_meshes
+    @explain_method("grad_fn.compile(params, *args, **kwargs), parameters by position")
     def compile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Report:
         """Compiles all programs of a call ahead.
 
@@ -160,6 +177,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         return compile_report(lambda: self._program(params, *args, **kwargs))
 
     @outside_of_meshes
+    @explain_method("grad_fn.check(params, *args, **kwargs), parameters by position")
     def check(
         self,
         params: PyTree,
@@ -204,6 +222,7 @@ class FunctionGradient(CustomLoop, FormerNames):
         )
 
     @outside_of_meshes
+    @explain_method("grad_fn.profile(params, *args, **kwargs), parameters by position")
     def profile(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> Timeline:
         """Runs a call with each action timed.
 
@@ -252,13 +271,18 @@ class FunctionGradient(CustomLoop, FormerNames):
           TypeError: if a static value is not hashable.
         """
         if len(args) <= max(self._argnums):
+            signature = signature_of(self._function) or "(params, *args)"
             raise ValueError(
                 f"argnums={max(self._argnums)} is argument {max(self._argnums)} of the "
-                f"function, by position, and {len(args)} are given so"
+                f"function, by position, and {len(args)} are given so; type "
+                f"grad_fn{signature}, parameters by position"
             )
         param_args = [args[i] for i in self._argnums]
         batch_args = [arg for i, arg in enumerate(args) if i not in self._argnums]
-        trees = _call.as_arrays(self._in_axes, batch_args, kwargs, self._argnums)
+        names = _call.argument_names(
+            len(batch_args), self._argnums, self._argument_names
+        )
+        trees = _call.as_arrays(self._in_axes, batch_args, kwargs, names)
         return param_args[0] if self._has_one_argnum else tuple(param_args), trees
 
     def _join_args(
@@ -289,22 +313,20 @@ class FunctionGradient(CustomLoop, FormerNames):
         """
         specialization = self._pipelined_function.last_specialization
         if specialization is None:
-            raise ValueError(
-                "the stages of a function are known once it was placed or called"
-            )
+            raise ValueError(_UNKNOWN)
         return describe(describe_function(specialization))
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
         return (
-            f"<jpipe.value_and_grad: {name}, {self._partition.num_microbatches} "
+            f"<jpipe.FunctionGradient: {name}, {self._partition.num_microbatches} "
             f"micro-batches, reduction {self._reduction!r}>"
         )
 
     @outside_of_meshes
     def __str__(self) -> str:
         if self._pipelined_function.last_specialization is None:
-            description = f"{self!r}\nthe stages are known once it is called or placed"
+            description = f"{self!r}\n{_UNKNOWN}"
         else:
             specialization = self._pipelined_function.last_specialization
             description = f"{self.plan}{describe_tail(specialization)}"
@@ -330,10 +352,12 @@ class _VaryingNumbersWarning:
 
     Args:
       argnums: the positions of the parameters among the arguments.
+      argument_names: the names of the arguments by position, as far as they are known.
     """
 
-    def __init__(self, argnums: Sequence[int]) -> None:
+    def __init__(self, argnums: Sequence[int], argument_names: Sequence[str]) -> None:
         self._argnums = argnums
+        self._argument_names = argument_names
         # name of an argument -> the different numbers that were passed
         self._numbers: dict[str, set[complex]] = {}
         self._warn_once = WarnOnce()
@@ -341,7 +365,9 @@ class _VaryingNumbersWarning:
     def __call__(self, params: PyTree, args: Sequence[PyTree]) -> None:
         """Warns of an argument for whose different numbers programs were built."""
         *by_position, keywords = args
-        names = _call.argument_names(len(by_position), self._argnums)
+        names = _call.argument_names(
+            len(by_position), self._argnums, self._argument_names
+        )
         arguments = {**dict(zip(names, by_position, strict=False)), **keywords}
         for name, value in arguments.items():
             if not isinstance(value, StaticArgument):
@@ -360,6 +386,19 @@ class _VaryingNumbersWarning:
                 )
 
 
+def _positional_names(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments of a function that may be given by position."""
+    signature = signature_of(function)
+    if signature is None:
+        return []
+    return [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+
 def _positions(argnums: Any) -> tuple[int, ...]:
     """The positions of the parameters among the arguments of a function.
 
@@ -368,7 +407,13 @@ def _positions(argnums: Any) -> tuple[int, ...]:
       ValueError: if there is none, or one is negative or named twice.
     """
     argnums_list = argnums if isinstance(argnums, Sequence) else [argnums]
-    positions = tuple(operator.index(argnum) for argnum in argnums_list)
+    try:
+        positions = tuple(operator.index(argnum) for argnum in argnums_list)
+    except TypeError:
+        raise TypeError(
+            f"argnums is {describe_argument(argnums)}; needs the position of an "
+            f"argument, such as argnums=0, or several, such as argnums=(0, 1)"
+        ) from None
     if not positions or min(positions) < 0 or len({*positions}) < len(positions):
         raise ValueError(
             f"argnums={argnums!r}: needs the position of an argument, from 0 on, or "

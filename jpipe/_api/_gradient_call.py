@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from .._arguments import _variables
-from .._arguments._wrong_call import explain_call
 from .._check._report import CheckReport
 from .._instructions._program import Program
 from .._layers._rng import Rngs
@@ -17,6 +16,7 @@ from .._placed._mesh_context import outside_of_meshes
 from .._train._pipelined_loss import PipelinedLoss
 from ..schedules import Timeline
 from ._compile_report import Report, compile_report
+from ._handle import explain_method
 from ._loss_methods import LossMethods
 from ._pipelined_model import PipelinedModel
 from ._step_profile import profile_actions
@@ -51,7 +51,7 @@ class ValueAndGrad(LossMethods):
         self._has_warned = False
 
     @outside_of_meshes
-    @explain_call("f(variables, x, targets) of f = pipe.value_and_grad(loss_fn)")
+    @explain_method("f(variables, x, targets) of f = pipe.value_and_grad(loss_fn)")
     def __call__(
         self,
         variables: PyTree,
@@ -64,7 +64,7 @@ class ValueAndGrad(LossMethods):
         """Computes the loss and its gradients; returns as soon as both are dispatched.
 
         Args:
-          variables: one entry per layer, or the model's own tree, in place.
+          variables: the variables, as `Pipeline.init` returns them, in place.
           x: the input of the mini-batch, on the host or any device; of several
             processes those that do not run the first stage may give ``None``.
           targets: its targets, likewise, for the last stage.
@@ -114,7 +114,7 @@ class ValueAndGrad(LossMethods):
         return value, _variables.params(result_tree)
 
     @outside_of_meshes
-    @explain_call("f.compile(variables, x, targets)")
+    @explain_method("f.compile(variables, x, targets)")
     def compile(
         self,
         variables: PyTree,
@@ -152,7 +152,7 @@ class ValueAndGrad(LossMethods):
         )
 
     @outside_of_meshes
-    @explain_call("f.check(variables, x, targets)")
+    @explain_method("f.check(variables, x, targets)")
     def check(
         self,
         variables: PyTree,
@@ -208,7 +208,7 @@ class ValueAndGrad(LossMethods):
         )
 
     @outside_of_meshes
-    @explain_call("f.profile(variables, x, targets)")
+    @explain_method("f.profile(variables, x, targets)")
     def profile(
         self,
         variables: PyTree,

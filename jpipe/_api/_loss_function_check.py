@@ -6,6 +6,7 @@
 Both are programs as a pipeline runs them, on its first device.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,13 @@ import jax
 from .._arguments._batch import Batch
 from .._check import _comparison
 from .._check._loss_check import ADVICE
-from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
+from .._check._report import (
+    CheckReport,
+    CheckResult,
+    check_microbatch_sizes,
+    check_tolerance,
+    raise_unreachable,
+)
 from .._check._split_function import to_host
 from .._instructions._transfer import first_device, put_tree
 from .._jaxprs import _dataflow
@@ -70,6 +77,7 @@ def check_loss_function(
       microbatch_sizes: the number of examples of each micro-batch.
       tolerance: the largest difference that passes.
     """
+    check_tolerance(tolerance)
     args = jax.tree.map(_with_median_keys, tuple(args))
     batch = _splittable_batch(user_function, partition, args)
     num_examples = batch.num_examples
@@ -89,10 +97,7 @@ def check_loss_function(
             split_batch = replace(batch, sizes=microbatch_sizes)
             specializations.append(function.build(params, split_batch))
         if not specializations[0].placement.is_one_process:
-            raise ValueError(
-                "what several processes have cannot be checked in one of them; check "
-                "the function in one process"
-            )
+            raise_unreachable("the function")
         at_once, in_microbatches = [
             _run(specialization, params, args) for specialization in specializations
         ]
@@ -134,6 +139,7 @@ def _without_aux(user_function: UserFunction) -> UserFunction:
     if not user_function.has_aux:
         return user_function
 
+    @functools.wraps(user_function.call)
     def loss(params: PyTree, *args: PyTree) -> Any:
         value, _ = check_pair(user_function.call(params, *args), "(loss, aux)")
         return value

@@ -1,6 +1,6 @@
 """The methods that `train_step` and `value_and_grad` of a pipeline have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .._check._report import CheckReport
@@ -9,13 +9,13 @@ from .._placed._mesh_context import outside_of_meshes
 from .._train._pipelined_loss import PipelinedLoss
 from ..planning._describe import describe_tail
 from ..planning._plan import Plan
-from ._former_names import FormerNames
+from ._handle import Handle
 from ._pipelined_model import UNKNOWN, PipelinedModel
 
 PyTree = Any
 
 
-class LossMethods(FormerNames):
+class LossMethods(Handle):
     """The plan, the description and the check of a function of a loss.
 
     Args:
@@ -40,6 +40,10 @@ class LossMethods(FormerNames):
           ValueError: if the pipeline is of a model that was not divided yet.
         """
         return self._pipelined_model.plan(self._pipelined_loss.last_specialization)
+
+    @property
+    def _input_names(self) -> Collection[str]:
+        return self._pipelined_model.input_names
 
     def __repr__(self) -> str:
         objective = self._pipelined_loss.objective

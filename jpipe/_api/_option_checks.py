@@ -28,6 +28,7 @@ from .._processes._start import check_threads
 from ..planning._plan import Plan
 from ..schedules import Schedule
 from ..schedules._choose import find_schedule
+from ..schedules._formats import format_type
 from ._ranks import check_sharding, find_ranks, planned_mesh
 
 # The options that a plan decides; it has no say in where the ranks are.
@@ -76,7 +77,7 @@ def check_options(
         typed_names = [
             name
             for name in _DECIDED_BY_PLAN
-            if name in parameters and getattr(options, name) != parameters[name].default
+            if name in parameters and arguments[name] is not parameters[name].default
         ]
         _check_plan(plan, layers, typed_names)
         options = _with_plan(options, plan)
@@ -208,7 +209,7 @@ def _check_replicas(replicas: Any, num_stages: int | None) -> None:
         return
     if not hasattr(replicas, "__len__"):
         raise TypeError(
-            f"replicas={replicas!r} is a {type(replicas).__name__}; needs a number "
+            f"replicas={replicas!r} is {format_type(replicas)}; needs a number "
             f"for each stage, such as replicas={[2] * (num_stages or 2)}"
         )
     if num_stages not in (None, len(replicas)):
@@ -230,7 +231,7 @@ def _check_plan(
     """
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan={reprlib.repr(plan)} is a {type(plan).__name__}; needs what "
+            f"plan={reprlib.repr(plan)} is {format_type(plan)}; needs what "
             f"jpipe.plan returned, or jpipe.Plan.from_json(text)"
         )
     faults = [

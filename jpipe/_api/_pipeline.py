@@ -1,7 +1,7 @@
 """A pipeline: the handle that users hold, and its methods."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import chex
@@ -13,7 +13,7 @@ from .._arguments import _variables
 from .._arguments._mutable import Mutable, read_mutable
 from .._arguments._objective import Objective
 from .._arguments._trainable import Trainable
-from .._arguments._wrong_call import describe_argument, explain_call
+from .._arguments._wrong_call import check_flag, describe_argument
 from .._check._report import CheckReport
 from .._instructions import _transfer
 from .._instructions._program import Program
@@ -28,21 +28,22 @@ from ..schedules import Schedule
 from . import _train_states
 from ._compile_report import Report, compile_report
 from ._custom_loop import CustomLoop
-from ._former_names import (
+from ._gradient_call import ValueAndGrad
+from ._handle import (
     CHECK_ADVICE,
     CHECK_ADVICE_ON,
     COMPILE_ADVICE,
-    FormerNames,
+    Handle,
+    explain_method,
 )
-from ._gradient_call import ValueAndGrad
 from ._pipelined_model import UNKNOWN, PipelinedModel
 from ._train_step import TrainStep
 
 PyTree = Any
-LossFunction = Callable[[PyTree, PyTree], Any]
+LossOfOutputs = Callable[[PyTree, PyTree], Any]
 
 
-class Pipeline(CustomLoop, FormerNames):
+class Pipeline(CustomLoop, Handle):
     """A model spread over devices; made by `pipeline`. It holds no arrays.
 
     The variables, gradients and states of a list of layers have one entry per layer;
@@ -112,10 +113,14 @@ class Pipeline(CustomLoop, FormerNames):
             return f"{self!r}\n{UNKNOWN}"
         return str(self.plan)
 
+    @property
+    def _input_names(self) -> Collection[str]:
+        return self._pipelined_model.input_names
+
     # ------------------------------------------------------- variables and programs
 
     @outside_of_meshes
-    @explain_call("pipe.init(key, x)")
+    @explain_method("pipe.init(key, x)")
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
         """Makes the variables of all layers, each on its layer's device.
 
@@ -132,9 +137,9 @@ class Pipeline(CustomLoop, FormerNames):
             initialized for all of it: a cache has a row for each example.
 
         Returns:
-          One entry per layer: its Flax variables, ``{}`` where it has none. For one
-          linen module, the result of ``model.init(key, x)``; for one nnx module, its
-          values by collection.
+          Of a list one entry per layer: its Flax variables, ``{}`` where it has none.
+          For one linen module, the result of ``model.init(key, x)``; for one nnx
+          module, its values by collection.
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
@@ -144,11 +149,12 @@ class Pipeline(CustomLoop, FormerNames):
         return self._pipelined_model.init(key, x)
 
     @outside_of_meshes
+    @explain_method("pipe.place(variables, x)")
     def place(self, tree: Any, x: PyTree = None) -> Any:
         """Puts variables, or a train state, on the devices of their layers.
 
         Args:
-          tree: variables, one entry per layer, or a `TrainState`; on the host or any
+          tree: variables, as `init` returns them, or a `TrainState`; on the host or any
             devices: from a pipeline of another balance, or from a checkpoint.
           x: an input, or specs of one; needed for a model that was not divided yet.
 
@@ -157,7 +163,8 @@ class Pipeline(CustomLoop, FormerNames):
           that overwrites the result overwrites them in ``tree`` too.
 
         Raises:
-          ValueError: if there is not one entry per layer, or a step overwrote one.
+          ValueError: if they are not the variables of the model, or a step overwrote
+            one.
         """
         _variables.check_alive(jax.tree.leaves(tree))
         if isinstance(tree, TrainState):
@@ -165,7 +172,7 @@ class Pipeline(CustomLoop, FormerNames):
         return self._pipelined_model.place(tree, x)
 
     @outside_of_meshes
-    @explain_call("pipe.apply(variables, x)")
+    @explain_method("pipe.apply(variables, x)")
     def apply(
         self,
         variables: PyTree,
@@ -179,11 +186,11 @@ class Pipeline(CustomLoop, FormerNames):
         """Applies all layers, forward only.
 
         Args:
-          variables: one entry per layer, in place.
+          variables: the variables, as `init` returns them, in place.
           x: the input, on the host or any device.
           rngs: a key, or keys by stream name such as ``{"dropout": key}``.
-          train: passed to layers that take ``train``, ``deterministic`` or
-            ``use_running_average``. The state that training changes, such as
+          train: passed on to all that take a switch of training and evaluation, such as
+            ``train`` or ``deterministic``. The state that training changes, such as
             ``batch_stats``, stays as it is, with a warning.
           mutable: the collections that layers may change in evaluation, such as
             ``["cache"]``, as in Flax. Each micro-batch reads and writes its own rows of
@@ -224,7 +231,7 @@ class Pipeline(CustomLoop, FormerNames):
         return y, pipelined.model.collections(new_variables, state_names.names)
 
     @outside_of_meshes
-    @explain_call("pipe.compile(variables, x)", surplus=COMPILE_ADVICE)
+    @explain_method("pipe.compile(variables, x)", surplus=COMPILE_ADVICE)
     def compile(
         self,
         variables: PyTree,
@@ -261,7 +268,7 @@ class Pipeline(CustomLoop, FormerNames):
           >>> sum(program.calls for program in report.programs)
           4
         """
-        if isinstance(variables, FormerNames) or inspect.isroutine(variables):
+        if isinstance(variables, Handle) or inspect.isroutine(variables):
             raise TypeError(
                 f"variables is {describe_argument(variables)}, a function; "
                 f"{COMPILE_ADVICE}"
@@ -278,7 +285,7 @@ class Pipeline(CustomLoop, FormerNames):
         return compile_report(lower)
 
     @outside_of_meshes
-    @explain_call("pipe.check(variables, x)", CHECK_ADVICE_ON, surplus=CHECK_ADVICE)
+    @explain_method("pipe.check(variables, x)", CHECK_ADVICE_ON, surplus=CHECK_ADVICE)
     def check(
         self,
         variables: PyTree,
@@ -304,7 +311,7 @@ class Pipeline(CustomLoop, FormerNames):
         `TrainStep.check` checks the loss too.
 
         Args:
-          variables: one entry per layer.
+          variables: the variables, as `init` returns them.
           x: an input, of two examples at least, such as two micro-batches.
           rngs: as for `apply`.
           train: True to run layers as in training.
@@ -345,9 +352,10 @@ class Pipeline(CustomLoop, FormerNames):
             tolerance=tolerance,
         )
 
+    @explain_method("pipe.value_and_grad(loss_fn)", has_options=True)
     def value_and_grad(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossOfOutputs,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -363,8 +371,9 @@ class Pipeline(CustomLoop, FormerNames):
           has_aux: True if ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
             ``((total, weight), aux)``.
           has_state: True to return the other collections too, such as ``batch_stats``,
-            as they are after the mini-batch, one entry per layer: the next variables
-            are ``[{**old, **new} for old, new in zip(variables, state)]``.
+            as they are after the mini-batch: the next variables of one model are
+            ``{**variables, **state}``, those of a list
+            ``[{**old, **new} for old, new in zip(variables, state)]``.
           aux_axes: the axes on which the micro-batches' aux are joined, as ``out_axes``
             of `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
             aux. ``None``: they are stacked along a new first axis. `jpipe.MEAN`: the
@@ -393,8 +402,9 @@ class Pipeline(CustomLoop, FormerNames):
         Returns:
           ``f(variables, x, targets, *, rngs=None, train=True) -> (loss, grads)``;
           ``((loss, aux), grads)``, ``((loss, state), grads)`` or ``((loss, aux,
-          state), grads)``. ``grads[i]`` has the structure of
-          ``variables[i]["params"]`` and its device, with ``None`` for a leaf that is
+          state), grads)``. The gradients have the structure of ``variables["params"]``
+          and its devices, of a list ``grads[i]`` those of ``variables[i]["params"]``,
+          with ``None`` for a leaf that is
           frozen: optax then takes parameters with the same gaps. ``f`` has ``check``,
           ``compile`` and ``profile``, of the same arguments, and ``plan``; ``print(f)``
           shows that.
@@ -414,6 +424,7 @@ class Pipeline(CustomLoop, FormerNames):
           >>> float(loss), grads
           (1.0, ({},))
         """
+        check_flag("has_state", has_state)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return ValueAndGrad(
             self._pipelined_model,
@@ -422,7 +433,7 @@ class Pipeline(CustomLoop, FormerNames):
         )
 
     @outside_of_meshes
-    @explain_call("pipe.init_train_state(key, x, tx)")
+    @explain_method("pipe.init_train_state(key, x, tx)", has_options=True)
     def init_train_state(
         self,
         key: chex.PRNGKey,
@@ -440,8 +451,8 @@ class Pipeline(CustomLoop, FormerNames):
           x: an input, or its `jax.ShapeDtypeStruct` leaves.
           tx: the optax optimizer.
           variables: variables to start from instead of those of `init`, such as
-            pretrained ones, on the host or any devices: one entry per layer, ``None``
-            for a layer that is initialized. They are copied.
+            pretrained ones, on the host or any devices: as `init` returns them; of a
+            list with ``None`` for a layer that is initialized. They are copied.
           trainable: as for `value_and_grad`; ``tx`` sees ``None`` for frozen leaves.
           rngs: the keys of training, which ``state.rng`` keeps: one, or by stream name,
             such as ``{"dropout": key}``, as modules lifted with ``split_rngs`` need.
@@ -453,7 +464,7 @@ class Pipeline(CustomLoop, FormerNames):
           TypeError: if ``tx`` is not an optax transformation, or ``rngs`` no keys.
           ValueError: if the variables are not those of the model.
         """
-        check_optimizer(tx)
+        check_optimizer(tx, "pipe.init_train_state(key, x, tx)")
         selection = Trainable(trainable, by_layer=self._pipelined_model.model.is_list)
         if variables is None:
             variables = self.init(key, x)
@@ -469,9 +480,10 @@ class Pipeline(CustomLoop, FormerNames):
             trainable=selection,
         )
 
+    @explain_method("pipe.train_step(loss_fn, tx)", has_options=True)
     def train_step(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossOfOutputs,
         tx: optax.GradientTransformation,
         *,
         has_aux: bool = False,
@@ -504,9 +516,11 @@ class Pipeline(CustomLoop, FormerNames):
 
         Raises:
           ValueError: if the reduction is unknown or the schedule cannot train.
-          TypeError: if ``tx`` is not an optax transformation.
+          TypeError: if ``loss_fn`` is no function, ``tx`` no optax transformation or
+            ``trainable`` no selection.
         """
-        check_optimizer(tx)
+        check_optimizer(tx, "pipe.train_step(loss_fn, tx)")
+        check_flag("donate", donate)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
             self._pipelined_model,
@@ -517,19 +531,20 @@ class Pipeline(CustomLoop, FormerNames):
         )
 
     @outside_of_meshes
+    @explain_method("pipe.modules(variables)")
     def modules(self, variables: PyTree) -> Any:
         """Returns the layers as modules of Flax that hold their values.
 
         Args:
-          variables: one entry per layer, such as ``state.variables``.
+          variables: the variables, such as ``state.variables``.
 
         Returns:
-          For each layer a bound linen module or a new nnx module, ready to be called;
-          a function or a `Layer` as it is. A module that is listed twice is one module
-          here too. One model whose variables are on several devices has copies on the
-          first; where they do not fit, give ``jax.device_get(variables)``. Others hold
-          the arrays themselves, which a training step overwrites: copy them first if
-          training goes on.
+          For the model, or each layer of a list, a bound linen module or a new nnx
+          module, ready to be called; a function or a `Layer` as it is. A module that is
+          listed twice is one module here too. One model whose variables are on several
+          devices has copies on the first; where they do not fit, give
+          ``jax.device_get(variables)``. Others hold the arrays themselves, which a
+          training step overwrites: copy them first if training goes on.
 
         Raises:
           ValueError: if the variables are not those of the layers, or a layer was

@@ -10,7 +10,13 @@ import jax
 from .._arguments import _call, _microbatch, _stacked, _variables
 from .._arguments._trainable import Trainable
 from .._check._layer_checker import LayerChecker, LayerToCheck
-from .._check._report import CheckReport, CheckResult, check_microbatch_sizes
+from .._check._report import (
+    CheckReport,
+    CheckResult,
+    check_microbatch_sizes,
+    check_tolerance,
+    raise_unreachable,
+)
 from .._instructions import _transfer
 from .._instructions._transfer import AbstractDevice
 from .._layers import _rng
@@ -55,13 +61,11 @@ def check_pipeline(
     x, targets = batch
     model = pipelined.model
     partition = pipelined.partition
+    check_tolerance(tolerance)
     variables = _stacked.gather_tree(variables)
     entries = model.entries(variables)
     if len({device.process_index for device in partition.devices}) > 1:
-        raise ValueError(
-            "what several processes have cannot be checked in one of them; check "
-            "jpipe.sequential of the same layers, in one process"
-        )
+        raise_unreachable("jpipe.sequential of the same layers")
     if rngs is not None:
         _rng.check_rngs(rngs)
     _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
@@ -71,8 +75,7 @@ def check_pipeline(
     in_axes = (axes.in_axes, axes.target_axes)
     arguments = _call.describe_arguments((x, targets), in_axes, names)
     x_axes, target_axes = [argument.axes for argument in arguments]
-    # A check needs two micro-batches.
-    num_examples = _microbatch.count_examples(arguments, num_microbatches=2)
+    num_examples = _microbatch.count_examples(arguments, num_microbatches=1)
     num_microbatch_shards = partition.num_microbatches * partition.num_shards
     microbatch_size = -(-num_examples // num_microbatch_shards)
     if microbatch_sizes is None:

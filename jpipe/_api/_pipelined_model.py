@@ -1,6 +1,6 @@
 """A model in a partition: its pipelined functions, and where its variables are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +11,7 @@ import jax
 from flax import errors
 
 from .._arguments import _variables
+from .._arguments._microbatch import check_axes
 from .._arguments._mutable import NOTHING_MUTABLE, Mutable
 from .._arguments._objective import Objective
 from .._arguments._stacked import gather_tree, repeat_for_pieces
@@ -18,6 +19,8 @@ from .._arguments._trainable import Trainable
 from .._instructions import _transfer
 from .._layers import _rng
 from .._layers._adapter import check_unchanged
+from .._layers._advice import argument_names
+from .._lower._join import MEAN, SUM
 from .._model._initial import Initial, strong
 from .._model._model import Model
 from .._model._state_axes import axes_of_init
@@ -83,6 +86,11 @@ class PipelinedModel:
     def num_stages(self) -> int | None:
         """The number of stages; ``None`` before a model is divided."""
         return self.partition.num_stages
+
+    @property
+    def input_names(self) -> Collection[str]:
+        """The names of the arguments of a model; none of a list, which takes one."""
+        return [] if self.model.is_list else argument_names(self.model.layers[0])
 
     @property
     def is_divided(self) -> bool:
@@ -201,6 +209,7 @@ class PipelinedModel:
           TypeError: if the loss closes over variables that are trained.
           ValueError: if the schedule cannot train.
         """
+        check_axes("aux_axes", objective.aux_axes, (MEAN, SUM))
         if self.num_stages:
             self.placement.check_trains()
         selection = Trainable(trainable, by_layer=self.model.is_list)

@@ -15,6 +15,7 @@ from .._instructions import _transfer
 from .._instructions._sharding import DATA, StageMesh
 from .._instructions._transfer import Device
 from ..planning._plan import Plan
+from ..schedules._formats import format_type
 
 # The axis of a mesh along which the stages are placed.
 _STAGE = "stage"
@@ -77,7 +78,7 @@ def check_sharding(mesh: Any, devices: Any, sharding: Any, gather: Any) -> None:
         raise ValueError(f"gather={gather!r}: choose 'step' or 'microbatch'")
     if sharding is not None and not callable(sharding):
         raise TypeError(
-            f"sharding={sharding!r} is a {type(sharding).__name__}; needs a function "
+            f"sharding={sharding!r} is {format_type(sharding)}; needs a function "
             f"(path, spec) -> PartitionSpec, such as lambda path, spec: {sharding!r}"
         )
     if mesh is not None or (sharding is None and gather == "step"):
@@ -113,7 +114,7 @@ def _ranks_of_mesh(mesh: Any) -> Sequence[Device]:
     """The devices of each rank: those of one index along the axis of stages."""
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"mesh={mesh!r} is a {type(mesh).__name__}; needs a jax.sharding.Mesh, "
+            f"mesh={mesh!r} is {format_type(mesh)}; needs a jax.sharding.Mesh, "
             f"such as {_example_mesh()}"
         )
     axis_names = list(mesh.axis_names)
@@ -125,7 +126,8 @@ def _ranks_of_mesh(mesh: Any) -> Sequence[Device]:
     stage_axis = axis_names.index(_STAGE)
     rank_axis_names = axis_names[:stage_axis] + axis_names[stage_axis + 1 :]
     grids = np.moveaxis(mesh.devices, stage_axis, 0)
-    return [_rank_of_grid(grid, rank_axis_names) for grid in grids]
+    # Of a mesh with this axis alone, each grid is a device.
+    return [_rank_of_grid(np.asarray(grid), rank_axis_names) for grid in grids]
 
 
 def _rank_of_mesh(mesh: Mesh) -> Device:
@@ -204,7 +206,7 @@ def _ranks_of_devices(devices: Any) -> Sequence[Device]:
         is_device = isinstance(devices, jax.Device)
         example = f"[{devices!r}]" if is_device else "jax.devices()[:2]"
         raise TypeError(
-            f"devices={devices!r} is a {type(devices).__name__}; needs a sequence of "
+            f"devices={devices!r} is {format_type(devices)}; needs a sequence of "
             f"jax.Device objects, such as devices={example}"
         )
     ranks: Sequence[Any] = jax.devices() if devices is None else list(devices)

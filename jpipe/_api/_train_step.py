@@ -14,7 +14,6 @@ import optax
 from .._arguments import _signature, _variables
 from .._arguments._cache import RecentCache
 from .._arguments._signature import SignatureIndices
-from .._arguments._wrong_call import explain_call
 from .._check._report import CheckReport
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
@@ -33,6 +32,7 @@ from .._train._train_state import (
 )
 from ..schedules import Timeline
 from ._compile_report import Report, compile_report
+from ._handle import explain_method
 from ._loss_methods import LossMethods
 from ._pipelined_model import PipelinedModel
 from ._step_profile import profile_actions
@@ -81,7 +81,7 @@ class TrainStep(LossMethods):
         # (settings, signature index of the state, signature of the batch) -> step
         self._lowered_steps = RecentCache[Any, LoweredStep]()
 
-    @explain_call("step(state, x, targets)", _ADVICE_ON)
+    @explain_method("step(state, x, targets)", _ADVICE_ON)
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -156,7 +156,7 @@ class TrainStep(LossMethods):
         return new_state, metrics
 
     @outside_of_meshes
-    @explain_call("step.compile(state, x, targets)", _ADVICE_ON)
+    @explain_method("step.compile(state, x, targets)", _ADVICE_ON)
     def compile(self, state: TrainState, x: PyTree, targets: PyTree) -> Report:
         """Compiles all programs that the first step would compile, side by side.
 
@@ -187,7 +187,7 @@ class TrainStep(LossMethods):
         return compile_report(lambda: self._program(state, x, targets))
 
     @outside_of_meshes
-    @explain_call("step.check(state, x, targets)", _ADVICE_ON)
+    @explain_method("step.check(state, x, targets)", _ADVICE_ON)
     def check(
         self,
         state: TrainState,
@@ -243,7 +243,7 @@ class TrainStep(LossMethods):
         )
 
     @outside_of_meshes
-    @explain_call("step.profile(state, x, targets)", _ADVICE_ON)
+    @explain_method("step.profile(state, x, targets)", _ADVICE_ON)
     def profile(self, state: TrainState, x: PyTree, targets: PyTree) -> Timeline:
         """Runs the gradients of the next step with each action timed.
 

@@ -8,12 +8,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._arguments._batch import Axes
+from .._arguments._microbatch import check_axes
 from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import adapt_layers, is_model
 from .._layers._layer_group import group_layers
+from .._lower._join import MEAN, SUM
 from .._model._model import Model
 from .._partition import _param_sharding
+from .._partition._options import REMAT, SCHEDULE
 from .._partition._partition import Partition
 from .._processes._start import check_joined
 from ..planning._plan import Plan
@@ -23,7 +26,7 @@ from ._pipeline import Pipeline
 from ._pipelined_model import PipelinedModel
 
 
-@explain_call("jpipe.pipeline(layers, num_microbatches=4)")
+@explain_call("jpipe.pipeline(layers, num_microbatches=4)", has_options=True)
 def pipeline(
     layers: Any,
     num_microbatches: int | None = None,
@@ -36,8 +39,8 @@ def pipeline(
     sharding: _param_sharding.ShardingRule | None = None,
     gather: str = "step",
     replicas: Sequence[int] | None = None,
-    schedule: str | ScheduleBuilder | Schedule = "1f1b",
-    remat: Any = "min_cut",
+    schedule: str | ScheduleBuilder | Schedule = SCHEDULE,
+    remat: Any = REMAT,
     in_axes: Any = 0,
     target_axes: Any = 0,
     out_axes: Any = 0,
@@ -60,9 +63,10 @@ def pipeline(
       balance: the number of layers of each stage, such as ``[3, 2, 4]``; default: each
         layer is a stage. `jpipe.partition` of a `jpipe.profile` of the layers finds
         the one with equal times.
-      plan: a plan of `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
-        ``schedule`` and ``remat``; and of ``mesh`` if it has several devices per stage,
-        over which ``devices`` are then laid out, stage by stage.
+      plan: a plan of `jpipe.plan`, in place of ``num_microbatches``, ``num_stages``,
+        ``balance``, ``replicas``, ``schedule`` and ``remat``; and of ``mesh`` if it has
+        several devices per stage, over which ``devices`` are then laid out, stage by
+        stage.
       devices: one device per rank, default `jax.devices`; repeat a device to let it
         serve several stages. A rank may have a mesh of its own in place of a device.
       mesh: one mesh of all ranks, in place of ``devices``: the stages are along its
@@ -155,6 +159,9 @@ def pipeline(
     )
     partition = Partition(options, groups, shares_cuts=is_one_model)
     axes = Axes(in_axes, target_axes, out_axes)
+    check_axes("in_axes", in_axes)
+    check_axes("target_axes", target_axes)
+    check_axes("out_axes", out_axes, (MEAN, SUM))
     model = Model(adapters, axes, partition.stage_of_layer)
     forecast = getattr(plan, "forecast", None)
     pipelined = PipelinedModel(model, partition, forecast)

@@ -6,16 +6,20 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from .._arguments._objective import REDUCTIONS
+from .._arguments._microbatch import check_axes
+from .._arguments._objective import check_results
 from .._arguments._trainable import Trainable
 from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import is_module
+from .._lower._join import MEAN, SUM
+from .._partition._options import REMAT, SCHEDULE
 from .._partition._param_sharding import ShardingRule
 from .._partition._partition import Partition
 from .._processes._start import check_joined
 from ..planning._plan import Plan
 from ._function_gradient import FunctionGradient
+from ._handle import Handle
 from ._option_checks import check_options
 
 
@@ -35,8 +39,8 @@ def value_and_grad(
     sharding: ShardingRule | None = None,
     gather: str = "step",
     replicas: Sequence[int] | None = None,
-    schedule: Any = "1f1b",
-    remat: Any = "min_cut",
+    schedule: Any = SCHEDULE,
+    remat: Any = REMAT,
     trainable: Any = None,
     plan: Plan | None = None,
 ) -> FunctionGradient:
@@ -87,8 +91,8 @@ def value_and_grad(
         or ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``.
         Optimizers take parameters with the same gaps.
       plan: the ``plan`` of such a ``grad_fn``, maybe from JSON, in place of
-        ``num_microbatches``, ``num_stages``, ``schedule`` and ``remat``: the function
-        is divided at the same places.
+        ``num_microbatches``, ``num_stages``, ``replicas``, ``schedule`` and ``remat``:
+        the function is divided at the same places.
 
     Returns:
       ``grad_fn(params, *args, **kwargs) -> (loss, grads)``; ``((loss, aux), grads)``
@@ -115,6 +119,11 @@ def value_and_grad(
     """
     arguments = {**locals()}  # all options, of which none can be forgotten
     check_joined()
+    if isinstance(fun, Handle):
+        raise TypeError(
+            f"fun is {fun!r}; needs a function (params, *args) -> loss; of a pipeline "
+            f"type pipe.value_and_grad(loss_fn)"
+        )
     if not callable(fun):
         raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
     if is_module(fun):
@@ -123,10 +132,9 @@ def value_and_grad(
             f"-> loss that calls it, such as lambda params, x, y: "
             f"loss_fn(model.apply(params, x), y); jpipe.pipeline takes the module"
         )
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
-        )
+    check_results(has_aux, reduction, aux_axes)
+    check_axes("in_axes", in_axes)
+    check_axes("aux_axes", aux_axes, (MEAN, SUM))
     options = check_options(value_and_grad, arguments, layers=None)
     return FunctionGradient(
         fun,

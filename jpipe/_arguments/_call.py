@@ -20,7 +20,9 @@ PyTree = Any
 # ------------------------------------------------------- the call of a loss function
 
 
-def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
+def argument_names(
+    count: int, argnums: Sequence[int], names: Sequence[str]
+) -> list[str]:
     """The names of the arguments besides the parameters, for errors.
 
     The last is the name of all arguments that a loss function takes by name.
@@ -28,9 +30,11 @@ def argument_names(count: int, argnums: Sequence[int] = (0,)) -> list[str]:
     Args:
       count: the number of these arguments by position.
       argnums: the positions of the parameters.
+      names: the names of the first arguments, parameters among them.
     """
-    positions = [i for i in range(count + len(argnums)) if i not in argnums]
-    return [f"argument {position}" for position in positions] + ["keywords"]
+    unnamed = [f"argument {i}" for i in range(len(names), count + len(argnums))]
+    all_names = [*names, *unnamed][: count + len(argnums)]
+    return [name for i, name in enumerate(all_names) if i not in argnums] + ["keywords"]
 
 
 def axes_of_call(
@@ -70,7 +74,7 @@ def as_arrays(
     in_axes: Any,
     args: Sequence[PyTree],
     keywords: Mapping[str, PyTree],
-    argnums: Sequence[int],
+    names: Sequence[str],
 ) -> tuple[PyTree, ...]:
     """``(*args, keywords)`` with arrays for leaves.
 
@@ -81,13 +85,12 @@ def as_arrays(
       in_axes: the axes of the examples.
       args: the arguments by position.
       keywords: the arguments by name.
-      argnums: the positions of the parameters.
+      names: the names of the arguments by position, for errors.
     """
     trees = (*args, dict(keywords))
     if all(map(_is_array, jax.tree.leaves(trees))):
         return trees
     *axes, named_axes = axes_of_call(in_axes, args, keywords)
-    names = argument_names(len(args), argnums)
     array_args = map(_as_arrays, args, axes, names)
     array_keywords = {
         name: _as_arrays(tree, named_axes[name], name)
@@ -120,7 +123,11 @@ def _is_array(leaf: Any) -> bool:
 
 
 def describe_arguments(
-    args: Sequence[PyTree], in_axes: Sequence[Any], names: Sequence[str]
+    args: Sequence[PyTree],
+    in_axes: Sequence[Any],
+    names: Sequence[str],
+    *,
+    of_function: bool = False,
 ) -> list[BatchArgument]:
     """The specs of arguments, with the axis of the examples in each leaf; not in keys.
 
@@ -128,12 +135,16 @@ def describe_arguments(
       args: the arguments, in arrays or specs.
       in_axes: the axes of the examples in each argument.
       names: the names of the arguments, for errors.
+      of_function: True if a loss function takes them, and not a model.
 
     Raises:
       TypeError: if a leaf is not an array.
       ValueError: if axes do not fit an argument.
     """
-    specs_by_arg = list(map(_microbatch.array_specs, args, names))
+    specs_by_arg = [
+        _microbatch.array_specs(arg, name, of_function=of_function)
+        for arg, name in zip(args, names, strict=True)
+    ]
     arguments = []
     for name, axes, specs in zip(names, in_axes, specs_by_arg, strict=True):
         leaves = jax.tree.leaves(specs)
@@ -170,7 +181,8 @@ def batch(
         example, as one micro-batch.
       axes_advice: advice on how to type the axes, for errors.
     """
-    arguments = describe_arguments(args, in_axes, names)
+    of_function = axes_advice is _microbatch.FUNCTION_AXES_ADVICE
+    arguments = describe_arguments(args, in_axes, names, of_function=of_function)
     specs = tuple(argument.specs for argument in arguments)
     axes = (argument.axes for argument in arguments)
     flat_axes = list(itertools.chain.from_iterable(axes))

@@ -8,6 +8,7 @@ import jax
 
 from .._layers._inputs import Inputs, leaf_name
 from .._messages import raise_all
+from ..schedules._formats import format_type
 from ._stacked import Stacked
 
 PyTree = Any
@@ -32,12 +33,13 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(quotient + int(i < remainder) for i in range(num_microbatches))
 
 
-def array_specs(tree: PyTree, name: str) -> PyTree:
+def array_specs(tree: PyTree, name: str, *, of_function: bool = False) -> PyTree:
     """The shapes, dtypes and weak types of a pytree of arrays.
 
     Args:
       tree: JAX or NumPy arrays, or `jax.ShapeDtypeStruct` leaves.
       name: the tree in messages.
+      of_function: True if it is an argument of a loss function.
 
     Returns:
       The tree with `jax.ShapeDtypeStruct` leaves, of the dtypes that JAX will use.
@@ -71,21 +73,22 @@ def array_specs(tree: PyTree, name: str) -> PyTree:
             "model, eqx.is_inexact_array), and eqx.combine(params, static) in the "
             "function that takes params"
         )
-    elif name.startswith("argument") and any(
-        isinstance(leaf, int | float) for leaf in not_arrays
-    ):
+    elif of_function and any(isinstance(leaf, int | float) for leaf in not_arrays):
         advice = (
             "a number that each micro-batch is given, as among running statistics, has "
             "None in in_axes=, and so may its whole argument"
         )
+    is_list = isinstance(tree, list | tuple) and len(faults) > 1
+    if is_list and all(isinstance(leaf, int | float) for leaf in jax.tree.leaves(tree)):
+        faults = [f"{name} is {format_type(tree)} of {len(faults)} numbers"]
     raise_all(f"every leaf must be an array; {advice}", faults, error=TypeError)
     return tree_specs
 
 
 def _describe(leaf: Any) -> str:
     dtype = getattr(leaf, "dtype", None)
-    name = type(leaf).__name__
-    return f"a {name} of dtype {dtype}" if dtype is not None else f"a {name}: {leaf!r}"
+    end = f": {leaf!r}" if dtype is None else f" of dtype {dtype}"
+    return f"{format_type(leaf)}{end}"
 
 
 def broadcast_axes(axes: Any, tree: PyTree, tree_name: str, axes_name: str) -> PyTree:
@@ -134,13 +137,29 @@ def leaf_axes(
     pairs = zip(node_axes, nodes, strict=True)
     leaf_axes = [axis for axis, node in pairs if hasattr(node, "shape")]
 
-    for axis in leaf_axes:
+    _check_are_axes(leaf_axes, axes_name, reductions)
+    return leaf_axes
+
+
+def check_axes(axes_name: str, axes: Any, reductions: Sequence[Any] = ()) -> None:
+    """Checks the axes that an option names, of whatever tree: see `leaf_axes`.
+
+    Raises:
+      ValueError: if one is no axis.
+    """
+    tree = axes.call if isinstance(axes, Inputs) else axes
+    _check_are_axes(jax.tree.leaves(tree), axes_name, reductions)
+
+
+def _check_are_axes(
+    axes: Sequence[Any], axes_name: str, reductions: Sequence[Any]
+) -> None:
+    for axis in axes:
         if axis is None or any(axis is reduction for reduction in reductions):
             continue
         if isinstance(axis, bool) or not hasattr(axis, "__index__"):
             nor = "".join(f" nor {reduction!r}" for reduction in reductions)
             raise ValueError(f"{axes_name}: {axis!r} is neither an axis nor None{nor}")
-    return leaf_axes
 
 
 class BatchArgument(NamedTuple):
@@ -236,7 +255,7 @@ def _hint_on_lists(
             continue
         if len({leaf.shape for leaf in specs}) == 1:
             return [
-                f"\n{name} is a {type(specs).__name__} of {len(specs)} arrays of one "
+                f"\n{name} is {format_type(specs)} of {len(specs)} arrays of one "
                 f"shape; are these the examples? np.stack({name}) is one array of them"
             ]
     return []

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._layers._text import shape_text
-from .._messages import source_text
-from ._wrong_call import binding_fault, signature_of
+from ._wrong_call import binding_fault, check_flag, note_arguments, signature_of
 
 PyTree = Any
 
@@ -53,29 +52,20 @@ class Objective:
                 f"loss_fn={reprlib.repr(self.loss_fn)}: needs a function "
                 f"(outputs, targets) -> scalar"
             )
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(
-                f"unknown reduction {self.reduction!r}: choose "
-                f"{', '.join(map(repr, REDUCTIONS))}"
-            )
-        if self.aux_axes is not None and not self.has_aux:
-            raise ValueError(f"aux_axes={self.aux_axes!r} needs has_aux=True")
-        if self.aux_axes is not None and self.reduction == "batch":
-            raise ValueError(
-                f"aux_axes={self.aux_axes!r} joins the aux of micro-batches, and with "
-                f"reduction='batch' loss_fn runs once, on the whole mini-batch: leave "
-                f"it out"
-            )
+        check_results(self.has_aux, self.reduction, self.aux_axes)
 
     def of_part(self, outputs: PyTree, targets: PyTree) -> tuple[Any, PyTree]:
         """The loss of a micro-batch, or ``(total, weight)``, and aux; checked."""
         try:
             result = self.loss_fn(outputs, targets)
         except Exception as error:
-            error.add_note(
-                f"raised by loss_fn, {source_text(self.loss_fn)}, on outputs "
-                f"{shape_text(outputs)} and targets {shape_text(targets)}, those of "
-                f"{self._examples}{_other_arguments(self.loss_fn)}"
+            note_arguments(
+                error,
+                "loss_fn",
+                self.loss_fn,
+                {"outputs": outputs, "targets": targets},
+                examples=self._examples,
+                advice=_other_arguments(self.loss_fn),
             )
             raise
         loss, aux = self._split_aux(result)
@@ -119,6 +109,29 @@ class Objective:
                     f"{type(leaf).__name__}; needs arrays or numbers"
                 ) from None
         return loss, aux
+
+
+def check_results(has_aux: Any, reduction: Any, aux_axes: Any) -> None:
+    """Checks the options that say what a loss function returns: see `Objective`.
+
+    Raises:
+      TypeError: if ``has_aux`` is no bool.
+      ValueError: if the reduction is unknown, or there are axes and no aux.
+    """
+    check_flag("has_aux", has_aux)
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"unknown reduction {reduction!r}: choose "
+            f"{', '.join(map(repr, REDUCTIONS))}"
+        )
+    if aux_axes is not None and not has_aux:
+        raise ValueError(f"aux_axes={aux_axes!r} needs has_aux=True")
+    if aux_axes is not None and reduction == "batch":
+        raise ValueError(
+            f"aux_axes={aux_axes!r} joins the aux of micro-batches, and with "
+            f"reduction='batch' loss_fn runs once, on the whole mini-batch: leave it "
+            f"out"
+        )
 
 
 def _other_arguments(loss_fn: Callable[..., Any]) -> str:

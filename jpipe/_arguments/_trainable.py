@@ -15,6 +15,7 @@ from .._jaxprs._jaxpr import is_inexact
 from .._layers import _nnx_values
 from .._layers._adapter import LayerAdapter
 from .._messages import raise_all
+from ..schedules._formats import format_type
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -122,12 +123,14 @@ class Trainable:
             if not matches:
                 candidates = _describe(selector, list(leaves.values()))
                 faults.append(f"{_text(selector)}: {candidates}")
-        advice = (
-            f"\nthe types of Variables that are trained are derived from nnx.Param. "
-            f"{_NEEDS}"
-        )
+        advice = f"\n{_NEEDS}"
+        if any(_is_filter(selector) for selector, _ in self._rules):
+            advice = (
+                f"\nthe types of Variables that are trained are derived from "
+                f"nnx.Param.{advice}"
+            )
         if self._by_layer:
-            advice = f"\nA path starts with the layer's number;{advice}"
+            advice = f"\na path starts with the layer's number{advice}"
         raise_all(
             "trainable= selects none of the floating parameters by",
             faults,
@@ -174,9 +177,8 @@ def _rule(selector: Any) -> Rule:
     if isinstance(selector, str):
         return lambda leaf: any(fnmatch.fnmatchcase(n, selector) for n in leaf.names)
     if not (callable(selector) or isinstance(selector, bool | EllipsisType)):
-        type_name = type(selector).__name__
         raise TypeError(
-            f"trainable={reprlib.repr(selector)} is a {type_name}; {_NEEDS}"
+            f"trainable={reprlib.repr(selector)} is {format_type(selector)}; {_NEEDS}"
         )
     predicate = nnx.filterlib.to_predicate(cast(Any, selector))
     needs_variable = _is_filter(selector) and callable(selector)

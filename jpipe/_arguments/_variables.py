@@ -17,6 +17,7 @@ from .._layers._variable_paths import (
     variable_text,
 )
 from .._messages import raise_all
+from ..schedules._formats import format_type
 
 PyTree = Any
 _OF_NNX = "; of a module of nnx give its values: variables = pipe.init(None, x)"
@@ -39,7 +40,7 @@ def check_layers(
     """
     check_length(variables, len(expected))
     not_mappings = [
-        f"variables[{i}] is a {type(entry).__name__}"
+        f"variables[{i}] is {format_type(entry)}"
         for i, entry in enumerate(variables)
         if not isinstance(entry, Mapping)
     ]
@@ -122,7 +123,7 @@ def check_model_variables(
         shape.
     """
     not_arrays = [
-        f"{name} is a {type(leaf).__name__}"
+        f"{name} is {format_type(leaf)}"
         for name, leaf in _named_leaves(variables)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
     ]
@@ -134,19 +135,25 @@ def check_model_variables(
     expected = unboxed(expected)
     variables = unboxed(variables)
     template = "{path} has shape {actual}, the model needs {expected}"
-    faults = [
-        *faults,
-        *differences(_descriptions(expected), _descriptions(variables), template),
-    ]
-    if not faults:
-        faults = _other_containers(expected, variables)
     lacking = [
-        f"{name} has no entry 'params'; wrap parameters as {{'params': params}}, or "
-        f"give state.variables"
+        name
         for name, specs in expected.items()
         if "params" in specs and lacks_params(variables[name])
     ]
-    faults = [*lacking[:1], *faults]
+    # What else is wrong once parameters are wrapped.
+    wrapped = {
+        name: {"params": entry} if name in lacking else entry
+        for name, entry in variables.items()
+    }
+    faults = [
+        *faults,
+        *differences(_descriptions(expected), _descriptions(wrapped), template),
+    ]
+    if lacking:
+        advice = "wrap parameters as {'params': params}, or give state.variables"
+        faults = [f"{lacking[0]} has no entry 'params'; {advice}", *faults]
+    if not faults:
+        faults = _other_containers(expected, variables)
     if any(map(_is_of_nnx, jax.tree.leaves(variables, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
     raise_all(message, faults)
@@ -202,7 +209,7 @@ def check_length(variables: Any, num_layers: int) -> None:
       ValueError: if there is not.
     """
     if not isinstance(variables, Sequence):
-        problem = f"is a {type(variables).__name__}"
+        problem = f"is {format_type(variables)}"
     elif len(variables) != num_layers:
         problem = f"has {len(variables)} entries"
     else:
@@ -222,7 +229,7 @@ def check_model(variables: Any) -> None:
     """
     if not isinstance(variables, Mapping):
         raise ValueError(
-            f"variables is a {type(variables).__name__}; a model takes a mapping such "
+            f"variables is {format_type(variables)}; a model takes a mapping such "
             f"as {{'params': ...}}, as Pipeline.init returns it{_instead(variables)}"
         )
 
@@ -235,7 +242,7 @@ def check_params(params: Any) -> None:
     """
     if _is_state(params):
         raise ValueError(
-            f"params is a {type(params).__name__}; a loss function is differentiated "
+            f"params is {format_type(params)}; a loss function is differentiated "
             f"by its parameters alone: give state.params, or what it takes of "
             f"state.variables"
         )
@@ -293,7 +300,7 @@ def _other_containers(
         for names, value in flatten_mapping(entry).items():
             if names not in expected_names:
                 faults.append(
-                    f"{variable_text(name, names)} is a {type(value).__name__}, the "
+                    f"{variable_text(name, names)} is {format_type(value)}, the "
                     f"model needs a mapping"
                 )
     return faults

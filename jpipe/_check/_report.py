@@ -1,8 +1,12 @@
 """The report of a check: a table, and an error with the first difference."""
 
+import numbers
+import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
+from .._arguments._wrong_call import describe_argument
 from ..schedules._formats import format_table
 from ._comparison import Difference
 
@@ -102,15 +106,50 @@ class CheckReport:
         return f"{count} examples at once, and in micro-batches of {sizes}"
 
 
+def raise_unreachable(subject: str) -> NoReturn:
+    """Raises a ValueError: a check in one process needs all that it compares there."""
+    raise ValueError(
+        f"what several processes have cannot be checked in one of them; check "
+        f"{subject}, in one process"
+    )
+
+
 def check_microbatch_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     """Checks the sizes of micro-batches, of a batch of ``count`` examples.
 
     Raises:
+      TypeError: if they are no sequence of integers.
       ValueError: if there are fewer than two, or they do not sum to ``count``.
     """
+    if count < 2:
+        raise ValueError(
+            f"a check compares two micro-batches: give at least 2 examples; the batch "
+            f"has {count}"
+        )
+    try:
+        sizes = [*map(operator.index, sizes)]
+    except TypeError:
+        raise TypeError(
+            f"microbatch_sizes is {describe_argument(sizes)}; needs the number of "
+            f"examples in each micro-batch, such as ({count // 2}, "
+            f"{count - count // 2})"
+        ) from None
     if len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != count:
         raise ValueError(
             f"microbatch_sizes={tuple(sizes)}: needs the numbers of examples in two "
             f"micro-batches or more, together the {count} of the batch"
         )
     return tuple(sizes)
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Checks the largest relative difference that passes; ``None``: the default.
+
+    Raises:
+      TypeError: if it is no number.
+    """
+    if tolerance is not None and not isinstance(tolerance, numbers.Real):
+        raise TypeError(
+            f"tolerance is {describe_argument(tolerance)}; needs a number, such as "
+            f"tolerance=1e-3"
+        )

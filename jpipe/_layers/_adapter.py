@@ -13,6 +13,7 @@ from flax import nnx
 
 from .._jaxprs._jaxpr import zeros
 from .._messages import raise_all
+from ..schedules._formats import format_type
 from . import _inputs, _linen, _nnx, _skip, _switches
 from ._method import MethodLayer
 
@@ -95,7 +96,7 @@ def adapt_layers(layers: Sequence[Any]) -> tuple[LayerAdapter, ...]:
     is_array = hasattr(layers, "shape")
     if is_text_or_dict or is_array or not isinstance(layers, Iterable):
         raise TypeError(
-            f"layers is a {type(layers).__name__}; needs a Flax module, a function, or "
+            f"layers is {format_type(layers)}; needs a Flax module, a function, or "
             f"a sequence of layers, such as [nn.Dense(8), nn.relu]"
         )
     sources = list(layers)
@@ -141,12 +142,10 @@ def _rejection(source: Any) -> str:
     is_adaptable = isinstance(source, Layer | MethodLayer) or _linen.is_module(source)
     if is_adaptable or callable(source):
         return ""
-    class_name = type(source).__name__
     if isinstance(source, list | tuple):
-        return (
-            f"a {class_name}; list its layers themselves, and type balance= for stages"
-        )
-    return f"{reprlib.repr(source)} is a {class_name}"
+        advice = "list its layers themselves, and type balance= for stages"
+        return f"{format_type(source)}; {advice}"
+    return f"{reprlib.repr(source)} is {format_type(source)}"
 
 
 def _bound_module_rejection(source: Any) -> str:
@@ -167,7 +166,7 @@ def _bound_module_rejection(source: Any) -> str:
     method = getattr(function, "__name__", "__call__")
     form = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
     return (
-        f"a function that calls a {type(module).__name__}, whose values would become "
+        f"a function that calls {format_type(module)}, whose values would become "
         f"constants; list the module {form}"
     )
 

@@ -37,7 +37,8 @@ _ADVICE: dict[tuple[type[Exception], str], str] = {
     (errors.InvalidRngError, ""): "give a key for each stream in the call of the "
     "pipeline: rngs=jax.random.key(0), or rngs={'dropout': jax.random.key(0)}, as a "
     "lifted module with split_rngs={'dropout': True} needs it; of a train step in "
-    "pipe.init_train_state(key, x, tx, rngs=...)",
+    "pipe.init_train_state(key, x, tx, rngs=...); type train=False where nothing is "
+    "to be drawn, as in evaluation",
 }
 
 
@@ -48,6 +49,14 @@ def missing_inputs(error: Exception, layer: LayerAdapter) -> list[str]:
     if not isinstance(error, TypeError) or not str(error).startswith(f"{name}() miss"):
         return []
     return re.findall(r"'(\w+)'", str(error))
+
+
+def argument_names(layer: LayerAdapter) -> list[str]:
+    """The names of the arguments of the call of a model; none of some in C."""
+    try:
+        return [*inspect.signature(_called_function(layer)).parameters]
+    except (TypeError, ValueError):
+        return []
 
 
 def _called_function(layer: LayerAdapter) -> Any:

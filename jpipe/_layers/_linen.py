@@ -9,6 +9,7 @@ import chex
 import jax
 from flax import linen
 
+from ..schedules._formats import format_type
 from . import _batch_norm, _switches
 from ._patches import patched
 
@@ -37,7 +38,7 @@ def rejection(source: Any) -> str:
     if not is_module(source) or source.scope is None:
         return ""
     return (
-        f"a {type(source).__name__} that is bound, of which others would not know what "
+        f"{format_type(source)} that is bound, of which others would not know what "
         f"they share with it; list the module that is not bound, or a function of it: "
         f"jpipe.layer(module, lambda module, x: module.part(x))"
     )

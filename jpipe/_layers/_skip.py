@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import get_opaque_trace_state
 
 from .._messages import raise_all
+from ..schedules._formats import format_type
 
 PyTree = Any
 
@@ -202,7 +203,7 @@ def _frame(function: str, name: Hashable, advice: str) -> _SkipFrame:
     except TypeError:
         raise TypeError(
             f"{function}: the name comes first and must be hashable, such as a str; it "
-            f"is a {type(name).__name__}"
+            f"is {format_type(name)}"
         ) from None
     frame = _current.get()
     if frame is None:

@@ -17,6 +17,14 @@ DEFAULT_SCHEDULE = "1f1b"
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Default(str):
+    """A default, which is not the same object as the same text that a user types."""
+
+
+SCHEDULE = Default("1f1b")
+REMAT = Default("min_cut")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that say how a program is divided and run, checked.

@@ -20,6 +20,7 @@ from .._instructions._transfer import Device
 from .._layers import _nnx_values
 from .._layers._linen import is_boxed
 from .._messages import raise_all
+from ..schedules._formats import format_type
 from ._stage_placement import StagePlacement
 
 PyTree = Any
@@ -124,7 +125,7 @@ def _spec(axes: Any, device: Device, *, path: Any, allowed_axes: Any) -> P:
         return P()
     if not isinstance(axes, P | tuple | list):
         raise TypeError(
-            f"sharding= returned a {type(axes).__name__} for {_text(path)}; needs a "
+            f"sharding= returned {format_type(axes)} for {_text(path)}; needs a "
             f"jax.sharding.PartitionSpec, or None for what is whole on each device"
         )
     parts = [tuple(part) if isinstance(part, list) else part for part in axes]

@@ -247,9 +247,11 @@ class PlainFunction(UserFunction):
 
     Attributes:
       argnums: the indices of the arguments that are its parameters.
+      argument_names: the names of its arguments by position, as far as they are known.
     """
 
     argnums: Sequence[int] = (0,)
+    argument_names: Sequence[str] = ()
 
     params_name = "params"
     axes_advice = _microbatch.FUNCTION_AXES_ADVICE
@@ -274,7 +276,9 @@ class PlainFunction(UserFunction):
         """The axes and names of positional arguments, and of those by name."""
         *positional, keywords = args
         in_axes = _call.axes_of_call(self.in_axes, positional, keywords)
-        return in_axes, _call.argument_names(len(positional), self.argnums)
+        return in_axes, _call.argument_names(
+            len(positional), self.argnums, self.argument_names
+        )
 
     def shardings(
         self, placement: StagePlacement, params: PyTree, owner_stages: Sequence[int]

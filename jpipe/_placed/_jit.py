@@ -20,6 +20,7 @@ from .._jaxprs import _jaxpr
 from .._layers._text import shape_text
 from .._messages import raise_all, source_text
 from .._processes._arrays import is_replicated
+from ..schedules._formats import format_type
 from ._mesh_context import outside_of_meshes
 from ._mirrored_places import ArgumentLeaf
 from ._placed_function import LeafPlacement, PlacedFunction, place_results
@@ -166,7 +167,7 @@ class Jitted:
             try:
                 spec = _jaxpr.spec(jax.typeof(leaf.value))
             except TypeError:
-                not_arrays.append(f"{leaf.name} is a {type(leaf.value).__name__}")
+                not_arrays.append(f"{leaf.name} is {format_type(leaf.value)}")
                 continue
             place, sharding = self._place(leaf.value)
             if sharding is None:
@@ -236,7 +237,7 @@ def jit(
     """See `Pipeline.jit`."""
     if not callable(function):
         raise TypeError(
-            f"pipe.jit takes a function, not a {type(function).__name__}; type "
+            f"pipe.jit takes a function, not {format_type(function)}; type "
             f"pipe.jit(f) or @pipe.jit"
         )
     donate = _as_tuple(donate_argnums)

@@ -10,9 +10,11 @@ import jax
 from flax import serialization
 
 from .._arguments import _variables
+from .._arguments._wrong_call import describe_argument
 from .._instructions._program import Program
 from .._messages import raise_all
 from .._processes._arrays import as_key, as_numbers
+from ..schedules._formats import format_type
 
 PyTree = Any
 
@@ -147,16 +149,16 @@ def check_apart(state: TrainState, program: Program) -> None:
     )
 
 
-def _class_text(value: Any) -> str:
-    """The class of a value, with its module where that is not Python's."""
+def _describe(value: Any) -> str:
+    """A value in place of a state: its class with its module, or its shape."""
     cls = type(value)
-    if cls.__module__ == "builtins":
-        return cls.__name__
-    return f"{cls.__module__}.{cls.__name__}"
+    if hasattr(value, "shape") or cls.__module__ == "builtins":
+        return describe_argument(value)
+    return f"a {cls.__module__}.{cls.__name__}"
 
 
 def _instead(value: Any) -> str:
-    """The advice on a value in place of a state; may be empty."""
+    """The advice on a value in place of a state."""
     if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
         return "; a step returns two: type state, metrics = step(state, x, targets)"
     if hasattr(value, "params") and hasattr(value, "opt_state"):
@@ -164,7 +166,7 @@ def _instead(value: Any) -> str:
             "; of a train state of Flax type pipe.init_train_state(key, x, tx, "
             "variables={'params': state.params})"
         )
-    return ""
+    return "; type step(state, x, targets)"
 
 
 def check_state(state: Any, *, by_layer: bool = True) -> None:
@@ -180,7 +182,7 @@ def check_state(state: Any, *, by_layer: bool = True) -> None:
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"state is a {_class_text(state)}; needs the jpipe.TrainState that "
+            f"state is {_describe(state)}; needs the jpipe.TrainState that "
             f"pipe.init_train_state or an earlier step returned{_instead(state)}"
         )
     if not by_layer:
@@ -189,7 +191,7 @@ def check_state(state: Any, *, by_layer: bool = True) -> None:
     for name in ("params", "model_state"):
         entries = getattr(state, name)
         if not isinstance(entries, tuple):
-            faults.append(f"state.{name} is a {type(entries).__name__}, not a tuple")
+            faults.append(f"state.{name} is {format_type(entries)}, not a tuple")
     if not faults and len(state.params) != len(state.model_state):
         faults.append(
             f"state.params has {len(state.params)} entries, state.model_state "

@@ -1,6 +1,5 @@
 """An optax optimizer as two functions of trees, evaluated where the parameters are."""
 
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import optax
 from jax.tree_util import keystr
 
 from .._arguments._static import StaticArgument
+from .._arguments._wrong_call import describe_argument
 from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
@@ -23,8 +23,12 @@ from .._placed._placed_function import LeafPlacement, place_results
 PyTree = Any
 
 
-def check_optimizer(tx: Any) -> optax.GradientTransformation:
+def check_optimizer(tx: Any, usage: str = "") -> optax.GradientTransformation:
     """Returns ``tx`` if it is an optax transformation.
+
+    Args:
+      tx: the value.
+      usage: the call that takes it, as users type it.
 
     Raises:
       TypeError: if it is not.
@@ -37,8 +41,8 @@ def check_optimizer(tx: Any) -> optax.GradientTransformation:
                 f"in optax.adamw(1e-3)"
             )
         raise TypeError(
-            f"tx={reprlib.repr(tx)} is a {type(tx).__name__}; needs an optax "
-            f"optimizer, such as optax.adamw(1e-3)"
+            f"tx is {describe_argument(tx)}; needs an optax optimizer, such as "
+            f"optax.adamw(1e-3){usage and f'; type {usage}'}"
         )
     return tx
 

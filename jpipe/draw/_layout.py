@@ -5,6 +5,7 @@ from typing import Any
 
 from ..schedules import Costs, Schedule, Timeline
 from ..schedules._compare import scale_costs
+from ..schedules._formats import format_type
 from . import _palette as palette
 from ._elements import Path, Picture, Shape, Text
 from ._frame import Frame, fit_frame
@@ -96,7 +97,7 @@ def _to_timeline(drawn: Any) -> Timeline:
         return drawn.simulate(scale_costs(Costs(), drawn))
     if not isinstance(drawn, Timeline):
         raise TypeError(
-            f"a {type(drawn).__name__} is not a timeline: draw a Schedule, such as "
+            f"{format_type(drawn)} is not a timeline: draw a Schedule, such as "
             f"pipe.schedule, or what Schedule.simulate, step.profile or jpipe.plan "
             f"returns"
         )

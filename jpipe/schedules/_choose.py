@@ -4,6 +4,7 @@ import reprlib
 from typing import Any
 
 from ._catalogue import BY_NAME, named
+from ._formats import format_type
 from ._replicated import replicated
 from ._schedule import Schedule
 from ._simulate import ScheduleError
@@ -45,7 +46,7 @@ def find_schedule(schedule: Any) -> Any:
     if isinstance(schedule, Schedule) or callable(schedule):
         return schedule
     raise TypeError(
-        f"schedule={schedule!r} is a {type(schedule).__name__}; needs a name "
+        f"schedule={schedule!r} is {format_type(schedule)}; needs a name "
         f"({', '.join(map(repr, BY_NAME))}), a builder of jpipe.schedules or a "
         f"Schedule"
     )

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from ._action import INPUT, OPS, Action
+from ._formats import format_type
 
 # One number for all stages, one per stage, or one per stage and micro-batch.
 Numbers = Any
@@ -243,7 +244,7 @@ def find_faults(
                 check(f"{name}[{index}]", inner, min_lengths[1:])
         elif not isinstance(value, Real) or isinstance(value, bool):
             lists = " or a list of them" if min_lengths else ""
-            faults.append(f"{name} is a {type(value).__name__}, needs a number{lists}")
+            faults.append(f"{name} is {format_type(value)}, needs a number{lists}")
         elif not float(value) >= 0 or (value == math.inf and name != "bandwidth"):
             faults.append(f"{name}={float(value):g} is not 0 or more and finite")
         elif name == "bandwidth" and not value:

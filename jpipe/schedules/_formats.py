@@ -1,6 +1,7 @@
-"""Formats seconds, bytes, counts and tables for people."""
+"""Formats seconds, bytes, counts, types and tables for people."""
 
 from collections.abc import Container, Sequence
+from typing import Any
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
@@ -51,3 +52,11 @@ def format_bytes(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_type(value: Any) -> str:
+    """Formats the type of a value with its article: ``an int``, ``a tuple``."""
+    name = type(value).__name__
+    # "ndarray" is read by its letters.
+    has_vowel = name.lower().startswith((*"aeiou", "ndarray"))
+    return f"an {name}" if has_vowel else f"a {name}"

@@ -6,6 +6,7 @@ from itertools import chain
 from ._action import BACKWARD, FORWARD, INPUT, Action
 from ._action_tables import ActionTables, SimulatedOrder
 from ._costs import Costs, find_faults, look_up
+from ._formats import format_type
 from ._timeline import Exchange, MemoryEvent, Timeline
 
 # Sums of finite costs may still be infinite.
@@ -28,9 +29,8 @@ def check_costs(
       num_stages: its number of stages; default: any.
     """
     if not isinstance(costs, Costs):
-        type_name = type(costs).__name__
         raise TypeError(
-            f"{name}: costs is a {type_name}, needs a jpipe.schedules.Costs"
+            f"{name}: costs is {format_type(costs)}, needs a jpipe.schedules.Costs"
         )
     faults = find_faults(costs, num_microbatches, num_stages)
     if faults:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, LOCAL_READS, OPS, Action
+from ._formats import format_type
 
 # The cells of a row that are shown on each side of the one at fault.
 _NUM_AROUND = 4
@@ -88,7 +89,7 @@ def _check_fields(schedule: Any) -> Iterator[str]:
     for rank, position, cell in _cells(schedule):
         if not isinstance(cell, Action):
             yield (
-                f"E0 rows[{rank}][{position}] is a {type(cell).__name__}, needs a "
+                f"E0 rows[{rank}][{position}] is {format_type(cell)}, needs a "
                 f"jpipe.schedules.Action, such as Action.parse('2F0')"
             )
 

@@ -69,7 +69,7 @@ CALLS = {
         "jnp.asarray, text to numbers first ... targets is a str": (
             gradient(targets="targets")
         ),
-        "text to numbers ... targets is a ndarray of dtype <U1": (
+        "text to numbers ... targets is an ndarray of dtype <U1": (
             gradient(targets=np.array(["a"] * 4))
         ),
         "rngs is an nnx.Rngs ... rngs.dropout()": apply(rngs=nnx.Rngs(0)),
@@ -219,10 +219,85 @@ def step(*args, **kwargs):
     return call
 
 
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask=None):
+        return nn.Dense(2)(x)
+
+
+PIPELINE = "jpipe.pipeline(layers, num_microbatches=4)"
+SGD = optax.sgd(0.1)
 # Calls with more, fewer or other arguments than the function has.
 MISUSES = {
     TypeError: {
-        f"{STEP}(float32[4,3], float32[4,2])): missing a required argument: 'targ": (
+        f"type pipe.train_step(loss_fn, tx) ... num_microbatches= is of {PIPELINE}": (
+            lambda pipe, variables: pipe.train_step(mse, SGD, num_microbatches=4)
+        ),
+        f"'microbatches'; num_microbatches= is of {PIPELINE}": (
+            lambda pipe, variables: pipe.value_and_grad(mse, microbatches=4)
+        ),
+        "loss_fn= is of pipe.value_and_grad(loss_fn) and of pipe.train_step(loss_fn,": (
+            lambda pipe, variables: jpipe.pipeline([nn.relu], 2, loss_fn=mse)
+        ),
+        "'chunks'; type num_microbatches= for chunks=": (
+            lambda pipe, variables: jpipe.sequential([nn.relu], chunks=2)
+        ),
+        "tx= is of pipe.init_train_state(key, x, tx) and of pipe.train_step(": (
+            lambda pipe, variables: pipe.value_and_grad(mse, tx=SGD)
+        ),
+        "type pipe.train_step(loss_fn, tx) ... missing a required argument: 'tx'": (
+            lambda pipe, variables: pipe.train_step(mse)
+        ),
+        "'rtol'; type tolerance= for rtol=": (
+            lambda pipe, variables: pipe.check(variables, X, rtol=1e-3)
+        ),
+        "'microbatch_size'; type microbatch_sizes= for": (
+            lambda pipe, variables: pipe.check(variables, X, microbatch_size=(2, 2))
+        ),
+        "'rng'; type rngs= for rng=": (
+            lambda pipe, variables: pipe.apply(variables, X, rng=KEY)
+        ),
+        "'rng'; the keys of a step follow from state.rng": step(X, TARGETS, rng=KEY),
+        "'params'; type variables={'params': params}, of a list": (
+            lambda pipe, variables: pipe.init_train_state(KEY, X, SGD, params=variables)
+        ),
+        "tx is float32[4,3]; needs ... type pipe.init_train_state(key, x, tx)": (
+            lambda pipe, variables: pipe.init_train_state(KEY, SGD, X)
+        ),
+        "tx is <function mse ... type pipe.train_step(loss_fn, tx)": (
+            lambda pipe, variables: pipe.train_step(SGD, mse)
+        ),
+        "state is float32[4,3]; needs ... type step(state, x, targets)": (
+            lambda pipe, variables: pipe.train_step(mse, SGD)(X, TARGETS, variables)
+        ),
+        "fun is <jpipe.Pipeline ... type pipe.value_and_grad(loss_fn)": (
+            lambda pipe, variables: jpipe.value_and_grad(pipe, 2)
+        ),
+        "has_aux is 'yes'; needs True or False": (
+            lambda pipe, variables: pipe.train_step(mse, SGD, has_aux="yes")
+        ),
+        "has_state is 1; needs True or False": (
+            lambda pipe, variables: pipe.value_and_grad(mse, has_state=1)
+        ),
+        "donate is 'no'; needs True or False": (
+            lambda pipe, variables: pipe.train_step(mse, SGD, donate="no")
+        ),
+        "argnums is 'params'; needs the position of an argument": (
+            lambda pipe, variables: jpipe.value_and_grad(regress, 2, argnums="params")
+        ),
+        "microbatch_sizes is 2; needs ... such as (2, 2)": (
+            lambda pipe, variables: pipe.check(variables, X, microbatch_sizes=2)
+        ),
+        "tolerance is '1e-3'; needs a number": (
+            lambda pipe, variables: pipe.check(variables, X, tolerance="1e-3")
+        ),
+        "x is a list of 12 numbers": (
+            lambda pipe, variables: pipe.apply(variables, X.tolist())
+        ),
+        "type grad_fn(params, *args, **kwargs), parameters by position; it was": (
+            lambda pipe, variables: jpipe.value_and_grad(regress, 2)()
+        ),
+        "'targets'; of a batch (x, targets) type step(state, *batch)": (
             step((X, TARGETS))
         ),
         f"{STEP}{{'x': float32[4,3]}}): missing": step({"x": X}),
@@ -236,7 +311,13 @@ MISUSES = {
         f"type pipe.apply(variables, x); it was given (a tuple, ... {INPUTS}mask)": (
             lambda pipe, variables: pipe.apply(variables, X, X)
         ),
-        f"float32[4,3], mask=float32[4,3]): got an ... {INPUTS}mask=mask)": (
+        f"mask=float32[4,3]): got an ... 'mask'; {INPUTS}mask=mask)": (
+            lambda pipe, variables: jpipe.pipeline(Masked(), 2).apply({}, X, mask=X)
+        ),
+        "'scale'; it takes variables, x, rngs, train": (
+            lambda pipe, variables: jpipe.pipeline(Masked(), 2).apply({}, X, scale=X)
+        ),
+        "'mask'; it takes variables, x, rngs, train": (
             lambda pipe, variables: pipe.apply(variables, X, mask=X)
         ),
         f"type pipe.init(key, x); it was given (key<fry>[], ... {INPUTS}mask)": (
@@ -255,12 +336,72 @@ MISUSES = {
 }
 
 
+MISUSES[ValueError] = {
+    "out_axes: 'mean' is neither an axis nor None nor jpipe.MEAN nor": (
+        lambda pipe, variables: jpipe.pipeline([nn.relu], 2, out_axes="mean")
+    ),
+    "target_axes: 'labels' is neither an axis nor None": (
+        lambda pipe, variables: jpipe.pipeline([nn.relu], 2, target_axes="labels")
+    ),
+    "in_axes: 'batch' is neither an axis nor None": (
+        lambda pipe, variables: jpipe.value_and_grad(
+            regress, 2, in_axes=jpipe.inputs(0, targets="batch")
+        )
+    ),
+    "aux_axes: 'last' is neither an axis nor None": (
+        lambda pipe, variables: pipe.train_step(
+            mse, SGD, has_aux=True, aux_axes=("last", 0)
+        )
+    ),
+    "aux_axes=0 needs has_aux=True": (
+        lambda pipe, variables: jpipe.value_and_grad(regress, 2, aux_axes=0)
+    ),
+    "a check compares two micro-batches: give at least 2 examples": (
+        lambda pipe, variables: pipe.check(variables, X[:1])
+    ),
+    "compares two micro-batches: give at least 2 examples; the batch has 1": (
+        lambda pipe, variables: jpipe.value_and_grad(regress, 2).check(
+            jnp.ones((3, 2)), X[:1], TARGETS[:1]
+        )
+    ),
+    "* x: 4, along axis 0 ... * targets: 2, along axis 0": (
+        lambda pipe, variables: jpipe.value_and_grad(regress, 2)(
+            jnp.ones((3, 2)), X, TARGETS[:2]
+        )
+    ),
+}
+
+
 @pytest.mark.parametrize(("call", "error", "match"), rows(MISUSES))
 def test_calls_with_other_arguments_are_answered_with_the_call(
     pipe, variables, call, error, match
 ):
     with pytest.raises(error, match=match):
         call(pipe, variables)
+
+
+def test_an_error_of_a_loss_function_says_with_what_it_was_called():
+    def named(params, img, *, mask):
+        return mse(img @ params["w"], mask)
+
+    with pytest.raises(TypeError) as refusal:
+        jpipe.value_and_grad(named, 2)(jnp.ones((3, 2)), X, mask=TARGETS)
+    (note,) = (text for text in refusal.value.__notes__ if "fun" in text)
+    line = named.__code__.co_firstlineno
+    assert note == (
+        f"raised by fun, named at {__file__}:{line}, on params "
+        f"float32[3,2] and img float32[2,3] and mask float32[2,2], those of a "
+        f"micro-batch"
+    )
+
+
+def test_parameters_that_are_not_wrapped_are_the_only_fault(pipe, variables):
+    with pytest.raises(ValueError, match="not those of this model") as refusal:
+        pipe.apply([own.get("params", {}) for own in variables], X)
+    assert str(refusal.value).splitlines()[1:] == [
+        "  * variables[0] has no entry 'params'; wrap parameters as "
+        "{'params': params}, or give state.variables"
+    ]
 
 
 def test_an_error_inside_of_a_call_is_not_one_of_its_arguments(pipe, variables):
@@ -418,6 +559,7 @@ def test_stream_without_a_key_is_named():
         jpipe.pipeline([OfDict()], 2).value_and_grad(mse)(({},), {"a": X}, X)
     notes = refusal.value.__notes__
     assert any("rngs={'dropout': jax" in note for note in notes)
+    assert any("type train=False where nothing is to be drawn" in n for n in notes)
     # No matter of the dict that the layer is given.
     assert not any("jpipe.layer(" in note for note in notes)
 
@@ -462,6 +604,18 @@ FORMER = {
     "'TrainStep' object has no attribute 'program'; type compile": (
         lambda pipe, step, args: step.program
     ),
+    "'TrainStep' object has no attribute 'lower'; type compile": (
+        lambda pipe, step, args: step.lower
+    ),
+    "'TrainStep' object has no attribute 'schedule'; type .plan.schedule": (
+        lambda pipe, step, args: step.schedule
+    ),
+    "'ValueAndGrad' ... 'num_stages'; type .plan.schedule.num_stages": (
+        lambda pipe, step, args: pipe.value_and_grad(mse).num_stages
+    ),
+    "'Pipeline' ... 'profile'; ... type step.profile(state, x, targets) of": (
+        lambda pipe, step, args: pipe.profile
+    ),
     "'Pipeline' object has no attribute 'fit'": lambda pipe, step, args: pipe.fit,
 }
 
@@ -471,3 +625,14 @@ def test_a_former_name_is_answered_with_what_to_type(pipe, variables, text, call
     step = pipe.train_step(mse, optax.sgd(0.1))
     with pytest.raises((AttributeError, TypeError), match=says(text)):
         call(pipe, step, (variables, X))
+
+
+def test_an_attribute_that_fails_inside_of_a_property_is_named():
+    class Titled(jpipe.Pipeline):
+        @property
+        def title(self):
+            return KEY.title
+
+    pipe = Titled.__new__(Titled)
+    with pytest.raises(AttributeError, match=says("'PRNGKeyArray' ... 'title'")):
+        pipe.title  # noqa: B018

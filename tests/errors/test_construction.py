@@ -105,11 +105,11 @@ OPTIONS = {
         "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
-        "layers is a int; needs a Flax module ... [nn.Dense": {"layers": 3},
+        "layers is an int; needs a Flax module ... [nn.Dense": {"layers": 3},
         "layers is a str; needs a Flax module": {"layers": "Dense"},
         "layers is a dict; needs a Flax module": {"layers": {"first": nn.Dense(3)}},
-        "layers is a ndarray; needs a Flax module": {"layers": X},
-        "replicas=2 is a int; needs a number for each stage": {"replicas": 2},
+        "layers is an ndarray; needs a Flax module": {"layers": X},
+        "replicas=2 is an int; needs a number for each stage": {"replicas": 2},
         "Dense is a class; write Dense(...)": {"layers": nn.Dense},
         "layer 1 ... a function that calls a Dense ... become constants": {
             "layers": [nn.relu, BOUND.__call__]
@@ -158,6 +158,10 @@ def test_arrays_of_numpy_are_options_as_lists_are():
     assert {*planned.devices} <= {*devices}
     with pytest.raises(ValueError, match="it decides balance, which was given too"):
         jpipe.pipeline(two_stages(), plan=plan, balance=balance)
+    # The defaults, typed.
+    match = says("it decides schedule, which", "it decides remat, which was given too")
+    with pytest.raises(ValueError, match=match):
+        jpipe.pipeline(two_stages(), plan=plan, schedule="1f1b", remat="min_cut")
 
 
 def test_profile_refuses_what_is_no_model():
@@ -183,7 +187,7 @@ def test_layers_that_are_no_layers_are_all_listed():
         r"layer 3: Module is an nnx module without __call__",
         r"layer 4: 'relu' is a str",
         r"layer 5: a list; list its layers themselves, and type balance= for stages",
-        r"layer 6: array\(.{1,40} is a ndarray",
+        r"layer 6: array\(.{1,40} is an ndarray",
     ]
     lines = str(refusal.value).splitlines()[1:]
     assert len(lines) == len(faults)
@@ -229,7 +233,7 @@ def test_inputs_beside_the_first_are_packed_also_for_a_plan():
     match = says("too many positional arguments", "x = jpipe.inputs(x, mask)")
     with pytest.raises(TypeError, match=match):
         jpipe.plan(nn.Dense(3), X, X, optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"argument 'num_device'$"):
+    with pytest.raises(TypeError, match=says("'num_device'; type num_devices= for")):
         jpipe.plan(nn.Dense(3), X, optax.sgd(0.1), num_device=2)
 
 

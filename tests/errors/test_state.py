@@ -20,8 +20,8 @@ from .model import KEY, TARGETS, Unlucky, X, mse, on_host, rows, says, two_stage
 @pytest.mark.parametrize(
     ("tx", "match"),
     [
-        ("adam", "tx='adam' is a str ... optax optimizer, such as optax.adamw(1e-3)"),
-        (mse, "tx=<function mse ... is a function; needs an optax optimizer, such as"),
+        ("adam", "tx is 'adam'; needs an optax optimizer, such as optax.adamw(1e-3)"),
+        (mse, "tx is <function mse ... needs an optax optimizer, such as"),
         (
             optax.sgd,
             "tx=optax.sgd ... makes an optimizer: call it, as in optax.adamw(1e-3)",

@@ -238,12 +238,12 @@ def test_paths_of_several_parameters_start_with_their_number(double):
 
 
 REFUSED_ARGUMENTS = {
-    "argument 1: 2, .*is argument 1 a raw key\\? give jax.random.key": (
+    "k: 2, .*is k a raw key\\? give jax.random.key": (
         lambda p, k, x: plain(p, x, jax.random.normal(k, (len(x), 3))),
         (jax.random.PRNGKey(0), X),
         {},
     ),
-    "has 2 examples, fewer.*is argument 2 a raw key": (
+    "has 2 examples, fewer.*is k a raw key": (
         lambda p, x, k: plain(p, x, jax.random.normal(k, (len(x), 3))),
         (X, jax.random.PRNGKey(0)),
         {"in_axes": (None, 0), "num_microbatches": 4},
@@ -253,7 +253,7 @@ REFUSED_ARGUMENTS = {
         (X, TARGETS, {"mask": MASK}),
         {"in_axes": jpipe.inputs(0, 0, maks=None)},
     ),
-    "argument 1\\['text'\\] is a str": (
+    "batch\\['text'\\] is a str": (
         lambda p, batch: plain(p, batch["x"], TARGETS),
         ({"x": X, "text": "ten"},),
         {},

@@ -50,8 +50,26 @@ def test_axes_of_a_mesh_stand_in_any_order():
     pipe = jpipe.pipeline(layers, 2, mesh=Mesh(devices, ("data", "stage")))
     assert [list(own.devices) for own in pipe.devices] == devices.T.tolist()
     assert "cpu:0 to cpu:2 (data=2)" in str(pipe)
-    alone = jpipe.pipeline(layers, 2, mesh=mesh(2, 1))
-    assert alone.devices == tuple(jax.devices()[:2])
+    for one_per_stage in (mesh(2, 1), mesh(2)):
+        alone = jpipe.pipeline(layers, 2, mesh=one_per_stage)
+        assert alone.devices == tuple(jax.devices()[:2])
+
+
+def test_the_stages_are_the_only_axis_of_a_mesh():
+    x, targets = ref.regression(8)
+    pipe = jpipe.pipeline([ref.dense(8), ref.dense(4)], 2, mesh=mesh(2))
+    variables = pipe.init(jax.random.key(0), x)
+    loss, grads = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    assert [{*jax.tree.leaves(own)[0].devices()} for own in grads] == [
+        {device} for device in jax.devices()[:2]
+    ]
+    twin = jpipe.sequential([ref.dense(8), ref.dense(4)], 2)
+    values = twin.place(jax.device_get(variables))
+    expected = twin.value_and_grad(ref.mse)(values, x, targets)
+    ref.assert_close((loss, grads), expected, ref.FLOAT32)
+
+    grad_fn = jpipe.value_and_grad(lambda w, x: ref.mse(x @ w, 0), 2, mesh=mesh(2))
+    assert grad_fn.place(np.ones((x.shape[1], 2)), x).devices() <= {*jax.devices()[:2]}
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ INPUTS = {
     ),
     "text": (
         lambda: jpipe.inputs({"x": np.array(["a"])}, X),
-        r"\n  \* input 0\['x'\] is a ndarray of dtype <U1",
+        r"\n  \* input 0\['x'\] is an ndarray of dtype <U1",
     ),
 }
 
@@ -109,7 +109,7 @@ def test_a_state_in_the_place_of_variables_is_answered_with_its_variables(call):
 def test_a_module_of_nnx_in_the_place_of_variables_is_answered_with_its_values():
     module = Affine()
     pipe = jpipe.pipeline(module, 2, num_stages=1)
-    with pytest.raises(ValueError, match="variables is a Affine") as refusal:
+    with pytest.raises(ValueError, match="variables is an Affine") as refusal:
         pipe.apply(module, X)
     line = told(r"its values: variables = (.*)", str(refusal.value))
     variables = eval(line, {"pipe": pipe, "x": X})

@@ -116,6 +116,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("if _is_param_path(path) and is_inexact(leaf)", "if _is_param_path(path)"),
     ],
     "_arguments/_wrong_call": [
+        ("if name in input_names", "if input_names"),
+        ("for option in names", "for option in [here]"),
         ("traceback.tb_next is None", "traceback.tb_next is not None"),
         ("follow_wrapped=False", "follow_wrapped=True"),
         ("args[1:] if is_method else args", "args[1:]"),

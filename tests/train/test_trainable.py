@@ -99,10 +99,10 @@ def answers_nothing(path, leaf):
 
 
 WRONG = [
-    (3, TypeError, "trainable=3 is a int; trainable= takes paths such as '*/lora_*'"),
+    (3, TypeError, "trainable=3 is an int; trainable= takes paths such as '*/lora_*'"),
     (answers_nothing, TypeError, "answers None for (0, 'base', 'bias')"),
     (["2", "0/lora_a", "9/*"], ValueError, "'0/lora_a': the nearest are '0/lora/lora_"),
-    (nnx.BatchStat, ValueError, "Variable types: LoRAParam, Param\nA path starts with"),
+    (nnx.BatchStat, ValueError, "Variable types: LoRAParam, Param\na path starts with"),
     (
         lambda path, leaf: False,
         ValueError,
