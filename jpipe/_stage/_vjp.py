@@ -27,7 +27,7 @@ from jax.extend import core
 
 from .._jaxprs import _inlining, _jaxpr, _min_cut
 from .._partition import _remat
-from .._partition._remat_mode import RematMode
+from .._partition._remat_mode import RematMode, Stored
 
 Leaves = Sequence[Any]
 # f(differentiated, fixed) -> (differentiated outputs, other outputs): flat leaves in,
@@ -99,7 +99,7 @@ def split_vjp(
     pullback_tree = pullback_trees[-1]
     num_outputs = len(outputs) + len(other_outputs)
     pullback_vars = closed.jaxpr.outvars[num_outputs:]
-    if mode.stores_fewest_bytes:
+    if mode.stores is Stored.FEWEST_BYTES:
         residual_vars = _min_cut.find_residuals(
             closed, pullback_vars, is_recomputable=is_weight, is_stored=is_stored
         )

@@ -3,6 +3,8 @@
     (*state, *x, *targets) -> (*state, loss, *aux)
 
 It is the schedule, the update of each parameter where it is, and the keys of the step.
+A step has two programs: this one runs; `Specialization.program`, of the gradients
+alone, is what ``print``, ``profile`` and the actions of a plan are read off.
 """
 
 import weakref
@@ -107,9 +109,7 @@ class LoweredStep:
         first_place = self.specialization.placement.place_of(0)
         *rngs, next_step = graph.call_in_processes(advance, first_place, rngs_and_step)
 
-        loss, aux, grads, changed = self.specialization.write(
-            graph, variables, [*batch, *rngs]
-        )
+        results = self.specialization.write(graph, variables, [*batch, *rngs])
 
         param_indices = jax.tree.leaves(indices.params)
         pairs = zip(param_indices, layout.is_param_trained, strict=True)
@@ -119,17 +119,18 @@ class LoweredStep:
             graph,
             [
                 *(inputs[i] for i in updated_indices),
-                *(grads[i] for i in layout.param_indices if i in grads),
+                *(results.grads[i] for i in layout.param_indices if i in results.grads),
             ],
         )
 
         # index of a leaf of the state -> its new value
         new_state: dict[int, Any] = dict(enumerate(inputs))
         new_state |= zip(updated_indices, updated, strict=True)
-        for leaf, value in changed.items():
+        for leaf, value in results.new_state.items():
             new_state[self.variable_indices[leaf]] = value
         new_state[indices.step] = graph.bring_to_processes(next_step)
-        metrics = map(graph.bring_to_processes, graph.as_own_arrays([*loss, *aux]))
+        metrics = [*results.loss, *results.aux]
+        metrics = map(graph.bring_to_processes, graph.as_own_arrays(metrics))
         return Program(graph, [*new_state.values(), *metrics])
 
     def _add_state(
@@ -200,10 +201,10 @@ class LoweredStep:
         )
         set_origin(state, origin)
 
-        loss, aux, _ = self.specialization.split_outputs(outputs[num_leaves:])
+        loss, *aux = outputs[num_leaves:]
         metrics = {"loss": loss}
         if self._has_aux:
-            metrics["aux"] = aux
+            metrics["aux"] = self.specialization.aux_tree.unflatten(aux)
         return state, metrics
 
 
