@@ -82,8 +82,7 @@ class TracedFunction:
         divided by the sum of loss weights.
       folded_numbers: the numbers that are folded into keys: see `_folded_numbers`.
       fixed_eqn_kinds: the kinds of the equations, once they are fixed for all sizes of
-        micro-batches, or the equations were moved: see `_eqn_order`; ``None`` before
-        step 7.
+        micro-batches, or the equations were moved: see `_eqn_order`; ``None`` before.
       num_model_inputs: the number of leaves of the input of a model, which are the
         first batch inputs; 0 for a loss function, and before step 3.
       num_uncopied_inputs: the number of batch inputs, the first ones, from which no
