@@ -46,8 +46,8 @@ class Reduction:
       takes_other_aux: True if it gives aux of other dtypes a value, too.
       reduces_constants: True if it reduces what follows from no example, which is
         what one device returns otherwise.
-      checked_as: what `pipe.check` compares micro-batches with: ``"each"`` example,
-        their ``"mean"`` or ``"sum"``.
+      checked_as: the value with which `pipe.check` compares that of micro-batches: of
+        ``"each"`` example, their ``"mean"`` or ``"sum"``.
     """
 
     name: str

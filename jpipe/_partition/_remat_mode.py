@@ -13,7 +13,7 @@ Policy = Callable[..., Any]
 
 
 class Stored(enum.Enum):
-    """What a forward stores of the values that its backward reads."""
+    """The part of what a backward reads that its forward stores."""
 
     ALL = enum.auto()
     # A minimum cut: the fewest bytes from which all of them follow cheaply.
