@@ -137,11 +137,11 @@ class FunctionGradient(CustomLoop, Handle):
         self._feed(trees)  # which compares the mini-batches of all processes
         outputs = specialization.program(leaves)
 
-        loss, aux, trained_grads = specialization.split_outputs(outputs)
-        grads = [
-            next(trained_grads) if is_trained else None
-            for is_trained in specialization.layout.is_param_trained
-        ]
+        results = specialization.unpack(outputs)
+        (loss,) = results.loss
+        aux = specialization.aux_tree.unflatten(results.aux)
+        param_indices = specialization.layout.param_indices
+        grads = [results.grads.get(index) for index in param_indices]
         value = (loss, aux) if self._has_aux else loss
         return value, specialization.layout.join_params(grads)
 

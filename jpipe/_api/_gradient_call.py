@@ -86,21 +86,22 @@ class ValueAndGrad(LossMethods):
         program = self._program_of(specialization)
         leaves = specialization.check_arguments(variables, (x, targets, rngs))
         outputs = program(leaves)
-        # An iterator over the gradients, then the new state.
-        loss, aux, results = specialization.split_outputs(outputs)
-
         layout = specialization.layout
+        results = specialization.unpack(
+            outputs, layout.state_indices if self._has_state else ()
+        )
+        (loss,) = results.loss
+        aux = specialization.aux_tree.unflatten(results.aux)
         # The variables, with gradients in place of parameters.
         result_leaves = leaves[: len(layout.specs)]
-        for index, is_trained in zip(
-            layout.param_indices, layout.is_param_trained, strict=True
-        ):
+        for index in layout.param_indices:
             result_leaves[index] = (
-                next(results) if is_trained else self._no_grad(leaves[index])
+                results.grads[index]
+                if index in results.grads
+                else self._no_grad(leaves[index])
             )
-        if self._has_state:
-            for index in layout.state_indices:
-                result_leaves[index] = next(results)
+        for index, value in results.new_state.items():
+            result_leaves[index] = value
         result_tree = layout.join_params(result_leaves)
 
         extra = [aux] if self._has_aux else []

@@ -198,11 +198,9 @@ def _run(
     outputs = specialization.program(
         specialization.check_arguments(params, args, "params")
     )
-    loss, _, trained_grads = specialization.split_outputs(outputs)
-    grads = [
-        next(trained_grads) if is_trained else None
-        for is_trained in layout.is_param_trained
-    ]
+    results = specialization.unpack(outputs)
+    (loss,) = results.loss
+    grads = [results.grads.get(index) for index in layout.param_indices]
     return _LossAndGradients(loss, jax.tree.structure(params).unflatten(grads))
 
 

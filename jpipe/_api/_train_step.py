@@ -317,6 +317,7 @@ class TrainStep(LossMethods):
         state_key = _signature.settings(), signature_index
         key = state_key, _signature.tree_signature(x, targets)
         if key not in self._lowered_steps:
+            # Keys that are not folded will do: the program makes those of the step.
             specialization = self._pipelined_loss.specialize(
                 state.variables, x, targets, state.rng, train=True
             )

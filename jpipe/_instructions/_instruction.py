@@ -22,9 +22,15 @@ WHOLE_BATCH = "whole_batch"
 class Instruction:
     """A call of a function, or a move to another place.
 
-    A graph lists instructions over values, and `assign_executables` adds executables to
-    calls. `Program` rewrites them as instructions over slots, which the loop runs, with
-    all attributes from ``donates`` on.
+    It has three states:
+
+    1. `Graph` lists it over values: ``donates`` and all that follows is empty;
+    2. `assign_executables` sets the ``executable`` of a call. XLA has not compiled it
+       yet: a `PlacedExecutable` is compiled by `compile_all`, before it is called;
+    3. `Program` writes another one over slots, with all attributes, which the loop
+       runs. Its ``run`` is the executable's: that of `jax.jit`, and from
+       `Program.compile` on what XLA returned. Of a move it is a transfer, or a
+       `Crossing` between processes.
 
     Attributes:
       place: the place of a call; the target of a move.

@@ -255,6 +255,7 @@ class Epilogue:
 
         graph = self.prologue.graph
         stages = self.prologue.stages
+        penalty_index = stages.penalty_index
         old_state = list[Values]()
         for state in stages.states:
             old_state.append([self.weights[i] for i in state.param_indices])
@@ -263,7 +264,7 @@ class Epilogue:
         return self._write_epilogue(
             EpilogueInputs(
                 loss=losses[0],
-                penalty=self.weights[-1] if stages.traced().penalty else None,
+                penalty=None if penalty_index is None else self.weights[penalty_index],
                 loss_divisor=loss_divisor,
                 loss_weights=[
                     graph.bring(value, self._last_place) for value in loss_weights
@@ -374,8 +375,7 @@ class Epilogue:
         num_inputs = prologue.num_inputs
         # weight index of a prologue value -> the terms of its cotangent
         value_terms = {i: x for i, x in terms.items() if i >= num_inputs and x}
-        has_penalty = bool(prologue.stages.traced().penalty)
-        penalty = len(self.weights) - 1 if has_penalty else None
+        penalty = prologue.stages.penalty_index
         # A penalty is added to the loss as it is: its cotangent is that of the loss,
         # and no backward has divided it.
         if penalty is not None and penalty in terms:

@@ -31,6 +31,7 @@ from .._arguments._batch import Batch
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, StageMesh
 from .._jaxprs._computation import Computation
+from .._partition._remat_mode import Stored
 from .._partition._stage_placement import StagePlacement
 from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
@@ -51,6 +52,9 @@ Cell = tuple[int, int]
 
 class Lowering:
     """The actions of a mini-batch, written into a graph.
+
+    One that is made has written what comes before the actions: the prologue, the parts
+    of the mini-batch, the zeros of sums and the loss divisor.
 
     Args:
       graph: the graph that is written.
@@ -117,6 +121,7 @@ class Lowering:
             stages=stages,
             batch=batch,
             weights=self._weights,
+            result_value=self._result_value,
         )
         self._loss_divisor = self._prologue.write_loss_divisor(
             batch, self._batch_inputs[self._last_stage]
@@ -291,7 +296,7 @@ class Lowering:
         if self._tail is not None:
             return fused_cells
         for m in range(self._num_microbatches):
-            if self._stages.mode(last, m).stores_only_inputs:
+            if self._stages.mode(last, m).stores is Stored.INPUTS:
                 fused_cells.add((last, m))
         if fused_cells and self._stages.states[last].has_integers:
             # An integer of the state keeps the value of the last micro-batch that runs.
@@ -359,13 +364,6 @@ class Lowering:
         values |= zip(stage_slice.batch_inputs, batch_inputs, strict=True)
         return [values[var] for var in stage_slice.closed.jaxpr.invars]
 
-    def _accumulation_operands(self, stage: int, m: int) -> Values:
-        """The operands of `StageFunctions.forward_adding` behind the inputs."""
-        outer_terms = Values()
-        for atom in self._sums.outer_terms(stage, m):
-            outer_terms.append(self._result_value(atom, m))
-        return self._sums.accumulation_operands(stage, m, outer_terms)
-
     def _keep_outputs(self, stage: int, m: int, results: Values) -> None:
         """Keeps the results of a forward that other stages read, or the user."""
         outputs = self._stages.slice_of(stage, m).outputs
@@ -430,7 +428,7 @@ class Lowering:
         functions = self._functions(action)
         function = functions.forward_adding(self._sums.accumulation(stage, m))
         inputs = self._inputs(stage, m)
-        operands = [*inputs, *self._accumulation_operands(stage, m)]
+        operands = [*inputs, *self._sums.accumulation_operands(stage, m)]
         results = self._call(function, action, operands)
         self._keep_forward(action, functions, inputs=inputs, results=results)
 
@@ -449,7 +447,7 @@ class Lowering:
         inputs = self._inputs(stage, m)
         operands = [
             *inputs,
-            *self._accumulation_operands(stage, m),
+            *self._sums.accumulation_operands(stage, m),
             *output_grads,
             *self._grad_sums(action),
         ]

@@ -9,7 +9,7 @@ made. Replicas of a stage have sums of their own, and so have its shards: the ep
 adds them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +60,7 @@ class MicrobatchSums:
       stages: the stages.
       batch: the mini-batch.
       weights: the weights, as values.
+      result_value: ``(result of the function, micro-batch) -> its value``.
 
     Attributes:
       grad_shardings: for each stage, the shardings of its gradient sums.
@@ -73,8 +74,10 @@ class MicrobatchSums:
         stages: Stages,
         batch: Batch,
         weights: Values,
+        result_value: Callable[[Any, int], Value],
     ) -> None:
         self._graph = graph
+        self._result_value = result_value
         self._placement = placement
         self._stages = stages
         self._batch = batch
@@ -89,7 +92,7 @@ class MicrobatchSums:
         self._sums: dict[tuple[int, Place], StageSums] = {}
         # (stage, size of the micro-batch) -> the addition to its forward sums
         self._accumulations: dict[tuple[int, int], Accumulation] = {}
-        # (stage, size of the micro-batch) -> see `outer_terms`
+        # (stage, size of the micro-batch) -> see `_find_outer_terms`
         self._outer_terms: dict[tuple[int, int], list[Any]] = {}
         self._write_zeros()
 
@@ -123,7 +126,7 @@ class MicrobatchSums:
             self._accumulations[key] = self._trace_accumulation(stage, m)
         return self._accumulations[key]
 
-    def outer_terms(self, stage: int, m: int) -> list[Any]:
+    def _find_outer_terms(self, stage: int, m: int) -> list[Any]:
         """The terms of forward sums that the forward neither reads nor computes.
 
         They are constants, weights of other stages, and the like.
@@ -136,16 +139,12 @@ class MicrobatchSums:
             self._outer_terms[key] = [term for term, arg in pairs if arg is None]
         return self._outer_terms[key]
 
-    def accumulation_operands(self, stage: int, m: int, outer_terms: Values) -> Values:
-        """The operands of the addition that its forward neither reads nor computes.
-
-        Args:
-          stage: the stage.
-          m: the micro-batch.
-          outer_terms: the values of `outer_terms`.
-        """
+    def accumulation_operands(self, stage: int, m: int) -> Values:
+        """The operands of `StageFunctions.forward_adding` behind the inputs."""
         place = self._placement.place_of(stage, m)
-        operands = [*self._sums[stage, place].forward, *outer_terms]
+        operands = [*self._sums[stage, place].forward]
+        for term in self._find_outer_terms(stage, m):
+            operands.append(self._result_value(term, m))
         if self._stages.states[stage].has_means:
             operands.append(self._share(m, place))
         return operands

@@ -13,6 +13,7 @@ makes them. So each backward of a weighted loss divides by the sum of all loss w
 where targets alone tell it. Else the epilogue divides the gradients.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 from .._placed._placed_function import LeafPlacement, PlacedFunction
-from .._stage._stages import Stages, WeightIndex, make_prologue_vjp
+from .._stage._stages import Stages, WeightIndex
 from ._shards import unstack
 
 Values = list[Value]
@@ -115,7 +116,7 @@ class Prologue:
         ]
         indices = [i for i, has_result in enumerate(is_differentiated) if has_result]
 
-        # Cotangents in the order of the values, as `make_prologue_vjp` takes them.
+        # Cotangents in the order of the values, as `_make_vjp` takes them.
         cotangents = [value_grads[i] for i in sorted(value_grads)]
         places = [self.place_of(i) for i in [*range(num_inputs), *sorted(value_grads)]]
         grad_places = [self.place_of(i) for i in indices]
@@ -123,7 +124,7 @@ class Prologue:
         param_specs = [self.graph.specs[value] for value in self.params_and_captured]
         cotangent_specs = [self.graph.specs[value] for value in cotangents]
         prologue_vjp = PlacedFunction(
-            make_prologue_vjp(closed, is_differentiated, has_grad),
+            _make_vjp(closed, is_differentiated, has_grad),
             [param_specs, cotangent_specs],
             LeafPlacement(
                 arguments=places, results=lambda _: (grad_places, grad_shardings)
@@ -205,3 +206,27 @@ class Prologue:
             return [total]
 
         return add
+
+
+def _make_vjp(
+    prologue: core.ClosedJaxpr, trained: Sequence[bool], has_cotangent: Sequence[bool]
+) -> Any:
+    """``(params, cotangents) -> gradients``, the backward of the prologue.
+
+    Args:
+      prologue: ``params -> values``.
+      trained: one bool per parameter; True if it has a gradient.
+      has_cotangent: one bool per value; True if it has a cotangent.
+    """
+
+    def pull(params: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def differentiated_values(trained_params: Sequence[Any]) -> list[Any]:
+            all_params = _jaxpr.replace_leaves(params, trained_params, trained)
+            values = core.jaxpr_as_fun(prologue)(*all_params)
+            return list(itertools.compress(values, has_cotangent))
+
+        trained_params = list(itertools.compress(params, trained))
+        _, pullback = jax.vjp(differentiated_values, trained_params)
+        return pullback(list(cotangents))[0]
+
+    return pull

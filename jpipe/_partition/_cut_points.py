@@ -50,7 +50,8 @@ class CutPoints:
         read, and until the next.
       total_reads: the number of reads of each parameter in the whole program.
       num_traced_stages: the number of stages for which calls of `jax.checkpoint` were
-        inlined in that trace, and have to be in others: see `_checkpoints`.
+        inlined in that trace, and have to be in others: see `_checkpoints`. It is the
+        `Partition.most_stages` of then; files of plans have it by this name.
       division: the pieces of scans over layers, and of the parameters that these go
         along.
     """

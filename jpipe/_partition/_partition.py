@@ -1,9 +1,14 @@
 """The partition of functions into stages, and the devices and schedule of these.
 
 The user of a list of layers decides its stages: they end at the marks in the trace. One
-model or loss function is cut where it balances and few bytes cross. Its cut points are
-kept, and mean the same in traces of another batch size, or of evaluation: so the
-parameters of all functions of a model stay where they are.
+model or loss function is cut where it balances and few bytes cross. The cut points of a
+model are kept, and mean the same in traces of another batch size, or of evaluation: so
+the parameters of all functions of a model stay where they are.
+
+A function of `jpipe.value_and_grad` shares nothing with others: each signature of its
+arguments is cut anew, in the pieces of the first. Most are cut alike. Where one is not,
+such as with other static arguments, its parameters belong elsewhere: the call says so,
+and `FunctionGradient.place` with these arguments moves them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,10 +140,10 @@ class Partition:
 
     @property
     def most_stages(self) -> int:
-        """The number of stages for which calls of `jax.checkpoint` are inlined.
+        """The most stages that there may be: for so many a function is traced.
 
-        It is the number of ranks, if the user gave none, and there may be fewer stages.
-        In a layer calls stay as they are: 1.
+        It is the number of ranks, if the user gave none. In a layer calls of
+        `jax.checkpoint` stay as they are: 1.
         """
         if self._groups is not None:
             return 1

@@ -4,15 +4,13 @@ A *remat setting* is what a user says for a stage, by a name or a policy of JAX.
 tells the *remat mode* of each micro-batch: the values that its forward stores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from ._remat_mode import FULL, MODES, NONE, Policy, RematMode
-
-Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -101,17 +99,3 @@ def _setting_of_policy(policy: Policy) -> RematSetting:
     name = getattr(policy, "__name__", None) or type(policy).__name__
     mode = RematMode(name, policy)
     return RematSetting(name, mode, mode)
-
-
-def checkpoint(function: Function, mode: RematMode) -> Function:
-    """The function of which `jax.vjp` stores what the policy of a mode says.
-
-    XLA needs no barrier against finding common subexpressions: forward and backward are
-    different programs, or `RematMode.when_fused` recomputes nothing.
-    """
-    policy = mode.policy
-    if policy is None:
-        return function
-    if isinstance(policy, str):
-        policy = getattr(jax.checkpoint_policies, policy)
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -3,12 +3,24 @@
 No JAX is imported here: planning partitions profiles without it.
 """
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 # One of `jax.checkpoint_policies`, or a user's.
 Policy = Callable[..., Any]
+
+
+class Stored(enum.Enum):
+    """The part of what a backward reads that its forward stores."""
+
+    ALL = enum.auto()
+    # A minimum cut: the fewest bytes from which all of them follow cheaply.
+    FEWEST_BYTES = enum.auto()
+    # Nothing but the inputs of the stage: a forward by itself makes only its outputs,
+    # and the backward computes it again.
+    INPUTS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -20,17 +32,13 @@ class RematMode:
       policy: the policy of `jax.checkpoint` that says what the backward reads: a
         function, or a name in `jax.checkpoint_policies`; ``None``: no `jax.checkpoint`,
         so that it reads what `jax.vjp` stores.
-      stores_only_inputs: True if nothing is stored but the stage's inputs, so that a
-        forward by itself makes only its outputs, and the backward computes it again.
-      stores_fewest_bytes: True if of this a minimum cut is stored, the fewest bytes
-        from which all that the backward reads follows cheaply; False: all is stored.
+      stores: the part of this that is stored.
       is_tried_by_plan: True if `jpipe.plan` tries it where users name no modes.
     """
 
     name: str
     policy: Policy | str | None = None
-    stores_only_inputs: bool = False
-    stores_fewest_bytes: bool = False
+    stores: Stored = Stored.ALL
     is_tried_by_plan: bool = False
 
     @property
@@ -60,11 +68,11 @@ class RematMode:
 FULL = RematMode(
     "full",
     "nothing_saveable",
-    stores_only_inputs=True,
+    stores=Stored.INPUTS,
     is_tried_by_plan=True,
 )
 NONE = RematMode("none")
 DOTS = RematMode("dots", "dots_saveable")
-MIN_CUT = RematMode("min_cut", stores_fewest_bytes=True, is_tried_by_plan=True)
+MIN_CUT = RematMode("min_cut", stores=Stored.FEWEST_BYTES, is_tried_by_plan=True)
 # All modes that have a name; those that store the fewest bytes first.
 MODES = (FULL, MIN_CUT, DOTS, NONE)

@@ -1,6 +1,7 @@
 """A function on mini-batches of one signature: divided, and lowered to a program."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -150,13 +151,25 @@ class Specialization:
         self.layout.check(param_leaves, tree_name)
         return [*param_leaves, *batch_leaves]
 
-    def split_outputs(
-        self, outputs: Sequence[Any]
-    ) -> tuple[Any, PyTree, Iterator[Any]]:
-        """Splits the outputs of a program: the loss, aux, and all that follows."""
-        num_metrics = 1 + self.aux_tree.num_leaves
-        aux = self.aux_tree.unflatten(outputs[1:num_metrics])
-        return outputs[0], aux, iter(outputs[num_metrics:])
+    def unpack(
+        self, outputs: Sequence[Any], state_indices: Sequence[int] = ()
+    ) -> StepOutputs:
+        """The outputs of a program of a loss, by name: see `_make_program`.
+
+        Args:
+          outputs: the outputs.
+          state_indices: the indices of the leaves whose new state is among them.
+        """
+        layout = self.layout
+        trained_indices = itertools.compress(
+            layout.param_indices, layout.is_param_trained
+        )
+        remaining = iter(outputs)
+        loss = [next(remaining)]
+        aux = [next(remaining) for _ in range(self.aux_tree.num_leaves)]
+        grads = {i: next(remaining) for i in trained_indices}
+        new_state = dict(zip(state_indices, remaining, strict=True))
+        return StepOutputs(loss=loss, aux=aux, grads=grads, new_state=new_state)
 
     @cached_property
     def program(self) -> Program:

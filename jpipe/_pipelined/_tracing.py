@@ -1,8 +1,20 @@
 """Traces a function on micro-batches of each size, and makes the traces ready to cut.
 
+These are all passes over a trace, in their order.
+
 For each size, in this order:
 
-1. trace;
+1. trace, and at once, in `_traced_function.trace_function`:
+
+   * read the marks of boundaries: first, as it tells what nobody reads but a mark;
+   * replace refs by their values, as refs hide what follows from what;
+   * drop equations that nobody reads: they would hold parameters in their stage;
+   * inline calls of `jax.checkpoint`, as only scans outside of calls are divided;
+   * turn loops that count rows into scans along rows, which step 5 divides;
+   * fold raw keys, while the index of the micro-batch is the last input;
+   * make numbers that are folded into keys inputs, behind the index;
+   * make arrays that the function closes over inputs: last, as this shifts the others;
+
 2. restrict meshes to places: a program that names devices is refused before more is
    done with it;
 3. tell what of the batch is captured, and count inputs that one stage alone reads: by
@@ -19,6 +31,9 @@ Then for all sizes together:
 8. sink equations to their first readers, the last step that moves any; not in a list,
    whose marks tell the stage of each;
 9. agree, equation by equation, on which ones run once per step.
+
+Then `PipelinedFunction.build` finds the state that is written, with its leaves in the
+pieces of step 5, drops results that return it unchanged, and cuts.
 """
 
 from collections.abc import Sequence

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from .._jaxprs import _inlining, _jaxpr, _min_cut, _scans
-from .._partition._remat_mode import RematMode
+from .._partition._remat_mode import RematMode, Stored
 
 # An iteration may hand over so many times the bytes that it reads and writes of stacks.
 # Layers hand over 0.06 to 0.9 times as much, a loss in chunks that computes its logits
@@ -97,7 +97,7 @@ def split_backward(
     second_reads = _read_vars(divided, second_outvars, computed)
     inputs = {*jaxpr.invars}
     residuals = [var for var in second_reads if var not in inputs]
-    if mode.stores_fewest_bytes:
+    if mode.stores is Stored.FEWEST_BYTES:
         residuals = _min_cut.find_residuals(
             first,
             second_reads,

@@ -16,7 +16,7 @@ from .._jaxprs._computation import (
     compose,
 )
 from .._jaxprs._jaxpr import specs
-from .._partition._remat_mode import RematMode
+from .._partition._remat_mode import RematMode, Stored
 from .._trace._accumulation import accumulate, sum_spec
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from . import _residuals, _split_backward, _vjp
@@ -72,7 +72,7 @@ class StageFunctions:
     @cached_property
     def _vjp_parts(self) -> _vjp.ForwardBackward:
         closed = self.slice.closed
-        if self.mode.stores_fewest_bytes:
+        if self.mode.stores is Stored.FEWEST_BYTES:
             closed = _loops.keep_fewest(closed)
         run = _jaxpr.as_traced(closed)
         num_outputs = len(self.slice.differentiated_outputs)

@@ -5,13 +5,11 @@ for each. The *weights* of stages have the same indices in all traces: the param
 come first, and after them the values of the prologue.
 """
 
-import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from .._jaxprs import _jaxpr, _structural_key
@@ -117,7 +115,8 @@ class Stages:
       trained: one bool per weight, parameters first; True if it has a gradient.
       states: the leaves that each stage writes.
       prologue: the jaxpr of the prologue, ``params -> values``.
-      owner_stages: the first stage that reads each weight.
+      owner_stages: the stage that owns each weight: as in the arguments, or the first
+        that reads it.
       has_loss_divisor: True if backwards of a weighted loss divide by the sum of all
         loss weights.
     """
@@ -146,6 +145,7 @@ class Stages:
         self.prologue = first.prologue
         self._check_equal_reads()
 
+        # Slices know of parameters alone; values of the prologue are read off slices.
         self.trained += [
             not isinstance(value, core.Literal) and value in first.differentiated
             for value in self.prologue.jaxpr.outvars
@@ -208,6 +208,13 @@ class Stages:
             else:
                 params.update(_read_params(self.prologue, weight - num_params))
         return params
+
+    @property
+    def penalty_index(self) -> WeightIndex | None:
+        """The index of the penalty, if there is one: the last value of the prologue."""
+        if not self.traced().penalty:
+            return None
+        return self.traced().num_params + len(self.prologue.jaxpr.outvars) - 1
 
     def spec_of(self, weight: WeightIndex) -> Any:
         """The spec of a weight."""
@@ -323,8 +330,8 @@ class Stages:
             reader = readers.get(num_params + index, self._last)
             for param in _read_params(self.prologue, index):
                 readers.setdefault(param, reader)
-        if self.traced().penalty:  # the penalty, which is added to the loss
-            readers[num_weights - 1] = self._last
+        if self.penalty_index is not None:  # it is added to the loss
+            readers[self.penalty_index] = self._last
         return [readers.get(weight, 0) for weight in range(num_weights)]
 
     def _stages_of_state(self) -> dict[WeightIndex, int]:
@@ -386,27 +393,3 @@ def _values(prologue: core.ClosedJaxpr) -> list[tuple[Any, list[bool]]]:
     """The aval of each value of the prologue, and if it follows from each parameter."""
     values = prologue.jaxpr.outvars
     return [(value.aval, _is_param_read(prologue, value)) for value in values]
-
-
-def make_prologue_vjp(
-    prologue: core.ClosedJaxpr, trained: Sequence[bool], has_cotangent: Sequence[bool]
-) -> Any:
-    """``(params, cotangents) -> gradients``, the backward of the prologue.
-
-    Args:
-      prologue: ``params -> values``.
-      trained: one bool per parameter; True if it has a gradient.
-      has_cotangent: one bool per value; True if it has a cotangent.
-    """
-
-    def pull(params: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def differentiated_values(trained_params: Sequence[Any]) -> list[Any]:
-            all_params = _jaxpr.replace_leaves(params, trained_params, trained)
-            values = core.jaxpr_as_fun(prologue)(*all_params)
-            return list(itertools.compress(values, has_cotangent))
-
-        trained_params = list(itertools.compress(params, trained))
-        _, pullback = jax.vjp(differentiated_values, trained_params)
-        return pullback(list(cotangents))[0]
-
-    return pull

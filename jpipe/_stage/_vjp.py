@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _inlining, _jaxpr, _min_cut
-from .._partition import _remat
-from .._partition._remat_mode import RematMode
+from .._partition._remat_mode import RematMode, Stored
 
 Leaves = Sequence[Any]
 # f(differentiated, fixed) -> (differentiated outputs, other outputs): flat leaves in,
@@ -86,7 +85,7 @@ def split_vjp(
     pullback_trees: list[Any] = []
 
     def run_forward(differentiated: Leaves, fixed: Leaves) -> Any:
-        checkpointed = _remat.checkpoint(function, mode)
+        checkpointed = _checkpoint(function, mode)
         outputs, pullback, other_outputs = jax.vjp(
             lambda leaves: checkpointed(leaves, fixed), differentiated, has_aux=True
         )
@@ -99,7 +98,7 @@ def split_vjp(
     pullback_tree = pullback_trees[-1]
     num_outputs = len(outputs) + len(other_outputs)
     pullback_vars = closed.jaxpr.outvars[num_outputs:]
-    if mode.stores_fewest_bytes:
+    if mode.stores is Stored.FEWEST_BYTES:
         residual_vars = _min_cut.find_residuals(
             closed, pullback_vars, is_recomputable=is_weight, is_stored=is_stored
         )
@@ -159,3 +158,17 @@ def _all_residuals(
     computed = microbatch_vars.difference(closed.jaxpr.invars)
     read = [var for var in pullback_vars if not isinstance(var, core.Literal)]
     return [var for var in dict.fromkeys(read) if var in computed]
+
+
+def _checkpoint(function: Callable[..., Any], mode: RematMode) -> Callable[..., Any]:
+    """The function of which `jax.vjp` stores what the policy of a mode says.
+
+    XLA needs no barrier against finding common subexpressions: forward and backward are
+    different programs, or `RematMode.when_fused` recomputes nothing.
+    """
+    policy = mode.policy
+    if policy is None:
+        return function
+    if isinstance(policy, str):
+        policy = getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -11,8 +11,18 @@ The arrays that the function captures, as it closes over them, count as paramete
 are not trained.
 
 An equation is run by one stage, by each stage that reads its results, or once per step:
-see `EqnKind`. What follows from parameters alone, or cheaply from the inputs of a
-micro-batch alone, belongs to no stage. All other equations are divided among stages.
+
+    has effects   of a batch   is cheap   reduces parameters    EqnKind
+    yes           any          any        any                   STAGE
+    no            yes          no         any                   STAGE
+    no            yes          yes        any                   COPY, behind copies
+    no            no           no         any                   ONCE
+    no            no           yes        yes                   ONCE
+    no            no           yes        no                    COPY
+
+Here *of a batch* is what follows from the inputs of a micro-batch or from an effect. A
+cheap equation of a batch behind one of a stage is of a stage too. Each stage that reads
+a copy computes it. Equations of the kind STAGE are divided among stages.
 """
 
 import enum
@@ -93,6 +103,10 @@ class Tail:
 class TracedFunction:
     """A function on micro-batches of one size.
 
+    `trace_function` makes one, and later steps of `_pipelined/_tracing` complete it. So
+    what follows from an attribute is true from the step on that sets it:
+    `vars_of_batch` and `eqn_kinds` from step 3 on.
+
     Attributes:
       closed: its jaxpr: see the head of the file. The loss is the part that follows
         from examples; the penalty is the sum of its other terms, if there are any.
@@ -107,15 +121,16 @@ class TracedFunction:
       fixed_eqn_kinds: the kinds of the equations, once they are fixed for all sizes of
         micro-batches, or the equations were moved: see `_eqn_order`; ``None`` before.
       num_model_inputs: the number of leaves of the input of a model, which are the
-        first batch inputs; 0 for a loss function.
+        first batch inputs; 0 for a loss function, and before step 3.
       num_uncopied_inputs: the number of batch inputs, the first ones, from which no
         equation is copied: the input of a list of layers, which the first stage alone
-        reads, and its targets, which the last stage does.
-      has_pieces: True if parameters are in pieces: see `_layer_scans`.
+        reads, and its targets, which the last stage does; set in step 3.
+      has_pieces: True if parameters are in pieces: see `_layer_scans`; set in step 5.
       captures_batch: True if no argument is split by examples, so that these are in the
-        arrays that the function closes over.
-      tail: the loss of the mini-batch at once, if there is one.
-      state_inputs: state that it changes, and returns: see `_example_state`.
+        arrays that the function closes over; set in step 3.
+      tail: the loss of the mini-batch at once, if there is one; set in step 7.
+      state_inputs: state that it changes, and returns: see `_example_state`; set in
+        step 5.
     """
 
     closed: core.ClosedJaxpr
@@ -263,9 +278,7 @@ class TracedFunction:
     def eqn_kinds(self) -> Sequence[EqnKind]:
         """The kind of each equation.
 
-        An equation with effects, or one that follows from the batch at some cost, runs
-        in one stage. Another one at some cost, or one that reduces parameters, runs
-        once per step. All others are cheap enough for each stage that reads them.
+        See the table at the head of the file.
         """
         if self.fixed_eqn_kinds is not None:
             return self.fixed_eqn_kinds

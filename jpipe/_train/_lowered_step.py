@@ -3,6 +3,8 @@
     (*state, *x, *targets) -> (*state, loss, *aux, *skipped)
 
 It is the schedule, the update of each parameter where it is, and the keys of the step.
+A step has two programs: this one runs; `Specialization.program`, of the gradients
+alone, is what ``print``, ``profile`` and the actions of a plan are read off.
 """
 
 import weakref
@@ -109,34 +111,33 @@ class LoweredStep:
         first_place = self.specialization.placement.place_of(0)
         *rngs, next_step = graph.call_in_processes(advance, first_place, rngs_and_step)
 
-        loss, aux, grads, changed = self.specialization.write(
-            graph, variables, [*batch, *rngs]
-        )
+        results = self.specialization.write(graph, variables, [*batch, *rngs])
 
         param_indices = jax.tree.leaves(indices.params)
         pairs = zip(param_indices, layout.is_param_trained, strict=True)
         trained_indices = [i for i, is_trained in pairs if is_trained]
         updated_indices = [*trained_indices, *jax.tree.leaves(indices.opt_state)]
+        grads = results.grads
+        new_variables = results.new_state
+        skipped = list[Value]()
         arguments = [inputs[i] for i in updated_indices]
         arguments += [grads[i] for i in layout.param_indices if i in grads]
-        skipped = list[Value]()
         if self.optimizer.skips_nonfinite:
             flag = write_flag(graph, list(grads.values()))
             arguments.append(flag.is_finite)
-            changed = write_selection(graph, flag, changed, variables)
+            new_variables = write_selection(graph, flag, new_variables, variables)
             skipped.append(flag.num_skipped)
         updated = self.optimizer.update.write(graph, arguments)
 
         # index of a leaf of the state -> its new value
         new_state: dict[int, Any] = dict(enumerate(inputs))
         new_state |= zip(updated_indices, updated, strict=True)
-        for leaf, value in changed.items():
+        for leaf, value in new_variables.items():
             new_state[self.variable_indices[leaf]] = value
         new_state[indices.step] = graph.bring_to_processes(next_step)
-        metrics = graph.as_own_arrays([*loss, *aux, *skipped])
-        return Program(
-            graph, [*new_state.values(), *map(graph.bring_to_processes, metrics)]
-        )
+        metrics = graph.as_own_arrays([*results.loss, *results.aux, *skipped])
+        metrics = map(graph.bring_to_processes, metrics)
+        return Program(graph, [*new_state.values(), *metrics])
 
     def _add_state(
         self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
@@ -206,15 +207,13 @@ class LoweredStep:
         )
         set_origin(state, origin)
 
-        loss, aux, more_outputs = self.specialization.split_outputs(
-            outputs[num_leaves:]
-        )
+        loss, *leaves = outputs[num_leaves:]
+        num_aux = self.specialization.aux_tree.num_leaves
         metrics = {"loss": loss}
         if self._has_aux:
-            metrics["aux"] = aux
-        num_skipped = next(more_outputs, None)
-        if num_skipped is not None:
-            metrics["skipped"] = num_skipped
+            metrics["aux"] = self.specialization.aux_tree.unflatten(leaves[:num_aux])
+        if self.optimizer.skips_nonfinite:
+            (metrics["skipped"],) = leaves[num_aux:]
         return state, metrics
 
 

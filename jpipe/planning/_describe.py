@@ -53,7 +53,7 @@ class PipelineInfo(NamedTuple):
     cuts: CutPoints | None = None
 
     @property
-    def training_step(self) -> Specialization | None:
+    def training(self) -> Specialization | None:
         """The last mini-batch, if it has a loss and runs."""
         last = self.specialization
         if last is None or not last.runs or not last.stages.traced().has_loss:
@@ -86,12 +86,13 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
     residual_bytes: Sequence[int | None] = [None] * len(placement.layer_groups)
     peaks: tuple[tuple[str, int], ...] = ()
     compiled_actions: tuple[Action, ...] = ()
-    step = info.training_step
-    if step is not None:
-        compiled_actions = step.compiled_actions
-        residual_bytes = peak_residual_bytes(step.program, len(placement.layer_groups))
-        devices = map(placement.device_text, step.program.devices)
-        peaks = tuple(zip(devices, _memory.peak_bytes(step.program), strict=True))
+    training = info.training
+    if training is not None:
+        compiled_actions = training.compiled_actions
+        program = training.program
+        residual_bytes = peak_residual_bytes(program, len(placement.layer_groups))
+        devices = map(placement.device_text, program.devices)
+        peaks = tuple(zip(devices, _memory.peak_bytes(program), strict=True))
     sent_bytes: Sequence[int | None] = [None] * len(placement.layer_groups)
     work: Sequence[float | None] = [None] * len(placement.layer_groups)
     skips: Sequence[tuple[str, int, int]] = ()
@@ -171,8 +172,8 @@ def _describe_stage(
     if info.layout is not None:
         params = _count_params(info, info.layout, index)
     residuals = None
-    if info.training_step is not None:
-        residuals = info.training_step.residuals(index)
+    if info.training is not None:
+        residuals = info.training.residuals(index)
     replicas = dict.fromkeys(placement.replicas(index))
     return StagePlan(
         index=index,
@@ -224,10 +225,10 @@ def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _Stage
         param_bytes += num_bytes
 
     num_trained = None
-    step = info.training_step
-    if step is not None:
+    training = info.training
+    if training is not None:
         num_trained = sum(
-            sizes[index] for index in indices if step.stages.trained[index]
+            sizes[index] for index in indices if training.stages.trained[index]
         )
     return _StageParams(
         num_params=sum(sizes.values()),

@@ -6,7 +6,7 @@ residuals, and compute the rest again.
 
 from collections.abc import Collection
 
-from .._partition._remat_mode import MIN_CUT, MODES, RematMode
+from .._partition._remat_mode import MIN_CUT, MODES, RematMode, Stored
 from ..schedules._choose import format_argument
 
 # Those that store the fewest bytes first.
@@ -19,7 +19,7 @@ _BY_NAME: dict[str, RematMode] = {mode.name: mode for mode in MODES}
 
 def stores_only_inputs(name: str) -> bool:
     """True if a stage stores only its inputs, so that forwards are computed again."""
-    return name in _BY_NAME and _BY_NAME[name].stores_only_inputs
+    return name in _BY_NAME and _BY_NAME[name].stores is Stored.INPUTS
 
 
 def mode_between_halves(name: str) -> str:

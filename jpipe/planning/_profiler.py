@@ -11,7 +11,7 @@ from .._jaxprs._flops import count_flops
 from .._jaxprs._jaxpr import is_inexact, nbytes
 from .._jaxprs._min_cut import total_bytes
 from .._layers import _rng
-from .._partition._remat_mode import MODES, NONE
+from .._partition._remat_mode import MODES, NONE, Stored
 from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
@@ -280,7 +280,7 @@ def _residual_bytes(model: TracedLayers, layer: int) -> dict[str, int]:
     residual_bytes: dict[str, int] = {}
     for mode in MODES:
         # The bytes of inputs need no trace of a mode.
-        traced_mode = NONE if mode.stores_only_inputs else mode
+        traced_mode = NONE if mode.stores is Stored.INPUTS else mode
         functions = model.functions(layer, mode=traced_mode)
         residual_bytes[mode.name] = functions.residuals.nbytes[mode.name]
     return residual_bytes

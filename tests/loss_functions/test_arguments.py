@@ -306,3 +306,29 @@ def test_a_check_of_what_is_not_split_says_that_there_is_nothing_to_compare():
     with pytest.raises(ValueError, match="leaves differ in batch size") as refusal:
         grad_fn.check(jnp.ones((3, 2)), jnp.ones((10, 3)), jnp.ones(23))
     assert any("nothing that check could compare" in n for n in refusal.value.__notes__)
+
+
+def in_order(params, x, *, counts):
+    """A chain that reads each parameter as often as the counts say."""
+    for w, count in zip(params, counts, strict=True):
+        for _ in range(count):
+            x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+def test_a_call_that_is_cut_elsewhere_says_to_place_its_parameters_anew(double):
+    x = RNG.normal(size=(8, 6))
+    params = [RNG.normal(size=(6, 6)) for _ in range(3)]
+    grad_fn = jpipe.value_and_grad(
+        in_order, num_microbatches=2, num_stages=2, devices=jax.devices()[:2]
+    )
+    for counts, stages in (((6, 1, 1), [0, 1, 1]), ((1, 1, 6), [0, 0, 0])):
+        with pytest.raises(
+            ValueError, match=r"params = grad_fn\.place\(params, \*args"
+        ):
+            grad_fn(params, x, counts=counts)
+        params = grad_fn.place(params, x, counts=counts)
+        assert [w.device for w in params] == [jax.devices()[s] for s in stages]
+        on_one = jax.device_get(params)
+        expected = jax.value_and_grad(in_order)(on_one, x, counts=counts)
+        ref.assert_close(grad_fn(params, x, counts=counts), expected, ref.FLOAT64)

@@ -379,6 +379,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "key = self.structural_key(stage_index, microbatch), mode",
             "key = self.structural_key(stage_index, 0)",
         ),
+        (
+            "len(self.prologue.jaxpr.outvars) - 1",
+            "len(self.prologue.jaxpr.outvars) - 2",
+        ),
     ],
     "_stage/_vjp": [
         (
