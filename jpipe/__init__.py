@@ -35,7 +35,6 @@ if _TYPE_CHECKING:
     from .planning._plan import Plan as Plan
     from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
-    from .planning._replicate import replicate as replicate
 
 # Public name -> the module that defines it. A module is imported when one of its names
 # is first used: the command line draws schedules without JAX, and a step draws nothing
@@ -63,10 +62,14 @@ _HOME = {
     "plan": ".planning._decide",
     "pop": "._layers._skip",
     "profile": ".planning._profiler",
-    "replicate": ".planning._replicate",
     "sequential": "._api._transform",
     "stash": "._layers._skip",
     "value_and_grad": "._api._value_and_grad",
+}
+# former name -> what to type
+_FORMER_NAMES = {
+    "replicate": "type jpipe.plan(layers, x, tx), which chooses the devices of each "
+    "stage (data=), or jpipe.pipeline(layers, num_microbatches, replicas=[1, 3, 2, 1])",
 }
 __version__ = _version("jpipe")
 __all__ = [
@@ -94,7 +97,6 @@ __all__ = [
     "plan",
     "pop",
     "profile",
-    "replicate",
     "schedules",
     "sequential",
     "stash",
@@ -106,7 +108,8 @@ def __getattr__(name: str) -> _Any:
     if name in ("checkpoint", "draw"):
         return _importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
-        raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+        advice = f"; {_FORMER_NAMES[name]}" if name in _FORMER_NAMES else ""
+        raise AttributeError(f"module 'jpipe' has no attribute {name!r}{advice}")
     module = _importlib.import_module(_HOME[name], __name__)
     return globals().setdefault(name, getattr(module, name))
 

@@ -1,11 +1,12 @@
-"""What a part of the planner is worth: steps of random problems, with it and without.
+r"""What a part of the planner is worth: steps of random problems, with it and without.
 
 Random chains of layers are planned on devices that are not there, and small models with
-estimated layers: nothing is measured or compiled. The steps are those that are forecast.
+estimated layers: nothing is measured or compiled. Steps are those that are forecast.
 
-    python -m benchmarks.planning.ablation --json build/with.json
-    python -m benchmarks.planning.ablation --against build/with.json
-    python -m benchmarks.planning.ablation --against build/with.json --set _climb._PATIENCE=4
+    python -m benchmarks.planning.ablation --json build/all.json
+    python -m benchmarks.planning.ablation --against build/all.json
+    python -m benchmarks.planning.ablation --against build/all.json \
+        --set _climb._PATIENCE=4
 
 The first line is for the commit that has the part, the second for the one without it;
 or a constant has another value, as in the third.

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import optax
 
+from .._arguments._wrong_call import explain_call
 from .._instructions._progress import Progress
-from .._instructions._transfer import Device
 from .._layers import _rng
 from .._layers._adapter import is_model, is_module
 from .._layers._layer_group import check_balance
@@ -53,9 +53,16 @@ _NO_LOSS = (
     "loss: none was given (loss_fn=, targets=): what it computes and keeps, such as "
     "log-probabilities, is not counted"
 )
+# former argument -> what to type
+_FORMER_ARGUMENTS = {
+    "rounds": "profile=jpipe.profile(layers, x, rounds=...) measures so many times",
+    "device": "profile=jpipe.profile(layers, x, device=...) measures on that device",
+    "train": "a plan is one of training",
+}
 
 
 @outside_of_meshes
+@explain_call("jpipe.plan(layers, sample, tx)", _FORMER_ARGUMENTS)
 def plan(
     layers: Any,
     sample: PyTree,
@@ -80,10 +87,7 @@ def plan(
     in_axes: Any = 0,
     target_axes: Any = 0,
     rngs: _rng.Rngs = None,
-    train: bool = True,
     measure: bool = True,
-    rounds: int = 5,
-    device: Device | None = None,
     peak_flops: float | None = None,
     memory_bandwidth: float | None = None,
     action_seconds: float | None = None,
@@ -152,10 +156,8 @@ def plan(
       in_axes: as for `jpipe.pipeline`.
       target_axes: likewise.
       rngs: as for `Pipeline.apply`; left out in training, a key, as in a training step.
-      train: True for layers as they are in training.
-      measure: True to measure layers; else their times are estimated.
-      rounds: the number of times that they are measured; see `jpipe.profile`.
-      device: the device to measure on; default: the first of `jax.devices`.
+      measure: True to measure layers, on the first device; else their times are
+        estimated.
       peak_flops: operations per second for an estimate; see `jpipe.profile`.
       memory_bandwidth: bytes of memory per second for an estimate; likewise.
       action_seconds: seconds of any action for an estimate; likewise.
@@ -216,7 +218,6 @@ def plan(
         faults += find_flag_faults("overlap", overlap)
     if profile is not None:
         made_by = {
-            "device": device,
             "peak_flops": peak_flops,
             "memory_bandwidth": memory_bandwidth,
             "action_seconds": action_seconds,
@@ -239,10 +240,7 @@ def plan(
         in_axes=in_axes,
         target_axes=target_axes,
         rngs=rngs,
-        train=train,
         measure=measure and profile is None,
-        rounds=rounds,
-        device=device,
         peak_flops=peak_flops,
         memory_bandwidth=memory_bandwidth,
         action_seconds=action_seconds,
@@ -270,7 +268,7 @@ def plan(
         with _explain_loss_functions(layers):
             traced = model.traced(traced_request)
         if profile is not None:
-            profile.check(fingerprint(traced, train=train))
+            profile.check(fingerprint(traced, train=True))
         checked_balance = None
         if balance is not None:
             checked_balance = check_balance(balance, len(traced.names))

@@ -7,9 +7,7 @@
 
 Attempts are made from the lowest bound of their seconds on. One whose bound is above
 the best candidate so far is left out; and so is one in which some rank computes longer
-in all cuts that were looked at, before its schedule is built and simulated. Seconds
-count as they do where candidates are ranked, with backwards whole or in halves as the
-schedule runs them.
+in all cuts that were looked at, before its schedule is built and simulated.
 
 A solution is exact for one stage per rank, but for two things: a schedule may overlap
 what the problem adds up, which the climb sees, and skip connections hold more than the
@@ -36,7 +34,6 @@ from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
 from ._forecast import (
     Candidate,
     evaluate,
-    halves_handicap,
     residual_budgets,
     schedule_free_costs,
 )
@@ -61,7 +58,7 @@ class _Attempt(NamedTuple):
     """A mesh, a number of ranks and a schedule: all that is decided before the cut.
 
     Attributes:
-      least_seconds: a lower bound on the seconds that its step counts.
+      least_seconds: a lower bound on the seconds of its step.
       shape: the numbers of micro-batches, and of devices that share one.
       num_ranks: the number of ranks.
       schedule_name: the name of the schedule.
@@ -132,9 +129,6 @@ def _solve_attempts(space: SearchSpace) -> list[_Solution]:
             free_cuts[key] = _find_cuts(problem, space)
         busiest = least_busy_seconds(problem, free_cuts[key])
         least_seconds = problem.num_microbatches * busiest
-        least_seconds *= halves_handicap(
-            problem.profile, has_halves=attempt.split_share != 0.0
-        )
         # Sums in another order differ by rounding; one as long is a runner-up.
         if least_seconds * (1 - _ROUNDING) > best_seconds:
             continue
@@ -149,7 +143,7 @@ def _solve_attempts(space: SearchSpace) -> list[_Solution]:
             solutions.append(solution)
             candidate = solution.candidate
             if candidate.fits(space.hardware):
-                best_seconds = min(best_seconds, candidate.counted_seconds)
+                best_seconds = min(best_seconds, candidate.seconds)
     return solutions
 
 
@@ -222,7 +216,7 @@ def _least_seconds(
     num_chunks: int,
     split_share: float | None,
 ) -> float:
-    """A lower bound on what a step counts, whatever its balance and its order.
+    """A lower bound on a step, whatever its balance and its order.
 
     The busiest rank has as much to do as that of the most even cut, or with several
     stages on a rank, as that of any division of the layers; and the host thread
@@ -244,9 +238,8 @@ def _least_seconds(
         busy = _least_busy(layers, num_ranks)
     host = (2 * num_ranks - 1) * profile.action_seconds
     seconds = num_microbatches * max(busy + profile.action_seconds, host)
-    handicap = halves_handicap(profile, has_halves=split_share != 0.0)
     # Sums in another order differ by rounding.
-    return seconds * handicap * (1 - _ROUNDING)
+    return seconds * (1 - _ROUNDING)
 
 
 def _least_busy(layers: Sequence[float], num_ranks: int) -> float:

@@ -91,13 +91,12 @@ class PartitionProblem:
       latency: seconds that a transfer takes whatever its size.
       overlap: True if ranks compute while they send and receive; False if a transfer
         is a part of both stages, half of its time in each.
-      objective: ``"max"``, ``"step"`` or ``"memory"``.
+      objective: ``"max"`` or ``"step"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
       split_shares: for each stage, the share of its backwards that run in halves;
         ``None``: unknown, and counted as the faster of none and all.
       num_microbatches: the number of micro-batches of a step.
-      max_bytes: the limit of each rank; ``None``: no limit. For ``"memory"`` it is 0
-        for all, so that the missing bytes of a cut are what its fullest rank holds.
+      max_bytes: the limit of each rank; ``None``: no limit.
       workspace: the bytes that the largest program of each stage needs besides, as in a
         forecast; ``None``: neither these count, nor arrays between stages.
       num_shards: the number of devices that share a micro-batch.

@@ -170,13 +170,10 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
         return f"as long, and {forecast}{max_bytes} in the device that needs most"
     if more > 0:
         return f"{format_seconds(runner_up.seconds)}, {more:.1%} more"
-    less = f"{format_seconds(runner_up.seconds)}, {-more:.1%} less"
-    if runner_up.counted_seconds > best.counted_seconds:
-        return (
-            f"{less} as predicted; but devices that share cores take longer for halves "
-            f"of backwards, so it counts {runner_up.handicap - 1:.0%} more"
-        )
-    return f"{less}, if it fits: others as fast need more bytes than predicted"
+    return (
+        f"{format_seconds(runner_up.seconds)}, {-more:.1%} less, if it fits: others as "
+        f"fast need more bytes than predicted"
+    )
 
 
 def _is_same_run(a: Candidate, b: Candidate) -> bool:

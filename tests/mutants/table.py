@@ -444,16 +444,12 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_bottleneck_cut": [
         ("starts = latency + transfers if stage else latency", "starts = latency"),
-        (
-            "(num_microbatches - 1) * self.bottleneck",
-            "num_microbatches * self.bottleneck",
-        ),
     ],
     "planning/_climb": [
         ("(np.diff(neighbors) > 0)", "(np.diff(neighbors) >= 0)"),
     ],
     "planning/_cut_search": [
-        ("max_missing = least_missing if", "max_missing = 0.0 if"),
+        ("waits = loads.sum(axis=0) - bottlenecks", "waits = loads.sum(axis=0)"),
         ("if lower_bound >= shortest_step:", "if lower_bound >= 0:"),
         ("bottlenecks + waits + transfer_times", "bottlenecks"),
     ],
@@ -500,10 +496,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "least_seconds = problem.num_microbatches * busiest",
             "least_seconds = 2 * problem.num_microbatches * busiest",
         ),
-        (
-            "min(best_seconds, candidate.counted_seconds)",
-            "min(best_seconds, candidate.seconds)",
-        ),
     ],
     "planning/_problem": [
         ("2 * self.profile.params_of +", "self.profile.params_of +"),
@@ -516,14 +508,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("return np.zeros(self.num_layers + 1)", "pass"),
         ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
-    ],
-    "planning/_replica_problem": [
-        ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
-        ("times[:, :-1] += forward[:, :-1]", "times += forward"),
-    ],
-    "planning/_replica_search": [
-        ("+ latency[devices - replicas]", "+ latency[devices - 1]"),
-        ("_climb(problem, best, num_devices, max_replicas)", "best"),
     ],
     "planning/_residual_ratios": [
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
