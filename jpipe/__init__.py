@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from ._api._train_step import TrainStep as TrainStep
     from ._api._transform import pipeline as pipeline
     from ._api._transform import sequential as sequential
+    from ._api._tune import tune as tune
     from ._api._value_and_grad import value_and_grad as value_and_grad
     from ._arguments._stacked import Stacked as Stacked
     from ._check._report import CheckReport as CheckReport
@@ -64,6 +65,7 @@ _HOME = {
     "profile": ".planning._profiler",
     "sequential": "._api._transform",
     "stash": "._layers._skip",
+    "tune": "._api._tune",
     "value_and_grad": "._api._value_and_grad",
 }
 # former name -> what to type
@@ -100,6 +102,7 @@ __all__ = [
     "schedules",
     "sequential",
     "stash",
+    "tune",
     "value_and_grad",
 ]
 

@@ -3,13 +3,13 @@
 layers --profile--> seconds and bytes of each layer, for two sizes of micro-batch
 --interpolate--> seconds and bytes for each number of micro-batches
 --search---> candidates with forecasts              (`_plan_search`)
---lower----> candidates with counted bytes          (`_verify`)
+--lower----> candidates with counted bytes          (`_finalists`)
 --explain--> the `Plan`, with reasons               (`_reasons`)
+
+`jpipe.tune` poses the same problem of estimated layers, and runs the finalists.
 """
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,36 +18,23 @@ import optax
 from .._arguments._wrong_call import explain_call
 from .._instructions._progress import Progress
 from .._layers import _rng
-from .._layers._adapter import is_model, is_module
-from .._layers._layer_group import check_balance
 from .._placed._mesh_context import outside_of_meshes
-from .._train._optimizer import opt_state_bytes
 from .._train._transformation import check_optimizer
-from ..schedules import BY_NAME, ScheduleBuilder
-from ..schedules._catalogue import find_catalogue_key
-from ..schedules._choose import format_argument
-from ._fingerprint import fingerprint
-from ._interpolate import interpolate
-from ._layer_profile import Link, find_count_faults, find_flag_faults
-from ._mesh_shapes import mesh_shapes
-from ._mode_names import MODE_NAMES, TRIED_MODES, format_unknown_mode, sort_modes
+from ..schedules import ScheduleBuilder
+from ._finalists import rank_candidates
+from ._layer_profile import find_count_faults, find_flag_faults
+from ._mode_names import TRIED_MODES
 from ._plan import Plan
-from ._planned_model import PlannedModel
+from ._plan_problem import PlanChoices, explain_loss_functions, pose_plan_problem
 from ._profile import Profile, check_profile, find_speed_faults
-from ._profiler import profile_sizes
-from ._reasons import describe_profile, explain_best
+from ._reasons import check_fits, describe_profile, make_plan
 from ._request import Request
-from ._residual_ratios import scale_residuals
-from ._space import Hardware, SearchSpace
-from ._traced import TracedLayers
-from ._verify import rank_candidates
+from ._space import Hardware
 
 PyTree = Any
-_TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
-_LOSS_FUNCTION = (
-    "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
-    "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, "
-    "loss_fn=..., targets=...), and build it with jpipe.value_and_grad(fun, plan=plan)"
+_ON_PAPER = (
+    "on paper: no step was run; jpipe.tune(layers, x, targets, loss_fn, tx) runs the "
+    "best plans on the devices that are here"
 )
 _NO_LOSS = (
     "loss: none was given (loss_fn=, targets=): what it computes and keeps, such as "
@@ -181,37 +168,26 @@ def plan(
       >>> sum(plan.balance), jpipe.Plan.from_json(plan.to_json()) == plan
       (5, True)
     """
-    with _explain_loss_functions(layers):
+    with explain_loss_functions(layers):
         check_optimizer(tx)
     if profile is not None:
         check_profile("plan", profile)
-    data_counts = None if data is None else _as_tuple(data)
-    if num_devices is None:
-        num_devices = len(jax.devices())
-        if data_counts is None:
-            data_counts = _counts_in_a_process()
-    microbatch_counts = None
-    if num_microbatches is not None:
-        microbatch_counts = _as_tuple(num_microbatches)
-    builders = _as_tuple(_TRAINING_SCHEDULES if schedules is None else schedules)
-    schedule_names = tuple(map(_catalogue_name, builders))
-    remat_modes = _as_tuple(remat)
+    choices = PlanChoices.from_options(
+        data=data,
+        num_microbatches=num_microbatches,
+        schedules=schedules,
+        remat=remat,
+        is_here=num_devices is None,
+    )
     hardware = Hardware(
-        num_devices=num_devices,
+        num_devices=len(jax.devices()) if num_devices is None else num_devices,
         memory_limit=memory_limit,
         bandwidth=bandwidth,
         latency=0.0 if latency is None else latency,
     )
     faults = [
-        *_count_faults(
-            {
-                "num_devices": [num_devices],
-                "data": data_counts,
-                "num_microbatches": microbatch_counts,
-                "memory_limit": None if memory_limit is None else [memory_limit],
-            }
-        ),
-        *_name_faults(schedule_names, remat_modes),
+        *find_count_faults("num_devices", hardware.num_devices),
+        *choices.find_faults(memory_limit),
         *find_speed_faults(hardware.bandwidth, hardware.latency),
     ]
     if overlap is not None:
@@ -245,199 +221,29 @@ def plan(
         memory_bandwidth=memory_bandwidth,
         action_seconds=action_seconds,
     )
-    with _explain_loss_functions(layers):
-        num_examples = request.batch().sizes[0]
-    fixed_size = None
-    if profile is not None and profile.larger is None:
-        fixed_size = profile.microbatch_size
-    model = PlannedModel(layers)
-    shapes = mesh_shapes(
-        data_counts,
-        microbatch_counts,
-        num_devices=num_devices,
-        num_examples=num_examples,
-        shard_size=fixed_size,
-    )
-    shard_counts = sorted({shape.num_microbatch_shards for shape in shapes})
-    finest = dataclasses.replace(request, num_microbatches=shard_counts[-1])
-
     with Progress("plans made"):  # a terminal shows all progress as a part of this
-        traced_request = finest
-        if profile is not None:
-            traced_request = request.resized(profile.microbatch_size)
-        with _explain_loss_functions(layers):
-            traced = model.traced(traced_request)
-        if profile is not None:
-            profile.check(fingerprint(traced, train=True))
-        checked_balance = None
-        if balance is not None:
-            checked_balance = check_balance(balance, len(traced.names))
-        optimizer_bytes = _optimizer_bytes(tx, traced)
-        if profile is None:
-            requests = [
-                dataclasses.replace(request, num_microbatches=count)
-                for count in _profiled_counts(shard_counts)
-            ]
-            profile = profile_sizes(model, traced, requests)
-        hardware = _with_link(hardware, latency, profile.link)
-        if overlap is None:
-            overlap = profile.overlap
-        hardware = dataclasses.replace(hardware, overlap=overlap)
-        profiles = {
-            count: interpolate(profile, -(-num_examples // count))
-            for count in shard_counts
-        }
-        if memory_limit is not None:
-            profiles = scale_residuals(profiles, model, finest, num_devices)
-        space = SearchSpace(
-            profiles={
-                count: _with_state(shard_profile, optimizer_bytes)
-                for count, shard_profile in profiles.items()
-            },
-            optimizer_bytes=optimizer_bytes,
+        problem = pose_plan_problem(
+            layers,
+            request,
+            tx,
+            profile=profile,
             hardware=hardware,
-            schedule_names=schedule_names,
-            remat_modes=sort_modes(remat_modes),
-            fits_schedules=schedules is None,
-            balance=checked_balance,
-            mesh_shapes=shapes,
+            latency=latency,
+            overlap=overlap,
+            choices=choices,
+            balance=balance,
         )
-        candidates = rank_candidates(space, request, model)
+        candidates = rank_candidates(problem)
 
-    if not candidates:
-        counts = sorted({shape.num_microbatches for shape in shapes})
-        raise ValueError(
-            f"plan: schedules={list(schedule_names)} have no order for "
-            f"{space.num_layers} layers on {num_devices} devices in {counts} "
-            f"micro-batches"
-        )
     size = candidates[0].profile.microbatch_size
-    is_size_fixed = fixed_size is not None and num_microbatches is None
-    notes = [describe_profile(profile, size, is_size_fixed=is_size_fixed)]
+    is_size_fixed = (
+        profile is not None and profile.larger is None and num_microbatches is None
+    )
+    notes = [
+        _ON_PAPER,
+        describe_profile(problem.profile, size, is_size_fixed=is_size_fixed),
+    ]
     if loss_fn is None:
         notes.append(_NO_LOSS)
-    return explain_best(candidates, space, notes)
-
-
-@contextlib.contextmanager
-def _explain_loss_functions(layers: Any) -> Iterator[None]:
-    """Adds to an error what to type for a loss function, if this may be one."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if is_model(layers) and not is_module(layers):
-            error.add_note(_LOSS_FUNCTION)
-        raise
-
-
-def _as_tuple(argument: Any) -> tuple[Any, ...]:
-    """A sequence as a tuple; a number, text or function as a tuple of one."""
-    if isinstance(argument, Iterable) and not isinstance(argument, str):
-        return tuple(argument)
-    return (argument,)
-
-
-def _counts_in_a_process() -> tuple[int, ...] | None:
-    """The numbers of devices of a stage if there are several processes."""
-    if jax.process_count() == 1:
-        return None
-    local_count = jax.local_device_count()
-    return tuple(x for x in range(1, local_count + 1) if local_count % x == 0)
-
-
-def _catalogue_name(schedule: Any) -> Any:
-    """The name of a schedule or builder in the catalogue; unchanged if it has none."""
-    name = find_catalogue_key(schedule)
-    return schedule if name is None else name
-
-
-def _count_faults(arguments: Mapping[str, Sequence[Any] | None]) -> Iterator[str]:
-    """Faults of arguments that count something; ``None`` where one is left out."""
-    for name, counts in arguments.items():
-        if counts is None:
-            continue
-        for count in counts:
-            yield from find_count_faults(name, count)
-
-
-def _name_faults(
-    schedule_names: Sequence[Any], remat_modes: Sequence[Any]
-) -> Iterator[str]:
-    """Faults of the names of schedules and remat modes."""
-    for argument, names in (("schedules", schedule_names), ("remat", remat_modes)):
-        if not names:
-            yield f"{argument}={names!r}: name one or more, or leave it out"
-    for name in schedule_names:
-        if find_catalogue_key(name) not in _TRAINING_SCHEDULES:
-            listed = ", ".join(map(repr, _TRAINING_SCHEDULES))
-            yield f"schedules: {format_argument(name)} is unknown: choose from {listed}"
-    unknown_modes = [mode for mode in remat_modes if mode not in MODE_NAMES]
-    yield from map(format_unknown_mode, unknown_modes)
-
-
-def _profiled_counts(shard_counts: Sequence[int]) -> set[int]:
-    """The most shards, and the fewest: their sizes are measured.
-
-    A whole mini-batch at once may be more than a device holds.
-
-    Args:
-      shard_counts: the numbers of shards of all micro-batches, in order.
-    """
-    split_counts = (count for count in shard_counts[:-1] if count > 1)
-    return {next(split_counts, shard_counts[0]), shard_counts[-1]}
-
-
-def _with_link(
-    hardware: Hardware, latency: float | None, link: Link | None
-) -> Hardware:
-    """Hardware with the link of a profile, as far as the user describes none.
-
-    Args:
-      hardware: the devices.
-      latency: the latency that the user gives.
-      link: the link of the profile.
-    """
-    if link is None or hardware.num_devices == 1:
-        return hardware
-    if hardware.bandwidth is not None and latency is not None:
-        return hardware
-    which = ""
-    if latency is not None:
-        which = "the latter "
-    elif hardware.bandwidth is not None:
-        which = "the former "
-    if latency is None:
-        latency = link.latency
-    bandwidth = hardware.bandwidth
-    if bandwidth is None:
-        bandwidth = link.bandwidth
-    return dataclasses.replace(
-        hardware,
-        latency=latency,
-        bandwidth=bandwidth,
-        link_text=f"{which}measured from {link.source} to {link.target}",
-    )
-
-
-def _optimizer_bytes(
-    tx: optax.GradientTransformation, traced: TracedLayers
-) -> list[int]:
-    """The bytes of the optimizer's state of each layer."""
-    indices, tree = jax.tree.flatten(traced.params)
-    owner_stages = traced.specialization.layout.owner_stages
-    return opt_state_bytes(
-        tx,
-        tree.unflatten(traced.specs(indices)),
-        trained=[traced.stages.trained[index] for index in indices],
-        layers=[owner_stages[index] for index in indices],
-        count=len(traced.names),
-    )
-
-
-def _with_state(profile: Profile, optimizer_bytes: Sequence[int]) -> Profile:
-    """A profile whose layers have the optimizer's state as a part of their state."""
-    layers = []
-    for layer, num_bytes in zip(profile.layers, optimizer_bytes, strict=True):
-        state_bytes = layer.state_bytes + num_bytes
-        layers.append(dataclasses.replace(layer, state_bytes=state_bytes))
-    return dataclasses.replace(profile, layers=tuple(layers))
+    check_fits(candidates[0], problem.space.hardware)
+    return make_plan(candidates, problem.space, notes)

@@ -245,6 +245,12 @@ class Profile:
             in_seconds=True,
         )
 
+    def scaled(self, factor: float) -> "Profile":
+        """The profile with layers that take so many times as long."""
+        larger = None if self.larger is None else self.larger.scaled(factor)
+        layers = tuple(layer.scaled(factor) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, larger=larger)
+
     def modes(self, remat: Any, num_stages: int) -> tuple[Any, ...]:
         """One mode per stage, from one for all or a sequence of them.
 

@@ -50,6 +50,7 @@ def test_a_plan_prints_its_reasons():
         "memory",
         "transfers",
         "runner-up",
+        "on paper",
         "profile",
         "loss",
     ]
