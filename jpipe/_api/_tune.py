@@ -41,7 +41,7 @@ from ..planning._layer_profile import find_count_faults
 from ..planning._link import measure_neighbor_link
 from ..planning._measure import measure_action
 from ..planning._mode_names import TRIED_MODES
-from ..planning._plan import Plan, Trial
+from ..planning._plan import Plan, TriedPlan
 from ..planning._plan_problem import (
     PlanChoices,
     PlanProblem,
@@ -169,7 +169,7 @@ def tune(
             "jpipe.plan(layers, x, tx, loss_fn=loss_fn, targets=targets)"
         )
 
-    job = _Job(
+    job = _StepArguments(
         layers=layers,
         x=x,
         targets=targets,
@@ -185,19 +185,19 @@ def tune(
     )
     with Progress("plans tuned"):  # a terminal shows all progress as a part of this
         problem = _pose_problem(job, choices, memory_limit)
-        trials = _Trials(job, problem)
+        contest = _Contest(job, problem)
         interruption = ""
         try:
-            trials.run(rounds)
+            contest.run(rounds)
         except KeyboardInterrupt:
-            if jax.process_count() > 1 or not trials.list_measured():
+            if jax.process_count() > 1 or not contest.list_measured():
                 raise
             interruption = "interrupted: the fastest so far, maybe of fewer turns"
-    return trials.make_plan(interruption)
+    return contest.make_plan(interruption)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _StepArguments:
     """The arguments of `tune` that each step has."""
 
     layers: Any
@@ -226,7 +226,7 @@ def _reported_limit(devices: Sequence[Device]) -> int | None:
 
 
 def _pose_problem(
-    job: _Job, choices: PlanChoices, memory_limit: int | None
+    job: _StepArguments, choices: PlanChoices, memory_limit: int | None
 ) -> PlanProblem:
     """The problem on paper, with actions and transfers as they are measured here."""
     device = next(d for d in job.devices if d.process_index == jax.process_index())
@@ -270,17 +270,17 @@ class _RunningStep:
 
     Args:
       candidate: the candidate, lowered.
-      job: what it runs.
+      job: the arguments of its step.
 
     Attributes:
       candidate: the candidate.
       num_bytes: the most that a device holds, with the workspace of its programs;
         ``None`` before it is compiled.
-      seconds: of a step, one number for each turn.
+      seconds: the seconds of a step, one number for each turn.
       fault: the reason why it does not run; empty if it may.
     """
 
-    def __init__(self, candidate: Candidate, job: _Job) -> None:
+    def __init__(self, candidate: Candidate, job: _StepArguments) -> None:
         self.candidate = candidate
         self.num_bytes: int | None = None
         self.seconds: list[float] = []
@@ -336,9 +336,9 @@ class _RunningStep:
             return
         self.seconds.append(_gather(seconds)[0])
 
-    def as_trial(self) -> Trial:
+    def as_trial(self) -> TriedPlan:
         """Its row in the table."""
-        return Trial(
+        return TriedPlan(
             text=str(self.candidate.choice),
             predicted=self.candidate.seconds,
             num_bytes=self.num_bytes,
@@ -385,15 +385,15 @@ class _RunningStep:
         self.fault = "does not fit: a device was out of memory"
 
 
-class _Trials:
+class _Contest:
     """The even split and the finalists, as far as they have run.
 
     Args:
-      job: what they run.
+      job: the arguments of all steps.
       problem: the problem on paper.
     """
 
-    def __init__(self, job: _Job, problem: PlanProblem) -> None:
+    def __init__(self, job: _StepArguments, problem: PlanProblem) -> None:
         self._job = job
         self._problem = problem
         self._limit = problem.space.hardware.memory_limit
@@ -434,7 +434,8 @@ class _Trials:
         Args:
           interruption: a sentence for the reasons; empty if all turns were taken.
         """
-        best, *others = self.list_measured()
+        measured = self.list_measured()
+        best = measured[0]
         assert best.num_bytes is not None
         count = format_count(len(best.seconds), "turn")
         notes = [
@@ -448,8 +449,8 @@ class _Trials:
             notes.append(interruption)
         plan = make_plan([best.candidate], self._problem.space, notes)
         assert plan.forecast is not None
-        not_measured = [step for step in self._steps if step not in (best, *others)]
-        trials = [step.as_trial() for step in (best, *others, *not_measured)]
+        not_measured = [step for step in self._steps if step not in measured]
+        trials = [step.as_trial() for step in (*measured, *not_measured)]
         forecast = dataclasses.replace(plan.forecast, trials=tuple(trials))
         return dataclasses.replace(plan, forecast=forecast)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from ._bottleneck_cut import minimize_bottleneck, minimize_max
 from ._climb import Cuts, Ends, Key, climb, list_cuts
-from ._problem import PartitionProblem, RankSolution
+from ._problem import PartitionProblem, RankModes
 
 # The number of actions that a climb simulates (benchmarks/results/planning.md).
 _MAX_ACTIONS = 40_000
@@ -95,12 +95,12 @@ def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     return list(zip(*columns, strict=True))
 
 
-def _loads(solutions: Sequence[RankSolution]) -> np.ndarray:
+def _loads(solutions: Sequence[RankModes]) -> np.ndarray:
     """The time of one micro-batch on each rank: ``[ranks, cuts]``."""
     return np.array([solution.times for solution in solutions])
 
 
-def _missing_bytes(solutions: Sequence[RankSolution]) -> np.ndarray:
+def _missing_bytes(solutions: Sequence[RankModes]) -> np.ndarray:
     """The bytes by which each cut exceeds the limit of the rank that lacks most."""
     return np.max([solution.missing_bytes for solution in solutions], axis=0)
 

@@ -151,7 +151,7 @@ def scale_times(problem: PlanProblem, ran: Candidate, seconds: float) -> PlanPro
     Args:
       problem: the problem.
       ran: the candidate that ran.
-      seconds: of its step.
+      seconds: the seconds of its step.
 
     Returns:
       The problem; with layers that take next to nothing if actions alone take longer.

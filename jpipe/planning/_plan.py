@@ -114,7 +114,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedPlan:
     """A plan that `jpipe.tune` compiled, and ran if it fits.
 
     Attributes:
@@ -163,7 +163,7 @@ class Forecast:
     sent_bytes: int = 0
     reasons: tuple[str, ...] = ()
     last_forward: float = 0.0
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[TriedPlan, ...] = ()
 
 
 @dataclass(frozen=True)

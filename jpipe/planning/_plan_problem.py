@@ -164,7 +164,7 @@ def pose_plan_problem(
       hardware: the devices; without what the profile says of transfers.
       latency: as for `plan`.
       overlap: as for `plan`.
-      choices: what there is to choose from.
+      choices: the choices that the user leaves.
       balance: as for `plan`.
     """
     with explain_loss_functions(layers):

@@ -62,7 +62,7 @@ def count_split_shares(schedule: Schedule) -> tuple[float, ...]:
     return tuple(shares)
 
 
-class RankSolution(NamedTuple):
+class RankModes(NamedTuple):
     """The best modes of the stages of one rank, in each of some cuts.
 
     Attributes:
@@ -195,7 +195,7 @@ class PartitionProblem:
             choices.append(list(itertools.product(*modes_of_stages)))
         return choices
 
-    def solve_stages(self) -> list[RankSolution]:
+    def solve_stages(self) -> list[RankModes]:
         """The best modes of each stage as matrices, with one stage on each rank."""
         num_ends = self.num_layers + 1
         begins, ends = np.indices((num_ends, num_ends))
@@ -203,14 +203,14 @@ class PartitionProblem:
             self._solve_rank(rank, [(begins, ends)]) for rank in self.schedule.placement
         ]
 
-    def solve_cuts(self, cuts: Cuts) -> list[RankSolution]:
+    def solve_cuts(self, cuts: Cuts) -> list[RankModes]:
         """The best modes of each rank in each of some cuts."""
         solutions = []
         for rank, stages in enumerate(self.rank_stages):
             if not stages:  # a schedule of the user's may leave a rank idle
                 nothing = np.zeros(len(cuts))
                 choices = np.zeros(len(cuts), np.intp)
-                solutions.append(RankSolution(nothing, nothing, nothing, choices))
+                solutions.append(RankModes(nothing, nothing, nothing, choices))
                 continue
             bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in stages]
             solutions.append(self._solve_rank(rank, bounds))
@@ -247,7 +247,7 @@ class PartitionProblem:
         ]
         return np.max(times, axis=0)
 
-    def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankSolution:
+    def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankModes:
         """The fastest modes of a rank with which it keeps to its limit.
 
         Where there are none, those with which it needs least.
@@ -256,7 +256,7 @@ class PartitionProblem:
           rank: the rank.
           bounds: one for each of its stages.
         """
-        best: RankSolution | None = None
+        best: RankModes | None = None
         for index, modes in enumerate(self.mode_choices[rank]):
             solution = self._solve_rank_in_modes(rank, bounds, modes, index)
             if best is None:
@@ -267,13 +267,13 @@ class PartitionProblem:
                 & (solution.times < best.times)
             )
             pairs = zip(solution, best, strict=True)
-            best = RankSolution(*(np.where(is_better, new, old) for new, old in pairs))
+            best = RankModes(*(np.where(is_better, new, old) for new, old in pairs))
         assert best is not None, "each stage has a mode"
         return best
 
     def _solve_rank_in_modes(
         self, rank: int, bounds: Sequence[Bounds], modes: Sequence[str], index: int
-    ) -> RankSolution:
+    ) -> RankModes:
         """The only solution for a rank whose stages have these modes."""
         stages = self.rank_stages[rank]
         times = np.zeros(bounds[0][0].shape)
@@ -286,7 +286,7 @@ class PartitionProblem:
             num_bytes = self._rank_bytes(rank, bounds, modes)
             missing_bytes = np.maximum(num_bytes - self.max_bytes[rank], 0.0)
         choices = np.full(times.shape, index)
-        return RankSolution(times, num_bytes, missing_bytes, choices)
+        return RankModes(times, num_bytes, missing_bytes, choices)
 
     def _stage_times(self, stage: int, mode: str) -> Matrix:
         """The times of a stage; infinite where it would have no layer.

@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 REACHED_BY = {
     "_api": "loss_functions/test_value_and_grad.py loss_functions models",
     "_api/_loss_function_check": "loss_functions/test_reductions.py",
+    "_api/_tune": "planning/test_tune.py",
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_trainable": "matrix train",
     "_arguments/_wrong_call": "errors/test_calls.py",
@@ -101,6 +102,11 @@ REACHED_BY = {
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_loss_function_check": [
         ("median_key() if is_single_key(leaf)", "leaf if is_single_key(leaf)"),
+    ],
+    "_api/_tune": [
+        ("key=lambda step: step.median", "key=lambda step: -step.median"),
+        ("peak + workspace[device]", "peak"),
+        ("self._limit is None or self._list_fitting()", "True"),
     ],
     "_arguments/_microbatch": [
         ("(i < remainder)", "(i >= num_microbatches - remainder)"),
@@ -458,6 +464,17 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("place != placement.place(source, 0) and ", ""),
         ("stage > source + 1", "stage > source"),
     ],
+    "planning/_finalists": [
+        ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
+        (
+            "peak - forecast.parameters - forecast.gradients",
+            "peak - forecast.gradients",
+        ),
+        (
+            "families.setdefault((small.num_stages, has_halves), [])",
+            "families.setdefault(0, [])",
+        ),
+    ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
     ],
@@ -517,13 +534,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_traced": [
         ("reader in range(layer + 1, len(self.names))", "reader in [layer + 1]"),
-    ],
-    "planning/_verify": [
-        ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
-        (
-            "peak - forecast.parameters - forecast.gradients",
-            "peak - forecast.gradients",
-        ),
     ],
     "planning/_workspace": [
         (
