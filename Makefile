@@ -10,7 +10,7 @@ EXAMPLES ?= 2000
 WORKERS ?= auto
 BITS := tests/matrix tests/test_transparency.py tests/test_batches.py
 
-.PHONY: demo test test-all bits hugging-face tasks mutants fuzz docs notebook lint format bench \
+.PHONY: demo test test-all bits hugging-face tasks libraries mutants fuzz docs serve notebook lint format bench \
 	tables bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
@@ -20,13 +20,15 @@ test: $(VENV)/dev  ## what a change needs to be trusted, in eight minutes on two
 	$(RUN) -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 # The slow tests too, longer searches, the programs that XLA makes without the flags of
-# tests/conftest.py, the models of Hugging Face, GPipe's tasks, and the newest JAX.
+# tests/conftest.py, the models of Hugging Face, GPipe's tasks, other libraries,
+# and the newest JAX.
 test-all: $(VENV)/dev
 	JPIPE_FUZZ_EXAMPLES=200 $(RUN) -m pytest -n $(WORKERS) -m "not gpu" \
 		--hypothesis-profile=all $(ARGS)
 	JPIPE_TESTS_FLAGS= $(RUN) -m pytest -n $(WORKERS) $(BITS) $(ARGS)
 	$(MAKE) hugging-face VENV=$(VENV)-hugging-face
 	$(MAKE) tasks VENV=$(VENV)-tasks
+	$(MAKE) libraries VENV=$(VENV)-libraries
 	@newest=$$($(RUN) tests/newest_python.py $(VERSION)); \
 	if [ -n "$$newest" ]; then $(MAKE) bits PYTHON="$$newest"; \
 	else echo "no Python after $(VERSION) here: the newest JAX was not tested"; fi
@@ -41,6 +43,9 @@ tasks: $(VENV)/dev,tasks
 	$(RUN) -m pytest -n $(WORKERS) tests/examples/test_transfer.py \
 		tests/examples/test_translation.py $(ARGS)
 
+libraries: $(VENV)/dev,libraries
+	$(RUN) -m pytest -n $(WORKERS) tests/house/test_libraries.py $(ARGS)
+
 mutants: $(VENV)/dev  ## faults that some test must notice, in two hours at most
 	$(RUN) -m tests.mutants $(ARGS)
 
@@ -52,6 +57,10 @@ fuzz: $(VENV)/dev  ## EXAMPLES random programs; with SEED those of an earlier ru
 
 docs: $(VENV)/docs  ## the pages and the reference as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet $(ARGS)
+	$(RUN) docs/check_search.py
+
+serve: $(VENV)/docs  ## the site on http://localhost:8000, written anew when a page changes
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve $(ARGS)
 
 notebook:  ## the first tutorial as a notebook, from its page
 	$(PYTHON) docs/notebook.py

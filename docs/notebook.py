@@ -6,15 +6,17 @@ cell of Markdown, whose links lead into the site.
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent / "tutorials" / "first_pipeline.md"
 NOTEBOOK = PAGE.with_suffix(".ipynb")
-SITE = "https://OWNER.github.io/jpipe"
-INSTALL = '!pip install --quiet "jpipe @ git+https://github.com/OWNER/jpipe"\n'
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+ADDRESSES = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["urls"]
+SITE = ADDRESSES["Documentation"]
+INSTALL = f'!pip install --quiet "jpipe @ git+{ADDRESSES["Repository"]}"\n'
 CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
-BADGE = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)
 WARNING = re.compile(r'!!! \w+ "(.*)"\n((?: {4}.*\n)+)')
 LINK = re.compile(r"\]\(([\w./]+)\.md(#[\w-]+)?\)")
 
@@ -25,8 +27,7 @@ def read_cells(page: str) -> list[tuple[str, str]]:
     Args:
       page: the text of a page in Markdown.
     """
-    text = BADGE.sub("", page)
-    text = WARNING.sub(_quote_warning, text)
+    text = WARNING.sub(_quote_warning, page)
     text = LINK.sub(_link_to_site, text)
     # What the pattern splits at has odd indices.
     pieces = CODE.split(text)

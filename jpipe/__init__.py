@@ -11,6 +11,8 @@ if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import draw as draw
     from ._api._compile_report import Report as Report
+    from ._api._function_gradient import FunctionGradient as FunctionGradient
+    from ._api._gradient_call import ValueAndGrad as ValueAndGrad
     from ._api._pipeline import Pipeline as Pipeline
     from ._api._train_step import TrainStep as TrainStep
     from ._api._transform import pipeline as pipeline
@@ -44,6 +46,7 @@ _HOME = {
     "MEAN": "._lower._join",
     "SUM": "._lower._join",
     "CheckReport": "._check._report",
+    "FunctionGradient": "._api._function_gradient",
     "Layer": "._layers._adapter",
     "Pipeline": "._api._pipeline",
     "Plan": ".planning._plan",
@@ -52,6 +55,7 @@ _HOME = {
     "Stacked": "._arguments._stacked",
     "TrainState": "._train._train_state",
     "TrainStep": "._api._train_step",
+    "ValueAndGrad": "._api._gradient_call",
     "boundary": "._trace._boundaries",
     "distributed": "._processes._start",
     "inputs": "._layers._inputs",
@@ -78,6 +82,7 @@ __all__ = [
     "MEAN",
     "SUM",
     "CheckReport",
+    "FunctionGradient",
     "Layer",
     "Pipeline",
     "Plan",
@@ -86,6 +91,7 @@ __all__ = [
     "Stacked",
     "TrainState",
     "TrainStep",
+    "ValueAndGrad",
     "boundary",
     "checkpoint",
     "distributed",

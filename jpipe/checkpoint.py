@@ -94,7 +94,7 @@ def save(
     _variables.check_alive(jax.tree.leaves(state))
     is_multi_process = jax.process_count() > 1
     if is_multi_process:  # each piece is sent by the process that has it
-        state = _stacked.open_placed(state)
+        state = _stacked.split_placed(state)
     state = _as_arrays(_stacked.gather_tree(state), "state")
 
     exists = folder.exists() or _is_whole(_new_folder(folder))
@@ -120,7 +120,7 @@ def _write(folder: epath.Path, state: PyTree) -> None:
     import orbax.checkpoint as ocp  # takes a second, which a step does not need
 
     if jax.process_count() > 1:
-        state = _stacked.close_tree(gather_to_first(state))
+        state = _stacked.join_pieces(gather_to_first(state))
     if jax.process_index() != 0:
         return
 

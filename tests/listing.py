@@ -40,7 +40,7 @@ def live(program):
 
 def leaves_of(tree):
     """The arrays that a list is given for a tree: a stack in pieces is several."""
-    return jax.tree.leaves(_stacked.open_placed(tree))
+    return jax.tree.leaves(_stacked.split_placed(tree))
 
 
 def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):

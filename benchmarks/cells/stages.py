@@ -64,7 +64,7 @@ def gradient_of(
     """
     known = pipe._pipelined_model
     layers = PipelinedModel(
-        known.model, _PartitionApart(known.partition.config, known.placement.stages)
+        known.model, _PartitionApart(known.partition.options, known.placement.stages)
     )
     sample = layers.model.sample_batch(x, layers.partition)
     variables = layers.model.initial(sample).specs

@@ -59,7 +59,7 @@ def variants() -> list[Variant]:
         *_arguments(),
         *_reads(),
         *_outputs(),
-        *_donation(),
+        *_executables(),
         *_kernels(),
         *_stages(),
         *_callers(),
@@ -186,7 +186,7 @@ def _outputs() -> list[Variant]:
     return rows
 
 
-def _donation() -> list[Variant]:
+def _executables() -> list[Variant]:
     """Sums of gradients: as many arrays come back as go in."""
 
     def add_one(*arrays: jax.Array) -> Arrays:

@@ -200,7 +200,9 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
     Their bytes are counted by instructions, from which forecasts differ.
     """
     images = jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32)
-    models = {name: MODELS[name]() for name in ("equal blocks", "large vocabulary")}
+    models: dict[str, tuple[Any, Any]] = {
+        name: MODELS[name]() for name in ("equal blocks", "large vocabulary")
+    }
     models["U-Net"] = unet(1, 8, depth=2), images
     rng = random.Random(0)
     widths = tuple(rng.choice([64, 128, 256, 512]) for _ in range(32))

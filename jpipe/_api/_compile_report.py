@@ -11,7 +11,7 @@ from ..schedules._formats import format_bytes, format_table
 
 
 @dataclass(frozen=True)
-class CompiledProgram:
+class CompiledExecutable:
     """One compiled program.
 
     Attributes:
@@ -54,7 +54,7 @@ class Report:
       seconds: the time to trace and to compile all of them, side by side.
     """
 
-    programs: tuple[CompiledProgram, ...]
+    programs: tuple[CompiledExecutable, ...]
     peak_bytes: tuple[tuple[str, int], ...]
     seconds: float
 
@@ -86,7 +86,7 @@ def compile_report(lower: Callable[[], Program]) -> Report:
 
     calls = Counter(id(instruction.executable) for instruction in program.instructions)
     programs = tuple(
-        CompiledProgram(
+        CompiledExecutable(
             name=executable.name,
             device=str(executable.device),
             calls=calls[id(executable)],

@@ -128,7 +128,7 @@ class FunctionGradient(CustomLoop, FormerNames):
             for is_trained in specialization.layout.is_param_trained
         ]
         value = (loss, aux) if self._has_aux else loss
-        return value, specialization.layout.close_params(grads)
+        return value, specialization.layout.join_params(grads)
 
     @outside_of_meshes
     def place(self, params: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -99,7 +99,7 @@ class ValueAndGrad(LossMethods):
         if self._has_state:
             for index in layout.state:
                 result_leaves[index] = next(results)
-        result_tree = layout.close_params(result_leaves)
+        result_tree = layout.join_params(result_leaves)
 
         extra = [aux] if self._has_aux else []
         if self._has_state:

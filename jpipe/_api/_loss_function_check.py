@@ -22,8 +22,8 @@ from .._jaxprs import _dataflow
 from .._layers._median_prng import median_key
 from .._layers._rng import is_single_key
 from .._messages import WarnOnce
-from .._partition._config import PipelineConfig
 from .._partition._cut_points import CutPoints
+from .._partition._options import Options
 from .._partition._partition import Partition
 from .._pipelined._function_spec import FunctionSpec
 from .._pipelined._pipelined_function import PipelinedFunction
@@ -143,15 +143,15 @@ def _without_aux(spec: FunctionSpec) -> FunctionSpec:
 
 def _one_stage(partition: Partition, num_microbatches: int) -> Partition:
     """A partition in one stage, on the first device."""
-    config = PipelineConfig.minimal(
+    options = Options(
         num_microbatches=num_microbatches,
-        ranks=[first_device(partition.config.ranks[0])],
+        devices=[first_device(partition.options.devices[0])],
         num_stages=1,
         schedule="gpipe",
         remat="none",
         cuts=CutPoints.without_cuts(num_traced_stages=1),
     )
-    one_stage = Partition(config)
+    one_stage = Partition(options)
     one_stage.warnings = WarnOnce(is_muted=True)  # a call gives all warnings
     return one_stage
 

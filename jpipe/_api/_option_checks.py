@@ -1,33 +1,136 @@
-"""Checks of the options of `jpipe.pipeline`, all before any work."""
+"""The options of `jpipe.pipeline` and `jpipe.value_and_grad`, checked before any work.
 
+arguments --as typed--> `Options` --a plan decides some, all are checked--> `Options`
+
+An option is a parameter of both functions and a field of `Options`, of one name: it is
+passed on by that name, and needs a line here only for its check.
+"""
+
+import inspect
+import itertools
 import operator
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from .._arguments._wrong_call import describe_argument
-from .._instructions import _transfer
-from .._instructions._sharding import DATA, StageMesh
+from .._instructions._sharding import StageMesh
 from .._instructions._transfer import Device
-from .._messages import warn
+from .._layers._adapter import LayerAdapter
+from .._layers._layer_group import check_balance
+from .._messages import raise_all, warn
+from .._partition._options import Options
+from .._partition._remat import find_settings
+from .._processes._start import check_threads
 from ..planning._plan import Plan
 from ..schedules import Schedule
+from ..schedules._choose import find_schedule
+from ._ranks import check_sharding, find_ranks, planned_mesh
 
-# The axis of a mesh along which the stages are placed.
-_STAGE = "stage"
+# The options that a plan decides; it has no say in where the ranks are.
+_DECIDED_BY_PLAN = (
+    "num_microbatches",
+    "balance",
+    "num_stages",
+    "schedule",
+    "remat",
+    "replicas",
+)
+
+# The options that may be arrays of NumPy, or iterators.
+_SEQUENCES = {"balance", "devices", "replicas", "remat"}
 
 
-def _example_mesh() -> str:
-    """A mesh of all devices that there are, as a user would type it."""
-    count = jax.device_count()
-    num_data = 2 if count > 2 and count % 2 == 0 else 1
-    return f'jax.make_mesh(({count // num_data}, {num_data}), ("stage", "data"))'
+def check_options(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    layers: Sequence[LayerAdapter] | None,
+) -> Options:
+    """Checks options, and merges those of a plan into them.
+
+    Args:
+      function: `jpipe.pipeline` or `jpipe.value_and_grad`, whose signature has the
+        defaults.
+      arguments: the value of each of its parameters, options and others.
+      layers: the layers of a list; ``None`` for one model or function.
+
+    Raises:
+      TypeError: if an option is of a wrong type.
+      ValueError: if one does not fit; with every fault of a plan that is for other
+        layers, or does not decide alone.
+    """
+    typed = {
+        field.name: arguments[field.name]
+        for field in fields(Options)
+        if field.name in arguments
+    }
+    for name in typed.keys() & _SEQUENCES:
+        typed[name] = _as_list(typed[name])
+    options = Options(**typed)
+    plan = arguments["plan"]
+    if plan is not None:
+        parameters = inspect.signature(function).parameters
+        typed_names = [
+            name
+            for name in _DECIDED_BY_PLAN
+            if name in parameters and getattr(options, name) != parameters[name].default
+        ]
+        _check_plan(plan, layers, typed_names)
+        options = _with_plan(options, plan)
+
+    num_microbatches = _check_num_microbatches(options.num_microbatches)
+    check_sharding(options.mesh, options.devices, options.sharding, options.gather)
+    balance = None
+    if layers is None:
+        num_stages = _check_num_stages(options.num_stages)
+    else:
+        balance = check_balance(options.balance, len(layers))
+        num_stages = len(balance)
+    if options.cuts is not None:
+        num_stages = len(options.cuts.positions) + 1
+    _check_replicas(options.replicas, num_stages)
+    # The number of stages may not be known yet, but there are no other names.
+    find_schedule(options.schedule)
+    find_settings(options.remat)
+
+    ranks = find_ranks(options.mesh, options.devices)
+    if any(isinstance(rank, StageMesh) for rank in ranks):
+        check_threads()
+    return replace(
+        options,
+        num_microbatches=num_microbatches,
+        num_stages=num_stages,
+        balance=balance,
+        devices=ranks,
+    )
 
 
-def check_num_microbatches(number: Any) -> int:
+def _as_list(option: Any) -> Any:
+    """A list for an array of NumPy, or an iterator, which gives once."""
+    is_array = isinstance(option, np.ndarray) and option.ndim > 0
+    return [*option] if is_array or isinstance(option, Iterator) else option
+
+
+def _with_plan(options: Options, plan: Plan) -> Options:
+    """The options with those that a plan decides."""
+    mesh, devices = planned_mesh(plan, options.mesh, options.devices)
+    return replace(
+        options,
+        num_microbatches=plan.schedule.num_microbatches,
+        balance=plan.balance,
+        schedule=plan.schedule,
+        remat=plan.remat,
+        mesh=mesh,
+        devices=devices,
+        cuts=plan.cuts,
+        planned_shapes=plan.param_shapes,
+    )
+
+
+def _check_num_microbatches(number: Any) -> int:
     """Returns the number of micro-batches if it is an int of at least 1."""
     if number is None:
         raise TypeError(
@@ -37,7 +140,7 @@ def check_num_microbatches(number: Any) -> int:
     return _check_count("num_microbatches", number, advice=", or plan=")
 
 
-def check_num_stages(number: Any) -> int | None:
+def _check_num_stages(number: Any) -> int | None:
     """Returns the number of stages if it is an int of at least 1, or left out."""
     return None if number is None else _check_count("num_stages", number)
 
@@ -77,170 +180,6 @@ def check_no_balance(balance: Any) -> None:
         )
 
 
-def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
-    """The arguments ``mesh`` and ``devices`` of a pipeline with a plan.
-
-    Args:
-      plan: the plan.
-      mesh: the mesh that the user passed; it has to have the shape of the plan.
-      devices: the devices that the user passed; a plan for several per stage lays them
-        out as a mesh.
-
-    Raises:
-      ValueError: if the mesh spreads examples over another number of devices, or there
-        are too few devices.
-    """
-    num_ranks = plan.schedule.num_ranks
-    num_data = plan.data
-    user_mesh = devices if mesh is None else mesh
-    if isinstance(user_mesh, Mesh):
-        user_num_data = user_mesh.shape.get(DATA, 1)
-        if user_num_data != num_data:
-            raise ValueError(
-                f"plan: it is for {num_ranks} x {num_data} devices along {_STAGE!r} "
-                f"and {DATA!r}, the mesh has {user_num_data} along {DATA!r}; leave out "
-                f"mesh=, or type "
-                f'mesh=jax.make_mesh(({num_ranks}, {num_data}), ("stage", "data"))'
-            )
-        return mesh, devices
-
-    all_devices = jax.devices() if devices is None else devices
-    are_devices = isinstance(all_devices, Sequence) and all(
-        isinstance(device, jax.Device) for device in all_devices
-    )
-    if num_data == 1 or mesh is not None or not are_devices:
-        return mesh, devices
-    count = num_ranks * num_data
-    if len(dict.fromkeys(all_devices[:count])) < count:
-        raise ValueError(
-            f"plan: it is for {num_ranks} x {num_data} devices along {_STAGE!r} and "
-            f"{DATA!r}, there are {len(dict.fromkeys(all_devices))} different ones; "
-            f"plan for as many with jpipe.plan(..., num_devices=), or for one per "
-            f"stage with data=1"
-        )
-    grid = np.array(all_devices[:count], dtype=object).reshape(num_ranks, num_data)
-    return Mesh(grid, (_STAGE, DATA)), None
-
-
-def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
-    """Checks the options of stages of several devices.
-
-    Returns:
-      The mesh, or the devices where there is none: either decides where stages run.
-    """
-    if gather not in ("step", "microbatch"):
-        raise ValueError(f"gather={gather!r}: choose 'step' or 'microbatch'")
-    if sharding is not None and not callable(sharding):
-        raise TypeError(
-            f"sharding={sharding!r} is a {type(sharding).__name__}; needs a function "
-            f"(path, spec) -> PartitionSpec, such as lambda path, spec: {sharding!r}"
-        )
-    if mesh is None:
-        if (sharding is not None or gather != "step") and not _has_mesh(devices):
-            raise ValueError(
-                f"sharding= and gather= are for stages of several devices; give mesh= "
-                f"too, such as mesh={_example_mesh()}"
-            )
-        return devices
-    if devices is not None:
-        raise ValueError("mesh= decides where stages run; leave out devices=")
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh={mesh!r} is a {type(mesh).__name__}; needs a jax.sharding.Mesh, "
-            f"such as {_example_mesh()}"
-        )
-    return mesh
-
-
-def _has_mesh(devices: Any) -> bool:
-    """True if the devices are a mesh, or one of several entries is."""
-    if isinstance(devices, list | tuple):
-        return any(isinstance(rank, Mesh) for rank in devices)
-    return isinstance(devices, Mesh)
-
-
-def _ranks_of_mesh(mesh: Mesh) -> list[Device]:
-    """The devices of each rank: those of one index along the axis of stages."""
-    axis_names = list(mesh.axis_names)
-    if _STAGE not in axis_names:
-        raise ValueError(
-            f"mesh has the axes {axis_names}, none is called {_STAGE!r}, along which "
-            f"the stages are placed; type {_example_mesh()}"
-        )
-    stage_axis = axis_names.index(_STAGE)
-    rank_axis_names = axis_names[:stage_axis] + axis_names[stage_axis + 1 :]
-    grids = np.moveaxis(mesh.devices, stage_axis, 0)
-    return [_rank_of_grid(grid, rank_axis_names) for grid in grids]
-
-
-def _rank_of_mesh(mesh: Mesh) -> Device:
-    """The devices of a rank for which the user passed a mesh."""
-    if _STAGE in mesh.axis_names:
-        raise ValueError(
-            f"devices: the mesh of one rank has an axis {_STAGE!r}, along which ranks "
-            f"are placed; type mesh={_example_mesh()} for all of them"
-        )
-    return _rank_of_grid(np.asarray(mesh.devices), mesh.axis_names)
-
-
-def _rank_of_grid(devices: np.ndarray, axis_names: Sequence[str]) -> Device:
-    """The devices of a rank: one, or several of one process.
-
-    Args:
-      devices: the devices in the shape of a mesh.
-      axis_names: the names of its axes.
-
-    Raises:
-      ValueError: if they are of several processes.
-    """
-    processes = sorted({device.process_index for device in devices.flat})
-    if len(processes) > 1:
-        raise ValueError(
-            f"the devices of a stage are of processes {processes}: "
-            f"{', '.join(map(str, devices.flat))}; place stages along the processes, "
-            f"and the other axes of the mesh inside of each (of a plan: plan again "
-            f"with data= at most the devices of a process)"
-        )
-    if devices.size == 1:
-        return devices.flat[0]
-    return StageMesh.of(devices, axis_names)
-
-
-def _check_shards(ranks: Sequence[Device]) -> None:
-    """Checks that all ranks spread examples over as many devices.
-
-    Raises:
-      ValueError: if they do not, or a device is in two meshes.
-    """
-    shapes = {
-        tuple(rank.mesh.shape.items()) if isinstance(rank, StageMesh) else None
-        for rank in ranks
-    }
-    if len(shapes) > 1 and len({rank.process_index for rank in ranks}) > 1:
-        raise ValueError(
-            "devices: ranks in several processes must have meshes of one shape"
-        )
-    shard_counts = [getattr(rank, "num_shards", 1) for rank in ranks]
-    if len(set(shard_counts)) > 1:
-        ranks_text = ", ".join(
-            f"rank {i} over {count}" for i, count in enumerate(shard_counts)
-        )
-        raise ValueError(
-            f"devices: all ranks must spread the examples of a micro-batch over as "
-            f"many devices along {DATA!r}; there is {ranks_text}; give each as many, "
-            f"and what is left another axis, such as 'model'"
-        )
-    first_rank: dict[Any, int] = {}  # device -> the first rank that has it
-    for i, rank in enumerate(ranks):
-        for device in _transfer.devices_of(rank):
-            first = first_rank.setdefault(device, i)
-            if ranks[first] != rank:
-                raise ValueError(
-                    f"devices: {device} is in the meshes of rank {first} and rank {i}; "
-                    f"give each rank devices of its own, or both the same mesh"
-                )
-
-
 def warn_of_idle_devices(ranks: Sequence[Device], schedule: Schedule) -> None:
     """Warns of devices that are idle though each stage could have its own.
 
@@ -263,38 +202,58 @@ def warn_of_idle_devices(ranks: Sequence[Device], schedule: Schedule) -> None:
     )
 
 
-def devices_of_ranks(devices: Any) -> Sequence[Device]:
-    """Returns the devices of all ranks that there could be.
+def _check_replicas(replicas: Any, num_stages: int | None) -> None:
+    """Checks that there is a number of ranks for each stage."""
+    if replicas is None:
+        return
+    if not hasattr(replicas, "__len__"):
+        raise TypeError(
+            f"replicas={replicas!r} is a {type(replicas).__name__}; needs a number "
+            f"for each stage, such as replicas={[2] * (num_stages or 2)}"
+        )
+    if num_stages not in (None, len(replicas)):
+        raise ValueError(
+            f"replicas={list(replicas)} is for {len(replicas)} stages, the "
+            f"pipeline has {num_stages}"
+        )
+
+
+def _check_plan(
+    plan: Any, layers: Sequence[LayerAdapter] | None, typed_names: Sequence[str]
+) -> None:
+    """Checks that a plan is one, is for these layers, and decides alone.
 
     Args:
-      devices: one device per rank, or a mesh with those of each rank along the axis
-        ``stage``; ``None`` means `jax.devices`.
-
-    Raises:
-      ValueError: if meshes of ranks do not go together.
-      TypeError: if an entry is not a device.
+      plan: the plan.
+      layers: the layers of a list; ``None`` for one model or function.
+      typed_names: the options that a plan decides and the user typed too.
     """
-    if isinstance(devices, Mesh):
-        return _ranks_of_mesh(devices)
-    if isinstance(devices, str) or not hasattr(devices or [], "__iter__"):
-        is_device = isinstance(devices, jax.Device)
-        example = f"[{devices!r}]" if is_device else "jax.devices()[:2]"
+    if not isinstance(plan, Plan):
         raise TypeError(
-            f"devices={devices!r} is a {type(devices).__name__}; needs a sequence of "
-            f"jax.Device objects, such as devices={example}"
+            f"plan={reprlib.repr(plan)} is a {type(plan).__name__}; needs what "
+            f"jpipe.plan returned, or jpipe.Plan.from_json(text)"
         )
-    ranks: Sequence[Any] = jax.devices() if devices is None else list(devices)
-    if _has_mesh(ranks):
-        ranks = [
-            _rank_of_mesh(rank) if isinstance(rank, Mesh) else rank for rank in ranks
-        ]
-        _check_shards(ranks)
-    not_devices = [
-        rank for rank in ranks if not isinstance(rank, jax.Device | StageMesh)
+    faults = [
+        f"it decides {name}, which was given too: leave {name}= out"
+        for name in typed_names
     ]
-    if not_devices:
-        raise TypeError(
-            f"devices: {not_devices!r} are not jax.Device objects, such as "
-            f"devices=jax.devices()[:{len(ranks)}]"
+    if plan.cuts is None and layers is None:
+        faults.append(
+            "it is of a list of layers; plan what is given here, by jpipe.plan"
         )
-    return ranks
+    if plan.cuts is not None and layers is not None:
+        faults.append(
+            "it is of one model or function; plan these layers, by jpipe.plan"
+        )
+    if layers is not None and not faults:
+        names = [layer.name for layer in layers]
+        planned_names: list[str] = []
+        for stage in plan.stages:
+            planned_names += stage.layers
+        pairs = itertools.zip_longest(names, planned_names, fillvalue="missing")
+        faults = [
+            f"layer {i} is {name}, in the plan {planned_name}"
+            for i, (name, planned_name) in enumerate(pairs)
+            if name != planned_name
+        ]
+    raise_all("plan", faults)

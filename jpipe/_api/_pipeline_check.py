@@ -16,9 +16,9 @@ from .._instructions._transfer import AbstractDevice
 from .._layers import _rng
 from .._layers._layer_group import group_layers
 from .._layers._sequence import Sequential
-from .._lower._join import MEAN, SUM
+from .._lower._join import REDUCTIONS, Reduction
 from .._model._model import Model
-from .._partition._config import PipelineConfig
+from .._partition._options import Options
 from .._partition._partition import Partition
 from .._pipelined import _model_functions
 from .._pipelined._pipelined_function import PipelinedFunction
@@ -85,7 +85,7 @@ def check_pipeline(
     layers = _layers_to_check(
         model, entries, x, trainable=trainable, rngs=rngs, train=train
     )
-    first_rank = partition.config.ranks[0]
+    first_rank = partition.options.devices[0]
     if pipelined.num_stages is not None:
         first_rank = pipelined.placement.devices[0]
 
@@ -121,13 +121,13 @@ def _layers_to_check(
     A pipeline with a stage for each layer tells which variables each layer reads.
     """
     count = len(model.layers)
-    config = PipelineConfig.minimal(
+    options = Options(
         num_microbatches=1,
-        ranks=[AbstractDevice(rank) for rank in range(count)],
+        devices=[AbstractDevice(rank) for rank in range(count)],
         schedule=gpipe(count, 1),
         remat="none",
     )
-    partition = Partition(config, group_layers(model.layers, [1] * count))
+    partition = Partition(options, group_layers(model.layers, [1] * count))
     # The same model, with a stage for each layer.
     layerwise = Model(model.layers, model.axes, partition.stage_of_layer)
     function = PipelinedFunction(
@@ -171,13 +171,11 @@ def _reductions(
       microbatch_size: the number of examples of a micro-batch of the pipeline.
       outputs: specs of the outputs.
     """
-    axes = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", (MEAN, SUM))
+    axes = _microbatch.leaf_axes(out_axes, outputs, "outputs", "out_axes", REDUCTIONS)
     reductions: list[Sequence[str]] = []
     for leaf, axis in zip(jax.tree.leaves(outputs), axes, strict=True):
-        if axis is MEAN:
-            reductions.append(("mean",))
-        elif axis is SUM:
-            reductions.append(("sum", "each"))
+        if isinstance(axis, Reduction):
+            reductions.append(axis.checked_as)
         elif axis is None or _has_rows(leaf, axis, microbatch_size):
             reductions.append(("each",))
         else:  # which apply does not join, but a loss may be a mean or a sum of it

@@ -298,7 +298,7 @@ class PipelinedModel:
             if is_missing[i]:
                 value = _transfer.put_leaf(value, devices[i], layout.shardings[i])
             leaves.append(value)
-        return layout.close_params(leaves)
+        return layout.join_params(leaves)
 
     def copy_in_place(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Checks variables, and returns copies of them in place.
@@ -316,12 +316,12 @@ class PipelinedModel:
         _variables.check_alive(jax.tree.leaves(variables))
         layout = self.layout(variables, x)
         copies = _transfer.put_tree(
-            layout.open_params(variables),
+            layout.split_params(variables),
             self.placement.devices,
             layout.locations,
             may_alias=False,
         )
-        return layout.close_params(jax.tree.leaves(jax.tree.map(strong, copies)))
+        return layout.join_params(jax.tree.leaves(jax.tree.map(strong, copies)))
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Returns variables in place."""

@@ -37,7 +37,7 @@ def place_train_state(
         params=_variables.params(variables),
         opt_state=place_opt_state(
             state.opt_state,
-            _variables.params(layout.open_params(state.variables)),
+            _variables.params(layout.split_params(state.variables)),
             placement,
             layout.param_locations,
         ),
@@ -76,7 +76,7 @@ def initial_train_state(
         jax.tree.leaves(pipelined.model.is_trained(variables, trainable)),
         layout.pieces,
     )
-    inner_params = _variables.params(layout.open_params(variables))
+    inner_params = _variables.params(layout.split_params(variables))
     if not jax.tree.leaves(inner_params):
         warn(
             "nothing here has parameters, so steps with this state train nothing; a "

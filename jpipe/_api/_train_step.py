@@ -13,6 +13,7 @@ import optax
 
 from .._arguments import _signature, _variables
 from .._arguments._cache import RecentCache
+from .._arguments._signature import SignatureIndices
 from .._arguments._wrong_call import explain_call
 from .._check._report import CheckReport
 from .._instructions._interrupts import Interrupts
@@ -20,10 +21,16 @@ from .._instructions._program import Program
 from .._jaxprs import _nan_location
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
-from .._train._lowered_step import LoweredStep, SignatureIndices, make_optimizer
+from .._train._lowered_step import LoweredStep, make_optimizer
 from .._train._optimizer import Optimizer
 from .._train._pipelined_loss import PipelinedLoss
-from .._train._train_state import TrainState, become, check_apart, check_state
+from .._train._train_state import (
+    TrainState,
+    become,
+    check_apart,
+    check_state,
+    origin_of,
+)
 from ..schedules import Timeline
 from ._compile_report import Report, compile_report
 from ._loss_methods import LossMethods
@@ -115,7 +122,7 @@ class TrainStep(LossMethods):
         check_state(state, by_layer=self._by_layer)
         x, targets = self._feed(x, targets)
         leaves, structure = jax.tree.flatten(state)
-        origin = state.origin
+        origin = origin_of(state)
         if origin is not None and not origin.matches(self, leaves):
             origin = None
         if origin is None:
@@ -127,7 +134,7 @@ class TrainStep(LossMethods):
         step = self._lower(signature_index, state, x, targets)
         if origin is None:
             _variables.check_concrete(leaves)
-            inner_state = step.open_state(state)
+            inner_state = step.split_state(state)
             leaves = jax.tree.leaves(inner_state)
             variables = [leaves[i] for i in step.variable_indices]
             step.specialization.layout.check(variables, "state")

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._arguments._batch import Axes
+from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import adapt_layers, is_model
 from .._layers._layer_group import group_layers
@@ -18,11 +19,11 @@ from .._processes._start import check_joined
 from ..planning._plan import Plan
 from ..schedules import Schedule, ScheduleBuilder
 from . import _option_checks
-from ._options import Options, configure
 from ._pipeline import Pipeline
 from ._pipelined_model import PipelinedModel
 
 
+@explain_call("jpipe.pipeline(layers, num_microbatches=4)")
 def pipeline(
     layers: Any,
     num_microbatches: int | None = None,
@@ -30,7 +31,7 @@ def pipeline(
     num_stages: int | None = None,
     balance: Sequence[int] | None = None,
     plan: Plan | None = None,
-    devices: Sequence[Device] | np.ndarray | Mesh | None = None,
+    devices: Sequence[Device | Mesh] | np.ndarray | None = None,
     mesh: Mesh | None = None,
     sharding: _param_sharding.ShardingRule | None = None,
     gather: str = "step",
@@ -63,8 +64,8 @@ def pipeline(
         ``schedule`` and ``remat``; and of ``mesh`` if it has several devices per stage,
         over which ``devices`` are then laid out, stage by stage.
       devices: one device per rank, default `jax.devices`; repeat a device to let it
-        serve several stages. A rank may have a mesh in place of a device.
-      mesh: several devices per stage, in place of ``devices``: the stages are along its
+        serve several stages. A rank may have a mesh of its own in place of a device.
+      mesh: one mesh of all ranks, in place of ``devices``: the stages are along its
         axis ``"stage"``, each stage has all other axes. Examples are spread over
         ``"data"``; parameters are sharded by ``sharding``.
       sharding: ``(path, spec) -> PartitionSpec`` of a parameter, or ``None``; the path
@@ -127,6 +128,7 @@ def pipeline(
       Kim et al., `torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
+    arguments = {**locals()}  # all options, of which none can be forgotten
     check_joined()
     is_one_model = is_model(layers)
     adapters = adapt_layers([layers] if is_one_model else layers)
@@ -142,35 +144,29 @@ def pipeline(
             f"num_stages={num_stages} is for one model that is divided by itself; "
             f"{advice}"
         )
-    options = Options(
-        num_microbatches=num_microbatches,
-        num_stages=num_stages,
-        balance=balance,
-        plan=plan,
-        devices=devices,
-        mesh=mesh,
-        sharding=sharding,
-        gather=gather,
-        replicas=replicas,
-        schedule=schedule,
-        remat=remat,
+    options = _option_checks.check_options(
+        pipeline, arguments, layers=None if is_one_model else adapters
     )
-    config = configure(options, layers=None if is_one_model else adapters)
 
-    groups = None if config.balance is None else group_layers(adapters, config.balance)
-    partition = Partition(config, groups, shares_cuts=is_one_model)
+    groups = (
+        None if options.balance is None else group_layers(adapters, options.balance)
+    )
+    partition = Partition(options, groups, shares_cuts=is_one_model)
     axes = Axes(in_axes, target_axes, out_axes)
     model = Model(adapters, axes, partition.stage_of_layer)
     forecast = getattr(plan, "forecast", None)
     pipelined = PipelinedModel(model, partition, forecast)
 
     # A `Schedule` and replicas fix the number of ranks: idle devices are meant.
-    has_fixed_ranks = isinstance(config.schedule, Schedule) or replicas is not None
+    has_fixed_ranks = isinstance(options.schedule, Schedule) or replicas is not None
     if groups is not None and not has_fixed_ranks:
-        _option_checks.warn_of_idle_devices(config.ranks, pipelined.placement.schedule)
+        _option_checks.warn_of_idle_devices(
+            options.devices, pipelined.placement.schedule
+        )
     return Pipeline(pipelined)
 
 
+@explain_call("jpipe.sequential(layers)")
 def sequential(
     layers: Any,
     num_microbatches: int = 1,

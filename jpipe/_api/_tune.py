@@ -320,9 +320,10 @@ class _RunningStep:
                 num_bytes = self._count_bytes()
         except jax.errors.JaxRuntimeError as error:
             self._drop_if_out_of_memory(error)
-        self.num_bytes = max(_gather(num_bytes))
-        if limit is not None and self.num_bytes > limit:
-            excess = format_bytes(self.num_bytes - limit)
+        most_bytes = max(_gather(num_bytes))
+        self.num_bytes = most_bytes
+        if limit is not None and most_bytes > limit:
+            excess = format_bytes(most_bytes - limit)
             self.fault = f"does not fit: {excess} more than a device has"
 
     def take_turn(self, *, keeps_state: bool) -> None:

@@ -8,15 +8,18 @@ from jax.sharding import Mesh
 
 from .._arguments._objective import REDUCTIONS
 from .._arguments._trainable import Trainable
+from .._arguments._wrong_call import explain_call
+from .._instructions._transfer import Device
 from .._layers._adapter import is_module
 from .._partition._param_sharding import ShardingRule
 from .._partition._partition import Partition
 from .._processes._start import check_joined
 from ..planning._plan import Plan
 from ._function_gradient import FunctionGradient
-from ._options import Options, configure
+from ._option_checks import check_options
 
 
+@explain_call("jpipe.value_and_grad(fun, num_microbatches=4)")
 def value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
@@ -27,7 +30,7 @@ def value_and_grad(
     aux_axes: Any = None,
     in_axes: Any = 0,
     reduction: str = "mean",
-    devices: Sequence[Any] | np.ndarray | None = None,
+    devices: Sequence[Device | Mesh] | np.ndarray | None = None,
     mesh: Mesh | None = None,
     sharding: ShardingRule | None = None,
     gather: str = "step",
@@ -71,8 +74,8 @@ def value_and_grad(
         the sum of totals over the sum of weights; or ``"microbatch_mean"``: the mean of
         the losses of the micro-batches. Summands that depend on no example, such as a
         penalty on weights, count once.
-      devices: one device for each rank, default `jax.devices`.
-      mesh: several devices per stage, as for `jpipe.pipeline`.
+      devices: as for `jpipe.pipeline`.
+      mesh: as for `jpipe.pipeline`.
       sharding: as for `jpipe.pipeline`, of paths such as ``("block_0", "kernel")``.
       gather: as for `jpipe.pipeline`.
       replicas: as for `jpipe.pipeline`.
@@ -109,6 +112,7 @@ def value_and_grad(
       >>> grads["first"].devices() == params["first"].devices()
       True
     """
+    arguments = {**locals()}  # all options, of which none can be forgotten
     check_joined()
     if not callable(fun):
         raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
@@ -122,22 +126,10 @@ def value_and_grad(
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
-    options = Options(
-        num_microbatches=num_microbatches,
-        num_stages=num_stages,
-        balance=None,
-        plan=plan,
-        devices=devices,
-        mesh=mesh,
-        sharding=sharding,
-        gather=gather,
-        replicas=replicas,
-        schedule=schedule,
-        remat=remat,
-    )
+    options = check_options(value_and_grad, arguments, layers=None)
     return FunctionGradient(
         fun,
-        Partition(configure(options, layers=None)),
+        Partition(options),
         argnums=argnums,
         has_aux=has_aux,
         aux_axes=aux_axes,

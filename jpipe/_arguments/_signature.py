@@ -4,7 +4,8 @@ A signature has the structure of the arguments, the aval of each leaf, and the s
 of JAX under which they are traced.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from .. import _compat
 from .._jaxprs._host_memory import is_on_host
+from ._cache import RecentCache
 
 # Reads the settings of JAX that `jax.jit` distinguishes besides arguments; a program
 # that was traced once must distinguish them too.
@@ -83,6 +85,27 @@ def _array_key(leaf: Any) -> tuple[Any, ...]:
     try:
         return leaf.aval, leaf.sharding, leaf.committed
     except AttributeError:  # on the host, or a tracer
-        signature = getattr(leaf, "signature", None)  # of a parameter in pieces
+        signature = getattr(leaf, "_signature", None)  # of a `Stacked`
         shape = getattr(leaf, "shape", None)
         return type(leaf), shape, getattr(leaf, "dtype", None), signature
+
+
+class SignatureIndices:
+    """``(structure, leaves) -> index`` of a signature, which is an int.
+
+    Who keeps the index beside what has that signature, as a train state does, compares
+    ints in later calls: it reads no avals, and hashes none.
+    """
+
+    def __init__(self) -> None:
+        # (structure, keys of the avals, memories) -> index
+        self._indices = RecentCache[Any, int]()
+        self._next_index = itertools.count()
+
+    def __call__(self, structure: Any, leaves: Sequence[Any]) -> int:
+        """Returns the index of a structure, avals and memories."""
+        avals = aval_keys(leaves)
+        signature = structure, avals, memory_key(leaves)
+        if signature not in self._indices:
+            self._indices[signature] = next(self._next_index)
+        return self._indices[signature]

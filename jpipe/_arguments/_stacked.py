@@ -92,7 +92,7 @@ class Stacked:
         return sum(array.nbytes for array in self.arrays)
 
     @property
-    def signature(self) -> Any:
+    def _signature(self) -> Any:
         """The types and the places of the pieces: what a compiled program is for."""
         return self.axis, tuple((x.aval, x.sharding) for x in self.arrays)
 
@@ -227,7 +227,7 @@ def drop_empty_nodes(tree: PyTree) -> PyTree:
     )
 
 
-def open_tree(tree: PyTree, pieces: Mapping[int, Pieces]) -> PyTree:
+def split_pieces(tree: PyTree, pieces: Mapping[int, Pieces]) -> PyTree:
     """A user's tree as it is inside.
 
     Args:
@@ -238,18 +238,18 @@ def open_tree(tree: PyTree, pieces: Mapping[int, Pieces]) -> PyTree:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     for i, leaf_pieces in pieces.items():
-        arrays = _cut(leaves[i], leaf_pieces)
+        arrays = _split(leaves[i], leaf_pieces)
         leaves[i] = PieceNode(arrays, leaf_pieces.axis)
     return structure.unflatten(leaves)
 
 
-def open_placed(tree: PyTree) -> PyTree:
+def split_placed(tree: PyTree) -> PyTree:
     """A user's tree as it is inside; its leaves tell in which pieces they are."""
     pieces: dict[int, Pieces] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if (leaf_pieces := _pieces_of(leaf)) is not None:
             pieces[i] = leaf_pieces
-    return open_tree(tree, pieces)
+    return split_pieces(tree, pieces)
 
 
 def _pieces_of(leaf: Any) -> Pieces | None:
@@ -286,14 +286,14 @@ def repeat_for_pieces(values: Sequence[Any], pieces: Mapping[int, Pieces]) -> li
     return repeated
 
 
-def close_specs(tree: PyTree) -> PyTree:
+def join_specs(tree: PyTree) -> PyTree:
     """Specs of the leaves of a user, from specs with nodes of pieces."""
     return jax.tree.map(
-        lambda x: _close_spec(x) if is_node(x) else x, tree, is_leaf=is_node
+        lambda x: _join_spec(x) if is_node(x) else x, tree, is_leaf=is_node
     )
 
 
-def _close_spec(node: PieceNode) -> jax.ShapeDtypeStruct:
+def _join_spec(node: PieceNode) -> jax.ShapeDtypeStruct:
     """The spec of a user's leaf, from those of its pieces."""
     whole = Stacked(node.arrays, node.axis)
     weak_type = node.arrays[0].weak_type
@@ -321,7 +321,7 @@ serialization.register_serialization_state(
 def fill_like(whole: np.ndarray, like: Stacked) -> Stacked:
     """A leaf with the pieces of another one, and the values of an array of the host."""
     arrays = list[Any]()
-    for part, piece in zip(_cut(whole, like.pieces), like.arrays, strict=True):
+    for part, piece in zip(_split(whole, like.pieces), like.arrays, strict=True):
         array = piece
         if not is_non_addressable(piece):
             array = jax.make_array_from_callback(
@@ -331,12 +331,12 @@ def fill_like(whole: np.ndarray, like: Stacked) -> Stacked:
     return Stacked(arrays, like.axis)
 
 
-def close_tree(tree: PyTree) -> PyTree:
+def join_pieces(tree: PyTree) -> PyTree:
     """A tree as its user has it: one leaf for each node."""
-    return jax.tree.map(lambda x: _close(x) if is_node(x) else x, tree, is_leaf=is_node)
+    return jax.tree.map(lambda x: _join(x) if is_node(x) else x, tree, is_leaf=is_node)
 
 
-def _cut(leaf: Any, pieces: Pieces) -> list[Any]:
+def _split(leaf: Any, pieces: Pieces) -> list[Any]:
     """The pieces of a user's leaf, or of a spec."""
     pieces.check_shape(leaf.shape, "an array")
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -351,7 +351,7 @@ def _cut(leaf: Any, pieces: Pieces) -> list[Any]:
     before = (slice(None),) * pieces.axis
     return [
         leaf[(*before, slice(begin, end))]
-        for begin, end in zip(pieces.begins, pieces.ends, strict=True)
+        for begin, end in zip(pieces.starts, pieces.ends, strict=True)
     ]
 
 
@@ -396,13 +396,13 @@ def _is_over_stages(array: jax.Array) -> bool:
     return is_named and sharding.mesh.axis_names == (_AXIS,) and _AXIS in sharding.spec
 
 
-def _close(node: PieceNode) -> Any:
+def _join(node: PieceNode) -> Any:
     """The leaf of a user for a node of pieces."""
     arrays = node.arrays
     if any(array is None for array in arrays):
         return None
     if isinstance(arrays[0], jax.ShapeDtypeStruct):
-        return _close_spec(node)
+        return _join_spec(node)
     if isinstance(arrays[0], np.ndarray):  # such as the gradient of integers
         return np.concatenate(arrays, node.axis)
     device_sets = [array.devices() for array in arrays]

@@ -17,6 +17,14 @@ from .._messages import source_text
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Former name of an argument, or that in other functions -> its name, if a function has
+# it: `jpipe.value_and_grad` takes ``fun``, as `jax.value_and_grad` does.
+_NAMES_NOW = {
+    "stages": "layers",
+    "sample": "x",
+    "loss": "loss_fn",
+    "loss_fn": "fun",
+}
 # The letters of an argument in an error, at most.
 _LONGEST_ARGUMENT = 60
 
@@ -24,7 +32,7 @@ _LONGEST_ARGUMENT = 60
 def explain_call(
     usage: str, advice_on: Mapping[str, str] | None = None, *, surplus: str = ""
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a decorator of a method, for calls with other arguments than it takes.
+    """Makes a decorator, for calls with other arguments than a function takes.
 
     Args:
       usage: the call as users type it, such as ``step(state, x, targets)``.
@@ -122,14 +130,23 @@ def _misuse(
 ) -> str:
     """The message of an error: see `explain_call`."""
     fault = binding_fault(method, args, kwargs)
-    call_text = _describe_call(args[1:], kwargs)
     parameters = inspect.signature(method).parameters
+    is_method = "self" in parameters
+    call_text = _describe_call(args[1:] if is_method else args, kwargs)
     unknown = [name for name in kwargs if name not in parameters]
-    advice_texts = [advice_on[name] for name in unknown if name in advice_on]
+    advice_texts = [
+        f"type {_NAMES_NOW[name]}= for {name}="
+        for name in unknown
+        if _NAMES_NOW.get(name) in parameters
+    ]
+    advice_texts += [advice_on[name] for name in unknown if name in advice_on]
     if surplus and fault.startswith("too many"):
         advice_texts.append(surplus)
     advice = "".join(f"; {text}" for text in dict.fromkeys(advice_texts))
-    if not advice and not fault.startswith("missing"):
+    is_missing = fault.startswith("missing")
+    # An unknown name in a call of a function is that of an option, not of an input.
+    may_be_input = fault.startswith("too many") or (is_method and not is_missing)
+    if not advice and "x" in parameters and may_be_input:
         keywords = ", ".join(f"{name}={name}" for name in unknown) or "mask"
         advice = (
             f"; several inputs of one model are one argument, x = jpipe.inputs(x, "

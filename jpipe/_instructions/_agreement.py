@@ -15,11 +15,7 @@ import numpy as np
 import optax
 
 from .. import _compat
-from .._arguments._batch import Batch
 from .._jaxprs._computation import Computation
-from .._layers._adapter import LayerAdapter
-from .._layers._layer_group import LayerGroup
-from .._layers._text import shape_text
 from .._processes._digest import array_digest, digest
 from .._processes._group import group
 from .._processes._transport import Crossing
@@ -38,29 +34,6 @@ _SETTINGS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
-
-
-def layer_facts(layers: Sequence[LayerAdapter], params: PyTree) -> dict[str, str]:
-    """The trained parameters of each layer; `params` has one entry per layer."""
-    return {
-        f"layer {i}": f"{layer.name} {shape_text(entry)}"
-        for i, (layer, entry) in enumerate(zip(layers, params, strict=True))
-    }
-
-
-def stage_facts(
-    stages: Sequence[LayerGroup], specs: Sequence[PyTree]
-) -> dict[str, str]:
-    """The layers of each stage, and what the leaves that it owns are like."""
-    return {
-        f"stage {i}": f"{stage}, {shape_text(own_specs)}"
-        for i, (stage, own_specs) in enumerate(zip(stages, specs, strict=True))
-    }
-
-
-def batch_facts(batch: Batch) -> dict[str, str]:
-    """The shapes of a mini-batch."""
-    return {"mini-batch": shape_text(batch.args)}
 
 
 def agree(

@@ -30,7 +30,7 @@ from .._processes._transport import Crossing
 from . import _transfer
 from ._agreement import agree
 from ._compiler import compile_all
-from ._donation import assign_executables, last_uses
+from ._executables import assign_executables, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, label_text
 from ._sharding import Sharding, StageMesh

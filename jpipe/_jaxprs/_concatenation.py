@@ -30,7 +30,7 @@ class Concatenation(NamedTuple):
         arrays = list[jax.Array]()
         pieces = self.pieces
         for array, first, last in zip(
-            self.arrays, pieces.begins, pieces.ends, strict=True
+            self.arrays, pieces.starts, pieces.ends, strict=True
         ):
             start = max(begin, first)
             stop = min(end, last)
@@ -56,6 +56,6 @@ class Concatenation(NamedTuple):
 
     def regroup(self, pieces: Pieces) -> "Concatenation":
         """The same array in other pieces along the axis."""
-        bounds = zip(pieces.begins, pieces.ends, strict=True)
+        bounds = zip(pieces.starts, pieces.ends, strict=True)
         arrays = [self.slice_whole(begin, end) for begin, end in bounds]
         return self._replace(arrays=arrays)

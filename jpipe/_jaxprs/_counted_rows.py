@@ -8,6 +8,7 @@ at once for all iterations. Where it is 0, 1, ..., n - 1, and nothing else of th
 is read, the loop goes along it. A slice of one row of the array is a slice of the row.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,23 +67,24 @@ def _find_counted(closed: core.ClosedJaxpr, eqn: core.JaxprEqn) -> dict[int, int
 
     constant = _find_constant_inputs(closed, eqn, body)
     computed = _computable(body, constant)
-    reads = {
-        i: reads_of_operand
-        for i, reads_of_operand in reads.items()
-        if all(read.start in computed for read in reads_of_operand)
-    }
-    starts = list[core.Var]()
-    for reads_of_operand in reads.values():
-        starts += [read.start for read in reads_of_operand]
-    if not starts:
+    # index of an operand whose rows follow from constants -> the index of each row
+    row_indices: dict[int, list[core.Var]] = {}
+    for i, reads_of_operand in reads.items():
+        starts = [read.start for read in reads_of_operand]
+        if computed.issuperset(starts):
+            row_indices[i] = starts
+    if not row_indices:
         return {}
-    values = _run_constant_part(closed, eqn, body, constant, starts)
-    counts = [np.array_equal(value, np.arange(length)) for value in values]
-    is_counter = dict(zip(starts, counts, strict=True))
+    all_indices = list(itertools.chain.from_iterable(row_indices.values()))
+    values = _run_constant_part(closed, eqn, body, constant, all_indices)
+    counters = set[core.Var]()
+    for var, value in zip(all_indices, values, strict=True):
+        if np.array_equal(value, np.arange(length)):
+            counters.add(var)
     return {
-        i: reads_of_operand[0].axis
-        for i, reads_of_operand in reads.items()
-        if all(is_counter[read.start] for read in reads_of_operand)
+        i: reads[i][0].axis
+        for i, starts in row_indices.items()
+        if counters.issuperset(starts)
     }
 
 

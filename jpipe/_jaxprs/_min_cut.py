@@ -34,15 +34,21 @@ from ._primitives import CALLS, CHEAP, DRAWS, PRODUCTS, SORTS
 # The sum of all capacities: SciPy counts in 32 bits.
 _TOTAL = 2**29
 # One of so many sums in a row is stored: more often would cost bytes, more rarely
-# operations. Of 96 layers `x += tanh(tanh(x) @ w)`, eight wide, in two micro-batches of
-# 4096 rows, a gradient took 100 to 136 ms where one of 4, 8, 12 or 24 was stored, and
-# 219 ms where none was; of 4, 12 and 24 they are 23, 6 and 2 % more bytes (best of 5,
-# two shared cores, 2026-11-29).
+# operations, and time to compile. Of `x += tanh(tanh(x) @ w)`, eight wide, in two
+# stages of 96 layers and two micro-batches of 4096 rows, a gradient took 110 to 140 ms
+# where one of 4, 8, 12 or 24 was stored, and 256 ms where none was; the first call 6,
+# 7, 9, 20 and 49 s (``python -m benchmarks.overhead.constants _CHAIN``, two shared
+# cores, 2026-11-29).
 _CHAIN = 12
 
 
 def is_cheap(eqn: core.JaxprEqn, *, sorts_are_cheap: bool = False) -> bool:
     """True if computing an equation again takes less time than reading its results.
+
+    Four things depend on it: what a backward computes again (here), what is copied into
+    each stage that reads it (`_trace/_traced_function`), whether a scan of weight
+    gradients is worth a second half (`_stage/_split_backward`), and whether an estimate
+    counts bytes or operations (`planning/_estimate`).
 
     Args:
       eqn: the equation.
@@ -198,7 +204,7 @@ def _links(
     The depth of a value is the length of the longest chain of equations with several
     operands between stored variables and the value. Windows of `_CHAIN` depths divide
     the values. In each window but the first and the last, the links are a minimum cut
-    between the begins of its chains and the values that later windows read.
+    between the starts of its chains and the values that later windows read.
 
     Args:
       sizes: as in `_cut`.

@@ -393,7 +393,7 @@ class PieceEvaluation:
             return None
         return [
             operand.slice(begin, end)
-            for begin, end in zip(cuts.begins, cuts.ends, strict=True)
+            for begin, end in zip(cuts.starts, cuts.ends, strict=True)
         ]
 
     def _divide_bodies(self, eqn: core.JaxprEqn) -> list[_Value] | None:

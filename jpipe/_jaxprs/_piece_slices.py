@@ -1,7 +1,7 @@
-"""Cuts whole arrays into pieces: where a piece begins is a constant, or an input.
+"""Cuts whole arrays into pieces: where a piece starts is a constant, or an input.
 
     piece = x[3:5]                                 constants: a program for each piece
-    piece = dynamic_slice(x, begin, size=2)        inputs: equal pieces are one program
+    piece = dynamic_slice(x, start, size=2)        inputs: equal pieces are one program
 
 The inputs come with the batch. What follows from parameters alone, such as a penalty,
 is computed without a batch: it is cut at constants.
@@ -26,12 +26,12 @@ class PieceSlices:
     Attributes:
       fixed_vars: the variables that follow from parameters.
       batch_vars: the variables that follow from the batch.
-      begin_args: begin of a piece -> the input that is this number.
+      start_args: start of a piece -> the input that is this number.
     """
 
     fixed_vars: set[core.Var]
     batch_vars: set[core.Var]
-    begin_args: Mapping[int, jax.Array]
+    start_args: Mapping[int, jax.Array]
 
     def cut(
         self, array: jax.Array, pieces: Pieces, *, atom: Any, eqn: core.JaxprEqn | None
@@ -46,19 +46,19 @@ class PieceSlices:
         """
         is_cut_at_inputs = self._is_cut_at_inputs(atom, eqn)
         slices = list[jax.Array]()
-        for begin, size in zip(pieces.begins, pieces.sizes, strict=True):
-            begin_arg = self.begin_args.get(begin)
-            if not is_cut_at_inputs or begin_arg is None:
+        for start, size in zip(pieces.starts, pieces.sizes, strict=True):
+            start_arg = self.start_args.get(start)
+            if not is_cut_at_inputs or start_arg is None:
                 slices.append(
-                    jax.lax.slice_in_dim(array, begin, begin + size, axis=pieces.axis)
+                    jax.lax.slice_in_dim(array, start, start + size, axis=pieces.axis)
                 )
                 continue
-            starts: list[Any] = [np.int32(0)] * array.ndim
-            starts[pieces.axis] = begin_arg
+            start_indices: list[Any] = [np.int32(0)] * array.ndim
+            start_indices[pieces.axis] = start_arg
             slice_sizes = _axis_maps.with_size(array.shape, pieces.axis, size)
             slices.append(
                 jax.lax.dynamic_slice(
-                    array, starts, slice_sizes, allow_negative_indices=False
+                    array, start_indices, slice_sizes, allow_negative_indices=False
                 )
             )
         return slices

@@ -75,8 +75,8 @@ class Pieces(NamedTuple):
         return [*itertools.accumulate(self.sizes)]
 
     @property
-    def begins(self) -> list[int]:
-        """The begin of each piece along the axis."""
+    def starts(self) -> list[int]:
+        """The start of each piece along the axis."""
         return [0, *self.ends[:-1]]
 
     def check_shape(self, shape: Sequence[int], name: str) -> None:

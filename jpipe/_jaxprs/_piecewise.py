@@ -51,16 +51,16 @@ class PiecewiseJaxpr(NamedTuple):
     """A jaxpr of pieces, computed from one of whole arrays.
 
     Attributes:
-      closed: ``(*inputs, *begins) -> results``. Each input, or result, in pieces is as
+      closed: ``(*inputs, *starts) -> results``. Each input, or result, in pieces is as
         many as it has pieces.
-      begins: the last inputs, where pieces of arrays begin that are cut here: so that
+      starts: the last inputs, where pieces of arrays begin that are cut here: so that
         computations on equal pieces are equal.
       output_pieces: index of a result -> its pieces, if it is in pieces.
       whole_reads: the inputs in pieces that are read as one array.
     """
 
     closed: core.ClosedJaxpr
-    begins: list[int]
+    starts: list[int]
     output_pieces: dict[int, Pieces]
     whole_reads: list[WholeRead]
 
@@ -85,16 +85,16 @@ def run_in_pieces(
         computed; False if they are put together.
       num_fixed: the number of first inputs that are parameters; the others are those
         of the batch. What follows from parameters alone, as a penalty does, is cut at
-        constants: ``begins`` come with the batch. ``None``: all is cut at constants.
+        constants: ``starts`` come with the batch. ``None``: all is cut at constants.
     """
     jaxpr = closed.jaxpr
     fixed_vars = _jaxpr.descendants(jaxpr, jaxpr.invars[:num_fixed])
     batch_vars = _jaxpr.descendants(jaxpr, jaxpr.invars[num_fixed:])
     target_pieces = find_target_pieces(jaxpr, output_pieces, targets)
-    begins = list[int]()
+    starts = list[int]()
     if num_fixed is not None:
         all_pieces = [*input_pieces.values(), *target_pieces.values()]
-        begins = sorted({begin for pieces in all_pieces for begin in pieces.begins})
+        starts = sorted({start for pieces in all_pieces for start in pieces.starts})
     whole_reads = list[WholeRead]()
     results_in_pieces: dict[int, Pieces] = {}
 
@@ -103,11 +103,11 @@ def run_in_pieces(
         spec = _jaxpr.spec(var.aval)
         pieces = input_pieces.get(i)
         input_specs += [spec] if pieces is None else pieces.specs(spec)
-    begin_specs = [jax.ShapeDtypeStruct((), jnp.int32)] * len(begins)
+    start_specs = [jax.ShapeDtypeStruct((), jnp.int32)] * len(starts)
 
     def run(*args: jax.Array) -> list[jax.Array]:
         arrays = iter(args[: len(input_specs)])
-        begin_args = dict(zip(begins, args[len(input_specs) :], strict=True))
+        start_args = dict(zip(starts, args[len(input_specs) :], strict=True))
         values: dict[core.Var, Any] = dict(
             zip(jaxpr.constvars, closed.consts, strict=True)
         )
@@ -122,7 +122,7 @@ def run_in_pieces(
             closed,
             values,
             target_pieces=target_pieces,
-            slices=PieceSlices(fixed_vars, batch_vars, begin_args),
+            slices=PieceSlices(fixed_vars, batch_vars, start_args),
             run_in_pieces=run_in_pieces,
         )
         evaluation.run()
@@ -139,10 +139,10 @@ def run_in_pieces(
         whole_reads.extend(evaluation.whole_reads)
         return results
 
-    new_closed = make_jaxpr(run)(*input_specs, *begin_specs)
+    new_closed = make_jaxpr(run)(*input_specs, *start_specs)
     return PiecewiseJaxpr(
         closed=new_closed,
-        begins=begins,
+        starts=starts,
         output_pieces=results_in_pieces,
         whole_reads=whole_reads,
     )

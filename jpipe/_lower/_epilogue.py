@@ -53,9 +53,8 @@ class EpilogueInputs(NamedTuple):
     Attributes:
       loss: the sum of the losses of micro-batches; ``None`` if there is no loss.
       penalty: the summand of the loss that depends on no example, if there is one.
-      loss_divisor: the sum of the weights of a weighted loss, if backwards have divided
-        by it.
-      loss_weights: otherwise the weight of each micro-batch and shard.
+      loss_divisor: the sum of the loss weights, if backwards have divided by it.
+      loss_weights: otherwise the loss weight of each micro-batch and shard.
       grads: parameter index -> the terms of its gradient.
       old_state: for each stage, the state leaves before the step.
       state: for each stage, the running sums of its state leaves.
@@ -233,7 +232,7 @@ class Epilogue:
 
         Args:
           sums: for each stage, the sums of each place that runs it.
-          loss_weights: the weight of each micro-batch, for a weighted loss.
+          loss_weights: the loss weight of each micro-batch, for a weighted loss.
           loss_divisor: their sum, where backwards have divided by it.
           aux: the leaves of aux, for each micro-batch.
 
@@ -272,7 +271,7 @@ class Epilogue:
     @property
     def _last_place(self) -> Place:
         """The place of the last stage."""
-        return self.prologue.placement.place(self.prologue.stages.num_stages - 1)
+        return self.prologue.placement.place_of(self.prologue.stages.num_stages - 1)
 
     def _columns(self, aux: Sequence[Values]) -> list[Values]:
         """The values of all micro-batches, for each leaf of aux.
@@ -299,7 +298,7 @@ class Epilogue:
         state = prologue.stages.states[stage]
         first, result_tree = jax.tree.flatten(replicas[0])
         shardings = [
-            prologue.sharding(i) for i in prologue.stages.trained_weights(stage)
+            prologue.sharding_of(i) for i in prologue.stages.trained_weights(stage)
         ]
         shardings += [WHOLE] * (len(first) - len(shardings))
 
@@ -330,7 +329,7 @@ class Epilogue:
 
         values = graph.call(
             Computation("reduce_sums", run, [graph.specs[value] for value in first]),
-            prologue.placement.place(stage),
+            prologue.placement.place_of(stage),
             leaves,
             shardings=shardings,
         )
@@ -419,7 +418,7 @@ class Epilogue:
     def _location(self, weight_index: WeightIndex) -> Location:
         """The location of a weight between steps, and so of its gradient."""
         prologue = self.prologue
-        return prologue.place(weight_index), prologue.sharding(weight_index)
+        return prologue.place_of(weight_index), prologue.sharding_of(weight_index)
 
     def _unstack(
         self, column: Sequence[jax.Array], is_stacked: Sequence[bool]

@@ -5,8 +5,8 @@
 Each leaf is joined by itself, and its join depends on what it follows from:
 
 * A leaf that follows from an example differs between micro-batches. Its values are
-  concatenated on the axis of the examples, stacked (aux), or reduced by `MEAN` or
-  `SUM`. There is no single value for it, so that ``out_axes=None`` is refused, as by
+  concatenated on the axis of the examples, stacked (aux), or reduced: see `REDUCTIONS`.
+  There is no single value for it, so that ``out_axes=None`` is refused, as by
   `jax.vmap`.
 * A leaf that follows from no example is what one device returns. Its shape there is
   that of a trace of the whole mini-batch: a codebook of shape ``(2, 3)`` keeps it, and
@@ -34,18 +34,69 @@ PyTree = Any
 Run = Callable[[Sequence[Any]], Any]
 
 
+@dataclass(frozen=True)
 class Reduction:
-    """A reduction of the values of micro-batches, typed in place of an axis."""
+    """A reduction of the values of micro-batches, typed in place of an axis.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Attributes:
+      name: its name in `jpipe`.
+      choose_run: ``(leaf, examples of each micro-batch) -> its function``.
+      takes: ``leaf -> True`` if outputs of its dtype can be reduced.
+      advice: the end of the error for other outputs.
+      takes_other_aux: True if it gives aux of other dtypes a value, too.
+      reduces_constants: True if it reduces what follows from no example, which is
+        what one device returns otherwise.
+      checked_as: what `pipe.check` compares: micro-batches' values with those of
+        ``"each"`` example, their ``"mean"`` or ``"sum"``.
+    """
+
+    name: str
+    choose_run: Callable[[Any, Sequence[int]], Run]
+    takes: Callable[[Any], bool]
+    advice: str
+    takes_other_aux: bool
+    reduces_constants: bool
+    checked_as: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"jpipe.{self._name}"
+        return f"jpipe.{self.name}"
 
 
-MEAN: Any = Reduction("MEAN")
-SUM: Any = Reduction("SUM")
+def _is_number(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.number))
+
+
+def _choose_mean(leaf: Any, sizes: Sequence[int]) -> Run:
+    if not is_inexact(leaf):
+        return _last
+    shares = [size / sum(sizes) for size in sizes]
+    return functools.partial(mean, shares=shares)
+
+
+def _choose_sum(leaf: Any, sizes: Sequence[int]) -> Run:
+    del leaf, sizes
+    return _sum
+
+
+MEAN: Any = Reduction(
+    name="MEAN",
+    choose_run=_choose_mean,
+    takes=is_inexact,
+    advice="is for floating dtypes; of a count type jpipe.SUM, else x.astype(float)",
+    takes_other_aux=True,
+    reduces_constants=True,
+    checked_as=("mean",),
+)
+SUM: Any = Reduction(
+    name="SUM",
+    choose_run=_choose_sum,
+    takes=_is_number,
+    advice="is for numbers; type x.astype(int)",
+    takes_other_aux=False,
+    reduces_constants=False,
+    checked_as=("sum", "each"),
+)
+REDUCTIONS = (MEAN, SUM)
 
 
 @dataclass(frozen=True)
@@ -65,13 +116,14 @@ def join_aux(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     """The join of each leaf of aux.
 
     Args:
-      axes: a prefix of aux: an axis, `MEAN`, `SUM`, or ``None`` for a new axis.
+      axes: a prefix of aux: an axis, a reduction, or ``None`` for a new axis.
       results: the results of micro-batches.
 
     Raises:
       ValueError: if aux of micro-batches cannot be joined.
     """
     leaf_axes = _leaf_axes(axes, results, label="aux", name="aux_axes")
+    _check_dtypes(leaf_axes, results, label="aux", name="aux_axes")
     _check_aux(leaf_axes, results)
     runs = list[Run | None]()
     for i, axis in enumerate(leaf_axes):
@@ -95,7 +147,7 @@ def join_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
     """The join of each leaf of outputs.
 
     Args:
-      axes: a prefix of outputs: an axis, `MEAN`, `SUM`, or ``None`` for what follows
+      axes: a prefix of outputs: an axis, a reduction, or ``None`` for what follows
         from no example.
       results: the results of micro-batches.
 
@@ -103,15 +155,13 @@ def join_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
       ValueError: if outputs of micro-batches cannot be joined.
     """
     leaf_axes = _leaf_axes(axes, results, label="outputs", name="out_axes")
+    _check_dtypes(leaf_axes, results, label="outputs", name="out_axes")
     varying = list[str]()  # leaves that have no single value
-    not_floating = list[str]()  # leaves that have no mean of their dtype
     for (path, leaf), axis, follows in zip(
         results.leaves, leaf_axes, results.depends_on_examples, strict=True
     ):
         if axis is None and follows and len(results.sizes) > 1:
             varying.append(_describe_shape("outputs", path, leaf))
-        if axis is MEAN and follows and not is_inexact(leaf):
-            not_floating.append(_describe_dtype("outputs", path, leaf))
     raise_all(
         "out_axes=None is for what follows from no example, as in jax.vmap; of these "
         "outputs each micro-batch makes another. Type jpipe.MEAN for a mean over the "
@@ -119,11 +169,6 @@ def join_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
         "out_axes=(0, jpipe.MEAN); for all else, such as a maximum, return it for each "
         "example, or type num_microbatches=1",
         varying,
-    )
-    raise_all(
-        "out_axes=jpipe.MEAN is for floating dtypes; of a count type jpipe.SUM, else "
-        "x.astype(float)",
-        not_floating,
     )
     return _make_joins(
         [_choose_run(i, axis, results) for i, axis in enumerate(leaf_axes)],
@@ -139,7 +184,7 @@ def join_outputs(axes: Any, results: MicrobatchOutputs) -> list[Join]:
 def _leaf_axes(
     axes: Any, results: MicrobatchOutputs, *, label: str, name: str
 ) -> list[Any]:
-    """An axis, `MEAN`, `SUM` or ``None`` for each leaf.
+    """An axis, a reduction or ``None`` for each leaf.
 
     Args:
       axes: the value of ``out_axes`` or ``aux_axes``.
@@ -157,13 +202,30 @@ def _leaf_axes(
             f"{shape_text(results.last)}; return the same for each, or give a batch "
             f"that num_microbatches divides"
         )
-    leaf_axes = _microbatch.leaf_axes(axes, results.first, label, name, (MEAN, SUM))
-    not_numbers = list[str]()
-    for (path, leaf), axis in zip(results.leaves, leaf_axes, strict=True):
-        if axis is SUM and not jnp.issubdtype(leaf.dtype, jnp.number):
-            not_numbers.append(_describe_dtype(label, path, leaf))
-    raise_all("jpipe.SUM is for numbers; type x.astype(int)", not_numbers)
-    return leaf_axes
+    return _microbatch.leaf_axes(axes, results.first, label, name, REDUCTIONS)
+
+
+def _check_dtypes(
+    axes: Sequence[Any], results: MicrobatchOutputs, *, label: str, name: str
+) -> None:
+    """Checks that reductions take the dtypes of their leaves.
+
+    Raises:
+      ValueError: with the leaves that the first reduction does not take.
+    """
+    for reduction in REDUCTIONS:
+        if label == "aux" and reduction.takes_other_aux:
+            continue
+        faults = [
+            _describe_dtype(label, path, leaf)
+            for (path, leaf), axis, follows in zip(
+                results.leaves, axes, results.depends_on_examples, strict=True
+            )
+            if axis is reduction
+            and not reduction.takes(leaf)
+            and (follows or not reduction.reduces_constants)
+        ]
+        raise_all(f"{name}={reduction} {reduction.advice}", faults)
 
 
 def _make_joins(
@@ -190,21 +252,19 @@ def _choose_run(i: int, axis: Any, results: MicrobatchOutputs) -> Run | None:
 
     Args:
       i: the index of the leaf.
-      axis: an axis, `MEAN` or `SUM`; ``None`` if the leaf follows from no example.
+      axis: an axis or a reduction; ``None`` if the leaf follows from no example.
       results: the results of micro-batches.
     """
     if len(results.sizes) == 1:
         return _first
     _, leaf = results.leaves[i]
     first, last = results.shapes_of(i)
-    if axis is MEAN:
-        shares = [size / sum(results.sizes) for size in results.sizes]
-        run = _mean(shares) if is_inexact(leaf) else _last
-        return run if first == last else None
-    if not results.depends_on_examples[i]:
+    follows = results.depends_on_examples[i]
+    reduction = _as_reduction(axis)
+    if reduction and (follows or reduction.reduces_constants):
+        return reduction.choose_run(leaf, results.sizes) if first == last else None
+    if not follows:
         return _choose_run_without_examples(i, axis, results)
-    if axis is SUM:
-        return _sum if first == last else None
     can_concatenate = results.has_row_per_example(i, axis) and (
         _without_axis(first, axis) == _without_axis(last, axis)
     )
@@ -269,7 +329,11 @@ def _check_aux(axes: Sequence[Any], results: MicrobatchOutputs) -> None:
 
 
 def _is_axis(axis: Any) -> TypeGuard[int]:
-    return axis is not None and not isinstance(axis, Reduction)
+    return axis is not None and _as_reduction(axis) is None
+
+
+def _as_reduction(axis: Any) -> Reduction | None:
+    return axis if isinstance(axis, Reduction) else None
 
 
 def _describe_shape(label: str, path: Any, leaf: Any) -> str:
@@ -304,10 +368,6 @@ def _sum(values: Sequence[Any]) -> Any:
     terms = [[value.astype(spec.dtype)] for value in values]
     (total,) = functools.reduce(accumulate, terms)
     return total.astype(values[0].dtype)
-
-
-def _mean(shares: Sequence[float]) -> Any:
-    return lambda values: mean(values, shares)
 
 
 def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:

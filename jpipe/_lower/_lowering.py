@@ -123,7 +123,7 @@ class Lowering:
 
     @property
     def _last_place(self) -> Place:
-        return self._placement.place(self._last_stage)
+        return self._placement.place_of(self._last_stage)
 
     # ------------------------------------------------------------------- batch inputs
 
@@ -161,12 +161,12 @@ class Lowering:
     def _folded_number(self, stage: int, m: int, number_index: int) -> Value:
         """A number that is folded into a key."""
         folded_number = self._stages.traced(m).folded_numbers[number_index]
-        place = self._placement.place(stage)
+        place = self._placement.place_of(stage)
         return self._graph.constant(np.asarray(folded_number), place)
 
     def _microbatch_index(self, stage: int, m: int) -> Value:
         """The index of a micro-batch; shards count as micro-batches."""
-        place = self._placement.place(stage)
+        place = self._placement.place_of(stage)
         num_shards = self._batch.num_shards
         first = m * num_shards
         shard_indices = np.arange(first, first + num_shards, dtype=np.int32)
@@ -286,7 +286,7 @@ class Lowering:
         """Writes the call of an action."""
         return self._graph.call(
             function,
-            self._placement.place(action.stage, action.microbatch),
+            self._placement.place_of(action.stage, action.microbatch),
             operands,
             label=action,
             layers=self._stage_names[action.stage],
@@ -453,7 +453,7 @@ class Lowering:
             if len(terms) > 1:
                 terms = self._graph.call(
                     self._add_cotangents(len(terms), self._graph.specs[terms[0]]),
-                    self._placement.place(stage, m),
+                    self._placement.place_of(stage, m),
                     terms,
                     mapped=self._is_mapped,
                 )

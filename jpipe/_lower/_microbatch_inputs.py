@@ -16,7 +16,10 @@ from .._jaxprs._computation import Computation
 from .._partition._stage_placement import StagePlacement
 
 Values = list[Value]
-# The largest number of micro-batches that one call splits off: see `_split_group`.
+# The largest number of micro-batches that one call splits off: XLA takes longer for
+# each result of a program. The first call of a tiny function of 256 micro-batches took
+# 0.5, 2.1 and 9.9 s with 16, 64 and 256 in a call, and its steps as long
+# (``python -m benchmarks.overhead.constants``, two shared cores, 2026-11-29).
 _MICROBATCHES_PER_SPLIT = 16
 
 
@@ -76,7 +79,7 @@ class MicrobatchInputs:
           axes: the batch axis of each leaf.
           stage: the stage.
         """
-        place = self._placement.place(stage)
+        place = self._placement.place_of(stage)
         sizes = self._batch.sizes
         has_axis = [axis is not None for axis in axes]
         is_whole = len(sizes) == 1 and not self._is_mapped
@@ -130,8 +133,7 @@ class MicrobatchInputs:
     ) -> Values:
         """The parts of leaves in a place, for the micro-batches of one size.
 
-        XLA takes longer for each part that a program returns: many are split off by
-        several calls of a program that returns a few.
+        Many are split off by several calls of a program that returns a few.
         """
         graph = self._graph
         is_stacked = self._is_mapped

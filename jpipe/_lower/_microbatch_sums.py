@@ -101,11 +101,11 @@ class MicrobatchSums:
 
     def grad_sums(self, stage: int, m: int) -> Values:
         """The sums to which a backward adds the gradients of weights."""
-        return self._sums[stage, self._placement.place(stage, m)].grads
+        return self._sums[stage, self._placement.place_of(stage, m)].grads
 
     def keep_grad_sums(self, stage: int, m: int, sums: Values) -> None:
         """Keeps the sums that a backward returns."""
-        key = stage, self._placement.place(stage, m)
+        key = stage, self._placement.place_of(stage, m)
         self._sums[key] = self._sums[key]._replace(grads=sums)
 
     # -------------------------------------------------------------------- forward sums
@@ -144,7 +144,7 @@ class MicrobatchSums:
           m: the micro-batch.
           outer_terms: the values of `outer_terms`.
         """
-        place = self._placement.place(stage, m)
+        place = self._placement.place_of(stage, m)
         operands = [*self._sums[stage, place].forward, *outer_terms]
         if self._stages.states[stage].has_means:
             operands.append(self._share(m, place))
@@ -152,7 +152,7 @@ class MicrobatchSums:
 
     def keep_forward_sums(self, stage: int, m: int, sums: Values) -> None:
         """Keeps the sums that a forward returns."""
-        key = stage, self._placement.place(stage, m)
+        key = stage, self._placement.place_of(stage, m)
         num_losses = len(self._specs[stage].loss)
         self._sums[key] = self._sums[key]._replace(
             loss=sums[:num_losses], state=sums[num_losses:]

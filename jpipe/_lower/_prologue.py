@@ -8,9 +8,9 @@ The first two are functions of leaves on all places, which `PlacedFunction` cuts
 place. *Weights* are the parameters, the arrays that the function closes over, and after
 them the values of the prologue: a weight index counts them in this order.
 
-On one device total / weight is differentiated, and cotangents are as small as that
-makes them. So each backward of a weighted loss divides by the sum of all weights, where
-targets alone tell it. Else the epilogue divides the gradients.
+On one device total / loss weight is differentiated, and cotangents are as small as that
+makes them. So each backward of a weighted loss divides by the sum of all loss weights,
+where targets alone tell it. Else the epilogue divides the gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,9 @@ from .._stage._stages import Stages, WeightIndex, make_prologue_vjp
 from ._shards import unstack
 
 Values = list[Value]
-# The largest number of micro-batches whose loss weights one call adds: XLA takes longer
-# for each.
+# The largest number of micro-batches whose loss weights one call adds. The first call
+# of a tiny function of 256 micro-batches took 1.7, 0.4 and 1.4 s with 1, 16 and 256 in
+# a call (``python -m benchmarks.overhead.constants``, two shared cores, 2026-11-29).
 _LOSS_WEIGHTS_PER_CALL = 16
 
 
@@ -59,11 +60,11 @@ class Prologue:
         """The number of parameters and constants: values of the prologue follow."""
         return len(self.params_and_constants)
 
-    def place(self, weight_index: WeightIndex) -> Place:
+    def place_of(self, weight_index: WeightIndex) -> Place:
         """The place of a weight between steps, and so of its gradient."""
-        return self.placement.place(self.stages.owner_stages[weight_index])
+        return self.placement.place_of(self.stages.owner_stages[weight_index])
 
-    def sharding(self, weight_index: WeightIndex) -> Sharding:
+    def sharding_of(self, weight_index: WeightIndex) -> Sharding:
         """The sharding of a weight there, and so of its gradient."""
         if weight_index >= self.num_inputs:
             return WHOLE
@@ -77,8 +78,8 @@ class Prologue:
         if not num_values:
             return []
 
-        param_places = [self.place(i) for i in range(num_inputs)]
-        value_places = [self.place(num_inputs + k) for k in range(num_values)]
+        param_places = [self.place_of(i) for i in range(num_inputs)]
+        value_places = [self.place_of(num_inputs + k) for k in range(num_values)]
         placement = LeafPlacement(
             arguments=param_places,
             results=lambda _: (value_places, [WHOLE] * num_values),
@@ -116,9 +117,9 @@ class Prologue:
 
         # Cotangents in the order of the values, as `make_prologue_vjp` takes them.
         cotangents = [value_grads[i] for i in sorted(value_grads)]
-        places = [self.place(i) for i in [*range(num_inputs), *sorted(value_grads)]]
-        grad_places = [self.place(i) for i in indices]
-        grad_shardings = [self.sharding(i) for i in indices]
+        places = [self.place_of(i) for i in [*range(num_inputs), *sorted(value_grads)]]
+        grad_places = [self.place_of(i) for i in indices]
+        grad_shardings = [self.sharding_of(i) for i in indices]
         param_specs = [self.graph.specs[value] for value in self.params_and_constants]
         cotangent_specs = [self.graph.specs[value] for value in cotangents]
         prologue_vjp = PlacedFunction(
@@ -135,7 +136,7 @@ class Prologue:
     def write_loss_divisor(
         self, batch: Batch, batch_inputs: Sequence[Values]
     ) -> Value | None:
-        """Writes the sum of all weights of a weighted loss.
+        """Writes the sum of all loss weights of a weighted loss.
 
         Args:
           batch: the mini-batch.
@@ -146,38 +147,40 @@ class Prologue:
         """
         if not self.stages.has_loss_divisor:
             return None
-        place = self.placement.place(self.stages.num_stages - 1)
+        place = self.placement.place_of(self.stages.num_stages - 1)
         num_shards = batch.num_shards
-        # sizes of the micro-batches of a call -> the function that adds their weights
+        # sizes of the micro-batches of a call -> what adds their loss weights
         functions = dict[Any, Computation]()
-        loss_weights = list[Computation]()
+        weigh_functions = list[Computation]()
         for m in range(len(batch.sizes)):
-            loss_weight = self.stages.loss_weight(m)
-            assert loss_weight is not None
-            loss_weights.append(loss_weight)
-        specs = loss_weights[0].results
+            weigh = self.stages.weigh_loss(m)
+            assert weigh is not None
+            weigh_functions.append(weigh)
+        specs = weigh_functions[0].results
         total = self.graph.constant(np.zeros((), specs[0].dtype), place)
 
         for begin in range(0, len(batch.sizes), _LOSS_WEIGHTS_PER_CALL):
             chunk = slice(begin, begin + _LOSS_WEIGHTS_PER_CALL)
             operands = [total]
-            rows = list[Values]()  # for each micro-batch, the operands of its weight
-            for inputs, loss_weight in zip(
-                batch_inputs[chunk], loss_weights[chunk], strict=True
+            rows = list[
+                Values
+            ]()  # for each micro-batch, the operands of its loss weight
+            for inputs, weigh in zip(
+                batch_inputs[chunk], weigh_functions[chunk], strict=True
             ):
-                row = [inputs[i] for i in loss_weight.used_args or ()]
+                row = [inputs[i] for i in weigh.used_args or ()]
                 operands += row
                 rows.append(row)
             sizes = batch.sizes[chunk]
             if sizes not in functions:
-                add = self._make_adder(loss_weights[chunk], rows, num_shards)
+                add = self._make_adder(weigh_functions[chunk], rows, num_shards)
                 functions[sizes] = Computation("loss_divisor", add, specs)
             (total,) = self.graph.call(functions[sizes], place, operands)
         return total
 
     def _make_adder(
         self,
-        loss_weights: Sequence[Computation],
+        weigh_functions: Sequence[Computation],
         rows: Sequence[Values],
         num_shards: int,
     ) -> Any:
@@ -190,7 +193,7 @@ class Prologue:
 
         def add(total: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
             remaining = iter(leaves)
-            for loss_weight, flags in zip(loss_weights, is_stacked, strict=True):
+            for weigh, flags in zip(weigh_functions, is_stacked, strict=True):
                 # for each operand, its array for each shard
                 columns = list[list[jax.Array]]()
                 for flag in flags:
@@ -198,7 +201,7 @@ class Prologue:
                     columns.append(unstack(leaf, num_shards, is_stacked=flag))
                 for shard in range(num_shards):
                     inputs = [column[shard] for column in columns]
-                    total = total + loss_weight.run(*inputs)[0]
+                    total = total + weigh.run(*inputs)[0]
             return [total]
 
         return add

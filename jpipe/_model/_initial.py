@@ -189,7 +189,7 @@ class Initial:
             return [source]
         return [
             jax.lax.slice_in_dim(source, begin, end, axis=pieces.axis)
-            for begin, end in zip(pieces.begins, pieces.ends, strict=True)
+            for begin, end in zip(pieces.starts, pieces.ends, strict=True)
         ]
 
 
@@ -255,7 +255,7 @@ class _KeyFunction:
             output_pieces={0: pieces},
             num_fixed=0,
         )
-        numbers = [*self.numbers, *map(np.int32, piecewise.begins)]
+        numbers = [*self.numbers, *map(np.int32, piecewise.starts)]
         function = _KeyFunction(piecewise.closed, numbers)
         return [function.of_result(var) for var in piecewise.closed.jaxpr.outvars]
 

@@ -26,9 +26,13 @@ from .._trace import _boundaries
 from .._trace._layer_scans import find_mixed_layers
 from .._trace._traced_function import EqnKind, TracedFunction
 
-# A section is at least one of so many parts of a stage.
-_PARTS_OF_STAGE = 8
-# So much more than an even share of the work is worth a warning.
+# A section of a plan is at least one of so many parts of a stage: so there are at most
+# so many times the stages, however many equations a model has.
+_SECTIONS_OF_STAGE = 8
+# Gaps are neighbours up to this part of a stage apart: by so much a cut may move, and
+# stages be uneven, so that fewer bytes cross.
+_NEIGHBOURHOOD = 1 / 4
+# So much more than an even share of the work is worth a warning. No cut depends on it.
 _UNEVEN = 1.25
 # An equation of fewer operations takes less than the start of the program that it is
 # in: there is nothing to balance. On one core `jax.jit(lambda x: x + 1)(jnp.ones(8))`
@@ -116,8 +120,8 @@ def find_sections(traced: TracedFunction, num_stages: int) -> list[int]:
         return marks
     cost_before = [0, *accumulate(_stage_costs(traced))]
     total_cost = cost_before[-1]
-    least_cost = total_cost / num_stages / _PARTS_OF_STAGE
-    begins = [0]
+    least_cost = total_cost / num_stages / _SECTIONS_OF_STAGE
+    section_starts = [0]
     candidates = _find_candidates(
         traced,
         crossing=crossing_bytes(traced),
@@ -125,11 +129,11 @@ def find_sections(traced: TracedFunction, num_stages: int) -> list[int]:
         num_stages=num_stages,
     )
     for index in candidates:
-        cost_of_section = cost_before[index] - cost_before[begins[-1]]
+        cost_of_section = cost_before[index] - cost_before[section_starts[-1]]
         cost_after = total_cost - cost_before[index]
         if cost_of_section >= least_cost and cost_after >= least_cost:
-            begins.append(index)
-    return begins[1:]
+            section_starts.append(index)
+    return section_starts[1:]
 
 
 def crossing_bytes(traced: TracedFunction) -> list[int]:
@@ -271,11 +275,11 @@ def _find_candidates(
     cost_before: Sequence[float],
     num_stages: int,
 ) -> list[int]:
-    """The gaps that no more bytes cross than gaps up to a quarter of a stage away.
+    """The gaps that no more bytes cross than their neighbours.
 
     Of neighbours that are equal the first is taken, right behind the equation that
-    makes the value that crosses: so equal blocks are cut alike. Around a call of many
-    equations, such as a block in `jax.checkpoint`, gaps are no neighbours. Around a
+    makes the value that crosses: so equal blocks are cut alike. Around a large call,
+    such as a loop over time, gaps are too far apart to be neighbours. Around a
     piece of a scan they are not compared either: results of all its layers may cross,
     so that each gap between two pieces is crossed by more bytes than the one before.
 
@@ -292,8 +296,7 @@ def _find_candidates(
         return []
     first = of_stages[0] + 1
     last = of_stages[-1]
-    stage_cost = cost_before[-1] / num_stages
-    reach = stage_cost / 4
+    reach = _NEIGHBOURHOOD * cost_before[-1] / num_stages
     scans = [i for i, eqn in enumerate(eqns) if _is_piece(traced, eqn)]
 
     candidates: list[int] = []
@@ -315,8 +318,7 @@ def _find_candidates(
         )
         cost_of_eqn = cost_before[index] - cost_before[index - 1]
         is_behind_call = _is_piece(traced, eqns[index - 1]) or (
-            bool(_jaxpr.bodies(eqns[index - 1]))
-            and cost_of_eqn >= stage_cost / _PARTS_OF_STAGE
+            bool(_jaxpr.bodies(eqns[index - 1])) and cost_of_eqn > reach
         )
         if is_behind_call or not follows_equal:
             candidates.append(index)

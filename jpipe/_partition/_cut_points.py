@@ -20,12 +20,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 from jax.extend import core
 
-from .._jaxprs._pieces import Pieces, first_inner_indices
 from .._trace import _boundaries
 from .._trace._layer_scans import UNDIVIDED, ScanDivision
 from .._trace._traced_function import EqnKind, TracedFunction
@@ -35,35 +33,11 @@ from ._balanced_cuts import crossing_bytes
 ReadCounts = tuple[int, ...]
 
 
-class ParamPieces(NamedTuple):
-    """The pieces of a parameter that a scan over layers goes along.
-
-    Attributes:
-      param_index: the index of the parameter among all.
-      axis: the axis along which it is cut.
-      sizes: the size of each piece along this axis.
-    """
-
-    param_index: int
-    axis: int
-    sizes: tuple[int, ...]
-
-
-class ScanSizes(NamedTuple):
-    """The pieces of a scan over layers that the function stacks itself.
-
-    Attributes:
-      scan_index: the index of the equation among those that are scans.
-      sizes: the iterations of each piece.
-    """
-
-    scan_index: int
-    sizes: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class CutPoints:
-    """The cuts between the stages of a program.
+    """The cuts between the stages of a program, and the pieces of its scans.
+
+    Each piece of a parameter counts as a parameter.
 
     Attributes:
       positions: the stage starts in the trace that was cut: the index of the first
@@ -77,8 +51,8 @@ class CutPoints:
       total_reads: the number of reads of each parameter in the whole program.
       num_traced_stages: the number of stages for which calls of `jax.checkpoint` were
         inlined in that trace, and have to be in others: see `_checkpoints`.
-      pieces: the parameters that are in pieces, each of which counts as a parameter.
-      scan_sizes: the scans that are in pieces of what the function stacks itself.
+      division: the pieces of scans over layers, and of the parameters that these go
+        along.
     """
 
     positions: tuple[int, ...]
@@ -88,8 +62,7 @@ class CutPoints:
     read_distances: tuple[tuple[int, int], ...]
     total_reads: ReadCounts
     num_traced_stages: int
-    pieces: tuple[ParamPieces, ...] = ()
-    scan_sizes: tuple[ScanSizes, ...] = ()
+    division: ScanDivision
 
     @classmethod
     def from_trace(
@@ -99,7 +72,7 @@ class CutPoints:
         *,
         num_params: int,
         num_traced_stages: int,
-        division: ScanDivision = UNDIVIDED,
+        division: ScanDivision,
     ) -> "CutPoints":
         """The cuts of a program.
 
@@ -111,7 +84,7 @@ class CutPoints:
           division: the pieces of its scans and parameters.
         """
         if not stage_starts:
-            return cls.without_cuts(num_traced_stages)
+            return cls.without_cuts(num_traced_stages, division)
         reads_before = count_reads_before(traced, num_params)
         distances = _distances_to_reads(traced, reads_before)
         return cls(
@@ -122,16 +95,7 @@ class CutPoints:
             read_distances=tuple(distances[i] for i in stage_starts),
             total_reads=tuple(reads_before[-1].tolist()),
             num_traced_stages=num_traced_stages,
-            pieces=_list_pieces(division),
-            scan_sizes=_list_scan_sizes(division),
-        )
-
-    @property
-    def division(self) -> ScanDivision:
-        """The pieces of scans, and of parameters of the user."""
-        return ScanDivision(
-            params={x.param_index: Pieces(x.axis, x.sizes) for x in self.pieces},
-            scans={x.scan_index: x.sizes for x in self.scan_sizes},
+            division=division,
         )
 
     @classmethod
@@ -147,8 +111,7 @@ class CutPoints:
             read_distances=(),
             total_reads=(),
             num_traced_stages=num_traced_stages,
-            pieces=_list_pieces(division),
-            scan_sizes=_list_scan_sizes(division),
+            division=division,
         )
 
     def faults(self) -> Iterator[str]:
@@ -175,6 +138,10 @@ class CutPoints:
                 f"cuts.num_traced_stages={self.num_traced_stages}: needs at least one "
                 f"stage"
             )
+        if self.positions:  # the reads of one stage are not counted
+            num_outside = num_params - self.division.num_added
+            for fault in self.division.faults(num_outside):
+                yield f"cuts.division: {fault}"
 
     def select(self, indices: Sequence[int]) -> "CutPoints":
         """The cuts with some indices, without the others.
@@ -187,9 +154,9 @@ class CutPoints:
             reads_before=tuple(self.reads_before[i] for i in indices),
             read_distances=tuple(self.read_distances[i] for i in indices),
         )
-        return cuts._with_joined_pieces() if self.total_reads else cuts
+        return cuts._with_merged_pieces() if self.total_reads else cuts
 
-    def _with_joined_pieces(self) -> "CutPoints":
+    def _with_merged_pieces(self) -> "CutPoints":
         """The same cuts; pieces that are first read in one stage are one piece.
 
         A scan reads each of its pieces once, and reads what they become once too: the
@@ -198,25 +165,14 @@ class CutPoints:
         reads = np.array([*self.reads_before, self.total_reads])
         # For each parameter, the stage that reads it first: so many cuts are before it.
         first_stages = (reads[:-1] == 0).sum(axis=0)
-        num_added = sum(len(x.sizes) - 1 for x in self.pieces)
-        num_params = reads.shape[1] - num_added
-        columns = first_inner_indices(num_params, self.division.params)
-        is_begin = np.ones(reads.shape[1], bool)
-        joined_pieces = list[ParamPieces]()
-        for pieces in self.pieces:
-            begin = columns[pieces.param_index]
-            end = begin + len(pieces.sizes)
-            is_begin[begin + 1 : end] = np.diff(first_stages[begin:end]) != 0
-            sizes = np.add.reduceat(pieces.sizes, np.flatnonzero(is_begin[begin:end]))
-            if len(sizes) > 1:
-                joined_pieces.append(pieces._replace(sizes=tuple(sizes.tolist())))
-        reads = np.maximum.reduceat(reads, np.flatnonzero(is_begin), axis=1)
+        division, begins_piece = self.division.merge_pieces(first_stages.tolist())
+        reads = np.maximum.reduceat(reads, np.flatnonzero(begins_piece), axis=1)
         *reads_before, total_reads = map(tuple, reads.tolist())
         return replace(
             self,
             reads_before=tuple(reads_before),
             total_reads=total_reads,
-            pieces=tuple(joined_pieces),
+            division=division,
         )
 
     def find_stage_starts(self, traced: TracedFunction) -> list[int]:
@@ -274,22 +230,6 @@ class CutPoints:
             ]
             stage_starts.append(min(ranked)[-1])
         return stage_starts
-
-
-def _list_pieces(division: ScanDivision) -> tuple[ParamPieces, ...]:
-    """The pieces of parameters, in the order of these."""
-    return tuple(
-        ParamPieces(param_index, axis, sizes)
-        for param_index, (axis, sizes) in sorted(division.params.items())
-    )
-
-
-def _list_scan_sizes(division: ScanDivision) -> tuple[ScanSizes, ...]:
-    """The iterations of the pieces of scans, in the order of these."""
-    return tuple(
-        ScanSizes(scan_index, tuple(sizes))
-        for scan_index, sizes in sorted(division.scans.items())
-    )
 
 
 def _digest_primitives(traced: TracedFunction) -> str:

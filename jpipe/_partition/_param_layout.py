@@ -8,11 +8,11 @@ from jax.sharding import NamedSharding
 
 from .._arguments import _stacked, _variables
 from .._instructions import _transfer
-from .._instructions._agreement import stage_facts
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of
 from .._jaxprs._host_memory import is_on_host
 from .._jaxprs._pieces import Pieces
+from .._layers._text import shape_text
 from .._messages import raise_all
 from ._stage_placement import StagePlacement
 
@@ -68,7 +68,7 @@ class ParamLayout:
             self.paths.append(path)
             self.specs.append(spec)
         self.names = [f"{name}{jax.tree_util.keystr(path)}" for path in self.paths]
-        self.places = [placement.place(stage) for stage in owner_stages]
+        self.places = [placement.place_of(stage) for stage in owner_stages]
         self.owner_stages = [*owner_stages]
         self.shardings = [*shardings]
         self.params = _variables.param_indices(specs, has_collections=has_collections)
@@ -78,14 +78,14 @@ class ParamLayout:
         self._placement = placement
         self._advice = advice
 
-    def open_params(self, params: PyTree) -> PyTree:
+    def split_params(self, params: PyTree) -> PyTree:
         """A user's tree of parameters, with nodes for parameters in pieces."""
-        return _stacked.open_tree(params, self.pieces)
+        return _stacked.split_pieces(params, self.pieces)
 
-    def close_params(self, leaves: Sequence[Any]) -> PyTree:
+    def join_params(self, leaves: Sequence[Any]) -> PyTree:
         """The tree of a user, from its leaves here; ``None`` for some is allowed."""
         tree = self._structure.unflatten(leaves)
-        return _stacked.close_tree(tree) if self.pieces else tree
+        return _stacked.join_pieces(tree) if self.pieces else tree
 
     def place(self, params: PyTree) -> PyTree:
         """Puts each leaf of a user's tree onto the devices of its stage.
@@ -94,16 +94,16 @@ class ParamLayout:
           params: the tree, on the host or any devices.
         """
         placed = _transfer.put_tree(
-            self.open_params(params), self._placement.devices, self.locations
+            self.split_params(params), self._placement.devices, self.locations
         )
-        return self.close_params(jax.tree.leaves(placed))
+        return self.join_params(jax.tree.leaves(placed))
 
     @property
     def param_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the parameters, as their user has them."""
         is_param = set(self.params)
         specs = [x if i in is_param else None for i, x in enumerate(self.specs)]
-        params = _stacked.close_tree(self._structure.unflatten(specs))
+        params = _stacked.join_pieces(self._structure.unflatten(specs))
         return tuple(tuple(spec.shape) for spec in jax.tree.leaves(params))
 
     @property
@@ -141,7 +141,12 @@ class ParamLayout:
         specs: list[list[Any]] = [[] for _ in self._placement.stages]
         for spec, stage in zip(self.specs, self.owner_stages, strict=True):
             specs[stage].append(spec)
-        return stage_facts(self._placement.stages, specs)
+        return {
+            f"stage {i}": f"{layers}, {shape_text(stage_specs)}"
+            for i, (layers, stage_specs) in enumerate(
+                zip(self._placement.stages, specs, strict=True)
+            )
+        }
 
     def check(self, leaves: Sequence[Any], tree_name: str = "params") -> None:
         """Checks that no leaf was overwritten, and that each is where it is read.

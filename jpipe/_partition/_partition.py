@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from .._instructions._transfer import AbstractDevice, Device
-from .._jaxprs._pieces import Pieces
 from .._layers._layer_group import LayerGroup
 from .._messages import WarnOnce
 from .._trace import _boundaries
@@ -21,8 +20,8 @@ from .._trace._layer_scans import UNDIVIDED, ScanDivision
 from .._trace._traced_function import TracedFunction
 from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
-from ._config import PipelineConfig
 from ._cut_points import CutPoints
+from ._options import Options
 from ._stage_placement import StagePlacement, idle_process_devices
 
 PyTree = Any
@@ -33,14 +32,12 @@ class StageAssignment:
     """The stages that run the equations of a function and own its parameters.
 
     Attributes:
-      cuts: the cut points; ``None`` for a list of layers, whose stages end at marks.
-      division: the pieces of scans over layers, and of the parameters that these go
-        along.
+      cuts: the cut points, with the pieces of scans and parameters; ``None`` for a list
+        of layers, whose stages end at marks.
       owner_stages: the owner stage of each parameter; each piece counts as one.
     """
 
     cuts: CutPoints | None
-    division: ScanDivision
     owner_stages: tuple[int, ...]
 
 
@@ -48,28 +45,30 @@ class Partition:
     """The cuts between stages, the owners of parameters, and the devices.
 
     Args:
-      config: the checked options.
+      options: the checked options.
       groups: the layers of each stage of a list; ``None``: the stages are found by
         cutting.
       shares_cuts: True if all functions are cut as the first one is, so that their
         parameters stay where they are.
 
     Attributes:
-      config: the checked options.
+      options: the checked options.
       stage_of_layer: the stage of each layer of a list; ``None``: found by cutting.
       warnings: the warnings of all functions in these stages.
     """
 
     def __init__(
         self,
-        config: PipelineConfig,
+        options: Options,
         groups: Sequence[LayerGroup] | None = None,
         *,
         shares_cuts: bool = False,
     ) -> None:
-        self.config = config
+        self.options = options
         self.warnings = WarnOnce(
-            is_muted=any(isinstance(device, AbstractDevice) for device in config.ranks)
+            is_muted=any(
+                isinstance(device, AbstractDevice) for device in options.devices
+            )
         )
         self._groups = groups
         self._shares_cuts = shares_cuts
@@ -90,12 +89,12 @@ class Partition:
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a mini-batch."""
-        return self.config.num_microbatches
+        return self.options.num_microbatches
 
     @property
     def num_shards(self) -> int:
         """The number of devices over which the examples of each are spread."""
-        return getattr(self.config.ranks[0], "num_shards", 1)
+        return getattr(self.options.devices[0], "num_shards", 1)
 
     # --------------------------------------------------------------------------- cuts
 
@@ -111,7 +110,7 @@ class Partition:
     @property
     def cuts(self) -> CutPoints | None:
         """The cut points that functions share, once they are known; ``None``: none."""
-        return self.config.cuts if self._shared is None else self._shared.cuts
+        return self.options.cuts if self._shared is None else self._shared.cuts
 
     @property
     def division(self) -> ScanDivision | None:
@@ -120,9 +119,10 @@ class Partition:
         All functions have those of the first, also if each is cut by itself: parameters
         in pieces are arrays of their user.
         """
-        if self._first is not None:
-            return self._first.division
-        return None if self.cuts is None else self.cuts.division
+        if self._groups is not None:
+            return UNDIVIDED
+        cuts = self.options.cuts if self._first is None else self._first.cuts
+        return None if cuts is None else cuts.division
 
     @property
     def num_stages(self) -> int | None:
@@ -131,7 +131,7 @@ class Partition:
             return len(self._groups)
         if self.cuts is not None:
             return len(self.cuts.positions) + 1
-        return self.config.num_stages
+        return self.options.num_stages
 
     @property
     def num_traced_stages(self) -> int:
@@ -144,12 +144,9 @@ class Partition:
             return 1
         if self.cuts is not None:
             return self.cuts.num_traced_stages
-        return self.config.num_stages or len(self.config.replicas or self.config.ranks)
-
-    @property
-    def pieces(self) -> Mapping[int, Pieces]:
-        """Index of a parameter -> its pieces, if a scan over layers goes along it."""
-        return (self.division or UNDIVIDED).params
+        return self.options.num_stages or len(
+            self.options.replicas or self.options.devices
+        )
 
     @property
     def moves_equations(self) -> bool:
@@ -190,7 +187,7 @@ class Partition:
         if cuts is None:
             first_starts = _balanced_cuts.choose_stage_starts(
                 first,
-                self.config.num_stages,
+                self.options.num_stages,
                 most_stages=num_traced_stages,
                 warnings=self.warnings,
             )
@@ -253,23 +250,23 @@ class Partition:
         return self._placements[num_stages]
 
     def _place(self, num_stages: int) -> StagePlacement:
-        config = self.config
-        schedule = config.schedule
-        if config.replicas is not None:
+        options = self.options
+        schedule = options.schedule
+        if options.replicas is not None:
             schedule = choose_replicated(
-                config.replicas, schedule, num_stages, config.num_microbatches
+                options.replicas, schedule, num_stages, options.num_microbatches
             )
-        schedule = choose_schedule(schedule, num_stages, config.num_microbatches)
+        schedule = choose_schedule(schedule, num_stages, options.num_microbatches)
         groups = self._groups
         if groups is None:  # the stages of a model have an index, but no layers
             groups = [LayerGroup(stage, stage, ()) for stage in range(num_stages)]
         return StagePlacement(
             stages=tuple(groups),
-            ranks=config.ranks_of(schedule),
+            ranks=options.ranks_of(schedule),
             schedule=schedule,
-            remat=_remat.settings_of_stages(config.remat, num_stages),
-            rule=config.sharding,
-            gather=config.gather,
+            remat=_remat.settings_of_stages(options.remat, num_stages),
+            rule=options.sharding,
+            gather=options.gather,
         )
 
     @property
@@ -281,5 +278,5 @@ class Partition:
         """
         if self._groups is not None:
             return self.placement(len(self._groups)).devices_of_places
-        devices = dict.fromkeys(self.config.ranks)
+        devices = dict.fromkeys(self.options.devices)
         return (*devices, *idle_process_devices(devices))

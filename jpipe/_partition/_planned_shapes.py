@@ -6,7 +6,7 @@ import jax
 
 from .._arguments import _variables
 from .._messages import raise_all
-from ._config import Shapes
+from ._options import Shapes
 
 PyTree = Any
 

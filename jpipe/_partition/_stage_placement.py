@@ -128,7 +128,7 @@ class StagePlacement:
         return replicated_sharding(devices)
 
     @cached_property
-    def _place_of(self) -> dict[Device, int]:
+    def _place_of_device(self) -> dict[Device, int]:
         return {device: place for place, device in enumerate(self.devices_of_places)}
 
     def device_text(self, device: Device) -> str:
@@ -152,12 +152,12 @@ class StagePlacement:
             }
         return graph
 
-    def place(self, stage: int, microbatch: int | None = None) -> int:
+    def place_of(self, stage: int, microbatch: int | None = None) -> int:
         """The place of a stage, or that of its replica for a micro-batch."""
         if microbatch is None or not self.schedule.replicas:
-            return self._place_of[self.devices[stage]]
+            return self._place_of_device[self.devices[stage]]
         rank = self.schedule.rank_of[microbatch][stage]
-        return self._place_of[self.ranks[rank]]
+        return self._place_of_device[self.ranks[rank]]
 
     def replicas(self, stage: int) -> tuple[Device, ...]:
         """The devices that take turns at a stage."""
@@ -166,7 +166,7 @@ class StagePlacement:
     def places_of(self, stage: int) -> list[int]:
         """The places that run a stage, in the order of their last micro-batches."""
         microbatches = reversed(range(self.schedule.num_microbatches))
-        places = dict.fromkeys(self.place(stage, m) for m in microbatches)
+        places = dict.fromkeys(self.place_of(stage, m) for m in microbatches)
         return list(reversed(places))
 
     @cached_property

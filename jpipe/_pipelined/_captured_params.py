@@ -53,7 +53,7 @@ def _captured_leaves(
 ) -> list[str]:
     """The trained parameters of the call that are among the constants."""
     layout = specialization.layout
-    leaves = jax.tree_util.tree_leaves_with_path(layout.open_params(params))
+    leaves = jax.tree_util.tree_leaves_with_path(layout.split_params(params))
     return [
         f"variables{jax.tree_util.keystr(path)}"
         for (path, leaf), is_trained in zip(leaves, layout.is_leaf_trained, strict=True)

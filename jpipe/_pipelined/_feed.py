@@ -22,7 +22,8 @@ from .._processes._digest import array_digest, digest, specs_from_text, specs_to
 from .._processes._group import RUNS, find_differences, group, raise_differences
 
 PyTree = Any
-# The number of calls that a process may be behind the readers that send it specs.
+# The number of calls that a process may be behind the readers that send it specs: so
+# many texts, of a line for each array, are kept for it at most.
 _MAX_CALLS_BEHIND = 64
 # The number of calls between two reports of how far it is.
 _CALLS_PER_REPORT = 16
@@ -86,7 +87,7 @@ class Feed:
         if self._lacking is None:
             self._reader_stages = stages
             self._readers = {
-                name: placement.processes[placement.place(stage)]
+                name: placement.processes[placement.place_of(stage)]
                 for name, stage in stages.items()
             }
             self._lacking = self._compare_first(args, rngs)

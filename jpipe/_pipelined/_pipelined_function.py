@@ -99,19 +99,21 @@ class PipelinedFunction:
             # Until a function was called, `plan` describes this.
             self.last_specialization = self.divide(params, args)
             return self.last_specialization.layout
+        division = partition.division
         assert partition.num_stages is not None
+        assert division is not None
         specs = _microbatch.array_specs(params, "params")
         count = len(jax.tree.leaves(specs))
-        num_added = sum(len(x.sizes) - 1 for x in partition.pieces.values())
-        if len(owner_stages) != count + num_added:
+        expected_count = len(owner_stages) - division.num_added
+        if count != expected_count:
             raise ValueError(
                 f"the variables have {count} arrays, those of the model "
-                f"{len(owner_stages) - num_added}; give a tree such as init makes"
+                f"{expected_count}; give a tree such as init makes"
             )
         return self._layout(
             partition.placement(partition.num_stages),
-            _stacked.open_tree(specs, partition.pieces),
-            pieces=partition.pieces,
+            _stacked.split_pieces(specs, division.params),
+            pieces=division.params,
             owner_stages=owner_stages,
             is_trained=[False] * len(owner_stages),
         )
@@ -140,7 +142,7 @@ class PipelinedFunction:
     def _check_planned(self, params: PyTree) -> None:
         check_planned_shapes(
             params,
-            self._partition.config.planned_shapes,
+            self._partition.options.planned_shapes,
             name=self._spec.params_name,
             has_collections=self._spec.has_collections,
         )
@@ -208,7 +210,7 @@ class PipelinedFunction:
             )
             self._check_planned(specs)
             is_trained = _stacked.repeat_for_pieces(is_trained, division.params)
-            inner_specs = _stacked.open_tree(specs, division.params)
+            inner_specs = _stacked.split_pieces(specs, division.params)
             traced_functions, state = spec.find_state(
                 traced_functions, inner_specs, runs=runs
             )
@@ -226,7 +228,7 @@ class PipelinedFunction:
                 state=state,
             )
             assignment = StageAssignment(
-                cuts, division, owner_stages=tuple(stages.owner_stages[:count])
+                cuts, owner_stages=tuple(stages.owner_stages[:count])
             )
             self._partition.keep_first(assignment)
             layout = self._layout(

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from .._arguments import _variables
 from .._arguments._batch import Batch
-from .._instructions._agreement import batch_facts
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
+from .._layers._text import shape_text
 from .._lower._epilogue import StepOutputs
 from .._lower._join import Join
 from .._lower._lowering import Lowering
@@ -81,14 +81,15 @@ class Specialization:
           params: the leaves of the parameters, in place.
           batch_leaves: the leaves of the mini-batch, anywhere.
         """
-        graph.facts |= batch_facts(self.batch) | self.layout.facts
+        graph.facts["mini-batch"] = shape_text(self.batch.args)
+        graph.facts |= self.layout.facts
         # Arrays that the function closes over are weights behind the parameters.
         constants = self.stages.traced().captured_arrays
         num_inputs = len(params) + len(constants)
         owner_stages = self.stages.owner_stages[len(params) : num_inputs]
         constant_values = list[Value]()
         for array, stage in zip(constants, owner_stages, strict=True):
-            place = self.placement.place(stage)
+            place = self.placement.place_of(stage)
             constant_values.append(graph.constant(jnp.asarray(array), place))
 
         lowering = Lowering(
@@ -132,7 +133,7 @@ class Specialization:
           ValueError: if parameters were overwritten or are not in place.
           TypeError: if a leaf belongs to a trace.
         """
-        param_leaves = jax.tree.leaves(self.layout.open_params(params))
+        param_leaves = jax.tree.leaves(self.layout.split_params(params))
         batch_leaves = jax.tree.leaves(args)
         _variables.check_concrete([*param_leaves, *batch_leaves])
         self.layout.check(param_leaves, tree_name)

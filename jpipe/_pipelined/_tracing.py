@@ -27,7 +27,7 @@ import jax
 from .._arguments._batch import Batch
 from .._layers import _batch_norm
 from .._partition._partition import Partition
-from .._partition._stack_pieces import choose_division
+from .._partition._scan_division import choose_division
 from .._trace import _eqn_order, _penalty, _traced_function, _user_meshes
 from .._trace._layer_scans import UNDIVIDED, ScanDivision, divide_scans
 from .._trace._traced_function import TracedFunction

@@ -76,15 +76,15 @@ class Jitted:
         signature = _signature.call_signature(structure, leaves)
         if signature not in self._lowered:
             _variables.check_concrete(leaves)
-            self._lowered[signature] = self._lower(_stacked.open_placed(arguments))
+            self._lowered[signature] = self._lower(_stacked.split_placed(arguments))
         lowered = self._lowered[signature]
         if self.donate and len(set(map(id, leaves))) < len(leaves):
             self._check_donated(arguments)
         if not lowered.has_pieces:
             return lowered.result_structure.unflatten(lowered.program(leaves))
-        leaves = jax.tree.leaves(_stacked.open_placed(arguments))
+        leaves = jax.tree.leaves(_stacked.split_placed(arguments))
         result = lowered.result_structure.unflatten(lowered.program(leaves))
-        return _stacked.close_tree(result)
+        return _stacked.join_pieces(result)
 
     def _lower(self, arguments: Arguments) -> "_Lowered":
         """Checks arguments, and writes the program for them.

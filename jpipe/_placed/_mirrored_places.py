@@ -107,7 +107,7 @@ class MirroredPlaces:
             if leaf.sharding != WHOLE:
                 self._shardings[leaf.path, np.shape(leaf.value)] = leaf.sharding
 
-    def place(self, path: Path) -> Place:
+    def place_of(self, path: Path) -> Place:
         """The place of a leaf with such a path; `NOWHERE` if it mirrors no other."""
         for part in _parts(path):
             place = self._places.get(part, NOWHERE)
@@ -115,7 +115,7 @@ class MirroredPlaces:
                 return place
         return NOWHERE
 
-    def sharding(self, path: Path, leaf: Any) -> Sharding:
+    def sharding_of(self, path: Path, leaf: Any) -> Sharding:
         """The sharding of the mirrored leaf of this shape whose path ends this one.
 
         It is in the memory where the leaf is.
@@ -131,8 +131,8 @@ class MirroredPlaces:
         """
         leaves: list[ArgumentLeaf] = []
         for path, value in jax.tree_util.tree_leaves_with_path(tree):
-            place = max(self.place(path), 0)
-            sharding = self.sharding(path, value)
+            place = max(self.place_of(path), 0)
+            sharding = self.sharding_of(path, value)
             leaves.append(
                 ArgumentLeaf(argument_key, path, value, place=place, sharding=sharding)
             )
@@ -144,8 +144,8 @@ class MirroredPlaces:
         shardings: list[Sharding] = []
         for tree in trees:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                places.append(self.place(path))
-                shardings.append(self.sharding(path, leaf))
+                places.append(self.place_of(path))
+                shardings.append(self.sharding_of(path, leaf))
         return places, shardings
 
 

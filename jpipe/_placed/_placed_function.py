@@ -114,14 +114,14 @@ class PlacedFunction:
         copy: bool = True,
     ) -> None:
         ending = copy_shared if copy else None
-        whole_specs = [_stacked.close_specs(tree) for tree in specs]
+        whole_specs = [_stacked.join_specs(tree) for tree in specs]
         closed, result = _inlining.trace(function, *whole_specs, ending=ending)
         if pieces := _stacked.pieces_of_leaves(specs):
             piecewise = run_in_pieces(
                 closed, pieces, placement.result_pieces(result), keeps_pieces=True
             )
             closed = piecewise.closed
-            result = _stacked.open_tree(result, piecewise.output_pieces)
+            result = _stacked.split_pieces(result, piecewise.output_pieces)
         self.result = result
         self.places, self.shardings = placement.results(self.result)
         self._placed = _segments.open_branches(

@@ -44,6 +44,8 @@ from .._jaxprs import _inlining, _jaxpr, _min_cut, _scans
 from .._partition._remat_mode import RematMode
 
 # An iteration may hand over so many times the bytes that it reads and writes of stacks.
+# Layers hand over 0.06 to 0.9 times as much, a loss in chunks that computes its logits
+# again 7.8 times: both are programs of ``tests/stage/test_split_scans.py``.
 _LARGEST_RATIO = 2
 
 

@@ -72,10 +72,10 @@ class _SlicedFunction:
         return indices
 
     @cached_property
-    def loss_weight(self) -> Computation | None:
+    def weigh_loss(self) -> Computation | None:
         """``batch_inputs of the last stage -> loss weight`` of a weighted loss.
 
-        ``None`` if the weight follows from more than these.
+        ``None`` if the loss weight follows from more than these.
         """
         batch_inputs = self.slices[-1].batch_inputs
         closed = _jaxpr.dce_jaxpr(self.traced.closed, self.traced.loss_weight)
@@ -84,7 +84,9 @@ class _SlicedFunction:
         if not used_inputs <= set(batch_inputs):
             return None
         jaxpr = closed.jaxpr.replace(invars=batch_inputs)
-        return Computation.from_jaxpr("weight", core.ClosedJaxpr(jaxpr, closed.consts))
+        return Computation.from_jaxpr(
+            "loss_weight", core.ClosedJaxpr(jaxpr, closed.consts)
+        )
 
 
 class Stages:
@@ -107,7 +109,7 @@ class Stages:
       prologue: the jaxpr of the prologue, ``params -> values``.
       owner_stages: the first stage that reads each weight.
       has_loss_divisor: True if backwards of a weighted loss divide by the sum of all
-        weights.
+        loss weights.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Stages:
         self.owner_stages = [*owner_stages, *first_readers[len(owner_stages) :]]
         self.states = self._state_of_stages(state or StateUpdate())
         self.has_loss_divisor = first.traced.is_weighted and all(
-            sliced.loss_weight is not None for sliced in self._sliced.values()
+            sliced.weigh_loss is not None for sliced in self._sliced.values()
         )
         # (stage, size of the micro-batch, remat mode) -> its functions
         self._functions: dict[tuple[int, int, RematMode], StageFunctions] = {}
@@ -236,12 +238,12 @@ class Stages:
         """The residuals of the first micro-batch in a stage."""
         return self.functions(stage_index, 0, self.mode(stage_index, 0)).residuals
 
-    def loss_weight(self, microbatch: int) -> Computation | None:
+    def weigh_loss(self, microbatch: int) -> Computation | None:
         """``batch_inputs of the last stage -> loss weight`` of a weighted loss.
 
-        ``None`` if the weight follows from more than these.
+        ``None`` if the loss weight follows from more than these.
         """
-        return self._sliced[self._sizes[microbatch]].loss_weight
+        return self._sliced[self._sizes[microbatch]].weigh_loss
 
     # ----------------------------------------------------------- what the traces share
 

@@ -13,8 +13,8 @@ stack of its own: ``stack([a, b])``, ``stack([c, d, e])``.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +22,88 @@ from jax.extend import core
 
 from .._jaxprs import _axis_maps, _eqn_source, _jaxpr
 from .._jaxprs._piece_evaluation import WholeRead
-from .._jaxprs._pieces import AlignedAxis, Pieces, operand_axes, trace_axes_back
+from .._jaxprs._pieces import (
+    AlignedAxis,
+    Pieces,
+    first_inner_indices,
+    operand_axes,
+    trace_axes_back,
+)
 from .._jaxprs._piecewise import run_in_pieces
 from .._messages import raise_all
 from ..schedules._formats import format_bytes
 from ._traced_function import TracedFunction
+
+
+@dataclass(frozen=True)
+class ScanDivision:
+    """The pieces in which scans over layers are, and the parameters they go along.
+
+    Attributes:
+      params: index of a parameter that a scan goes along -> its pieces.
+      scans: index of an equation, among those that are scans and go along what the
+        function stacks itself -> the iterations of each piece.
+    """
+
+    params: Mapping[int, Pieces]
+    scans: Mapping[int, tuple[int, ...]]
+
+    @property
+    def num_added(self) -> int:
+        """The number of parameters inside that there are more than outside."""
+        return sum(len(pieces.sizes) - 1 for pieces in self.params.values())
+
+    def union(self, other: "ScanDivision") -> "ScanDivision":
+        """The pieces of both; a parameter of both has those of the other one."""
+        return ScanDivision(
+            params={**self.params, **other.params}, scans={**self.scans, **other.scans}
+        )
+
+    def faults(self, num_params: int) -> Iterator[str]:
+        """Yields faults of the numbers, such as after they were read from a file.
+
+        Args:
+          num_params: the number of parameters outside.
+        """
+        indices = list(self.params)
+        if not set(indices) <= set(range(num_params)):
+            yield f"params has indices {indices}, of {num_params} parameters"
+        all_sizes = [pieces.sizes for pieces in self.params.values()]
+        for sizes in [*all_sizes, *self.scans.values()]:
+            if min(sizes, default=0) < 1:
+                yield f"pieces of sizes {sizes}: need to be of 1 at least"
+
+    def merge_pieces(
+        self, first_stages: Sequence[int]
+    ) -> tuple["ScanDivision", list[bool]]:
+        """Merges neighbouring pieces of a parameter that a stage is the first to read.
+
+        Args:
+          first_stages: the first stage that reads each parameter inside.
+
+        Returns:
+          The division; and one bool for each parameter inside, False if it is a part of
+          the piece before it.
+        """
+        begins_piece = [True] * len(first_stages)
+        first_indices = first_inner_indices(
+            len(first_stages) - self.num_added, self.params
+        )
+        params: dict[int, Pieces] = {}
+        for index, pieces in self.params.items():
+            sizes = list[int]()
+            for i, size in enumerate(pieces.sizes, start=first_indices[index]):
+                if sizes and first_stages[i] == first_stages[i - 1]:
+                    sizes[-1] += size
+                    begins_piece[i] = False
+                else:
+                    sizes.append(size)
+            if len(sizes) > 1:
+                params[index] = Pieces(pieces.axis, tuple(sizes))
+        return ScanDivision(params, self.scans), begins_piece
+
+
+UNDIVIDED = ScanDivision(params={}, scans={})
 
 
 class LayerScan(NamedTuple):
@@ -57,37 +134,19 @@ class LayerScan(NamedTuple):
             layer_params[block] |= params
         return self._replace(length=length, layer_params=layer_params)
 
-    def iterations(self, sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """The iterations of each scan in pieces of such sizes."""
-        return {
-            index: tuple(size * length // self.length for size in sizes)
-            for index, length in self.lengths.items()
-        }
-
-    def pieces(self, traced: TracedFunction, sizes: Sequence[int]) -> dict[int, Pieces]:
-        """The pieces of its parameters, for pieces of so many iterations."""
-        pieces: dict[int, Pieces] = {}
+    def divide(self, traced: TracedFunction, sizes: Sequence[int]) -> ScanDivision:
+        """Its pieces, and those of its parameters, for pieces of so many iterations."""
+        params: dict[int, Pieces] = {}
         for index, axis in self.axes.items():
             shape = _axis_maps.shape_of(traced.params[index])
             rows = shape[axis] // self.length  # a reshape may divide an axis
-            pieces[index] = Pieces(axis, tuple(rows * size for size in sizes))
-        return pieces
-
-
-class ScanDivision(NamedTuple):
-    """The pieces in which scans over layers are.
-
-    Attributes:
-      params: index of a parameter that a scan goes along -> its pieces.
-      scans: index of an equation, among those that are scans and go along what the
-        function stacks itself -> the iterations of each piece.
-    """
-
-    params: Mapping[int, Pieces]
-    scans: Mapping[int, Sequence[int]]
-
-
-UNDIVIDED = ScanDivision(params={}, scans={})
+            params[index] = Pieces(axis, tuple(rows * size for size in sizes))
+        scans: dict[int, tuple[int, ...]] = {}
+        if self.layer_params:
+            for index, length in self.lengths.items():
+                iterations = length // self.length
+                scans[index] = tuple(iterations * size for size in sizes)
+        return ScanDivision(params, scans)
 
 
 def find_layer_scans(
@@ -272,12 +331,11 @@ def divide_scans(
             if read.is_accumulation or len(read.spec.shape) > 1
         ],
     )
-    num_pieces = sum(len(x.sizes) - 1 for x in division.params.values())
     return replace(
         traced,
         closed=piecewise.closed,
-        num_params=traced.num_params + num_pieces,
-        folded_numbers=[*traced.folded_numbers, *map(np.int32, piecewise.begins)],
+        num_params=traced.num_params + division.num_added,
+        folded_numbers=[*traced.folded_numbers, *map(np.int32, piecewise.starts)],
         has_pieces=True,
     )
 
@@ -294,7 +352,7 @@ def _find_targets(
     for index, sizes in division.scans.items():
         if index < len(scans) and scans[index].params["length"] == sum(sizes):
             for var in _xs(scans[index]):
-                targets.setdefault(var, Pieces(0, tuple(sizes)))
+                targets.setdefault(var, Pieces(0, sizes))
     return targets
 
 

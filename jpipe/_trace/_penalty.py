@@ -389,12 +389,12 @@ class _Sums:
     ) -> list[Any]:
         """Evaluates a sum, and its pair."""
         terms = self._terms[eqn.outvars[0]]
-        operand_pairs = [
-            self.pair_of(atom, value, pairs)
-            if any(atom is term for term in terms)
-            else (value, value)
-            for atom, value in zip(eqn.invars, operands, strict=True)
-        ]
+        operand_pairs = list[Pair]()
+        for atom, value in zip(eqn.invars, operands, strict=True):
+            pair = value, value
+            if any(atom is term for term in terms):
+                pair = self.pair_of(atom, value, pairs)
+            operand_pairs.append(pair)
         if eqn.primitive.name == "name":  # a mark would be there twice
             pairs[eqn.outvars[0]] = operand_pairs[0]
         else:

@@ -65,11 +65,11 @@ def _warn_of_constraints(
     A stage on one device has nothing to shard.
     """
     stage_meshes = [device for device in devices if isinstance(device, StageMesh)]
-    left_out = [
-        sharding
-        for sharding in _sharding_constraints.constraint_shardings(closed)
-        if not all(_has_axes(stage_mesh, sharding) for stage_mesh in stage_meshes)
-    ]
+    left_out = list[Any]()
+    for sharding in _sharding_constraints.constraint_shardings(closed):
+        has_axes = [_has_axes(stage_mesh, sharding) for stage_mesh in stage_meshes]
+        if not all(has_axes):
+            left_out.append(sharding)
     if not left_out:
         return
     mesh = getattr(left_out[0], "mesh", None)

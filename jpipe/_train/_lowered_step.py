@@ -5,7 +5,6 @@
 It is the schedule, the update of each parameter where it is, and the keys of the step.
 """
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,37 +12,20 @@ from typing import Any
 import jax
 import optax
 
-from .._arguments import _microbatch, _signature, _stacked, _variables
-from .._arguments._cache import RecentCache
+from .._arguments import _microbatch, _stacked, _variables
+from .._arguments._signature import SignatureIndices
 from .._instructions._garbage_collector import pause_collector
-from .._instructions._graph import OUTSIDE, Graph, Value
+from .._instructions._graph import OUTSIDE, Graph, Place, Value
 from .._instructions._program import Program
+from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
 from .._jaxprs._computation import Computation
 from .._layers import _rng
 from .._pipelined._specialization import Specialization
-from .._placed._mirrored_places import ArgumentLeaf
 from ._optimizer import Optimizer
 from ._train_state import StateOrigin, TrainState, set_origin
 
 PyTree = Any
-
-
-class SignatureIndices:
-    """``(structure, leaves) -> index`` of the signature of a state."""
-
-    def __init__(self) -> None:
-        # (structure, keys of the avals, memories) of a state -> index
-        self._indices = RecentCache[Any, int]()
-        self._next_index = itertools.count()
-
-    def __call__(self, structure: Any, leaves: Sequence[Any]) -> int:
-        """Returns the index of a state's structure, avals and memories."""
-        avals = _signature.aval_keys(leaves)
-        signature = structure, avals, _signature.memory_key(leaves)
-        if signature not in self._indices:
-            self._indices[signature] = next(self._next_index)
-        return self._indices[signature]
 
 
 class LoweredStep:
@@ -61,7 +43,7 @@ class LoweredStep:
       specialization: likewise.
       optimizer: likewise.
       variable_indices: the index of each leaf of the variables among those of a state
-        that `open_state` returns.
+        that `split_state` returns.
       program: ``(*state, *x, *targets) -> (*state, loss, *aux)``, of these leaves.
     """
 
@@ -79,7 +61,7 @@ class LoweredStep:
         self.optimizer = optimizer
         self._signature_indices = signature_indices
         self._has_aux = has_aux
-        state = self.open_state(state)
+        state = self.split_state(state)
         self._structure = jax.tree.structure(state)
         # A state whose leaves are their indices.
         indices = jax.tree.unflatten(self._structure, range(self._structure.num_leaves))
@@ -88,14 +70,14 @@ class LoweredStep:
         self._signature_index: int | None = None
         self.program = self._lower(state, indices, donate=donate)
 
-    def open_state(self, state: TrainState) -> TrainState:
+    def split_state(self, state: TrainState) -> TrainState:
         """A user's state, with a node of pieces for each leaf in pieces."""
         if not self.specialization.layout.pieces:
             return state
-        variables = self.specialization.layout.open_params(state.variables)
+        variables = self.specialization.layout.split_params(state.variables)
         return state.replace(
             params=_variables.params(variables),
-            opt_state=self.optimizer.open_state(state.opt_state),
+            opt_state=self.optimizer.split_state(state.opt_state),
             model_state=_variables.model_state(variables),
         )
 
@@ -120,7 +102,7 @@ class LoweredStep:
         advance = Computation(
             "advance", _advance, [graph.specs[value] for value in rngs_and_step]
         )
-        first_place = self.specialization.placement.place(0)
+        first_place = self.specialization.placement.place_of(0)
         *rngs, next_step = graph.call_in_processes(advance, first_place, rngs_and_step)
 
         loss, aux, grads, changed = self.specialization.into(
@@ -152,8 +134,8 @@ class LoweredStep:
         self, graph: Graph, state: TrainState, indices: Any, *, donate: bool
     ) -> list[Value]:
         """Adds the leaves of a state, in order, to the arguments of a graph."""
-        # index of a leaf of the state -> its spec, and its place
-        leaves: dict[int, ArgumentLeaf] = {}
+        # index of a leaf of the state -> its spec, its place and its sharding there
+        leaves: dict[int, tuple[Any, Place, Sharding]] = {}
         layout = self.specialization.layout
         for index, spec, place, sharding in zip(
             self.variable_indices,
@@ -162,28 +144,27 @@ class LoweredStep:
             layout.shardings,
             strict=True,
         ):
-            leaves[index] = ArgumentLeaf(
-                "state", (), spec, place=place, sharding=sharding
-            )
+            leaves[index] = spec, place, sharding
         opt_state_indices = jax.tree.leaves(indices.opt_state)
-        leaves |= zip(opt_state_indices, self.optimizer.state, strict=True)
+        for index, leaf in zip(opt_state_indices, self.optimizer.state, strict=True):
+            leaves[index] = leaf.value, leaf.place, leaf.sharding
         # Keys and the number of the step come from outside, and are not overwritten.
         rng_indices = jax.tree.leaves(indices.rng)
         scalars = dict(zip(rng_indices, jax.tree.leaves(state.rng), strict=True))
         scalars[indices.step] = state.step
         for index, array in scalars.items():
             spec = _jaxpr.spec(jax.typeof(array))
-            leaves[index] = ArgumentLeaf("state", (), spec, place=OUTSIDE)
+            leaves[index] = spec, OUTSIDE, WHOLE
 
         arguments: list[Value] = []
         for path, index in jax.tree_util.tree_leaves_with_path(indices):
-            leaf = leaves[index]
+            spec, place, sharding = leaves[index]
             argument = graph.argument(
-                leaf.value,
-                leaf.place,
+                spec,
+                place,
                 name=f"state{jax.tree_util.keystr(path)}",
                 donated=donate and index not in scalars,
-                sharding=leaf.sharding,
+                sharding=sharding,
             )
             arguments.append(argument)
         return arguments
@@ -202,7 +183,7 @@ class LoweredStep:
         leaves = inner_leaves
         state = jax.tree.unflatten(self._structure, inner_leaves)
         if self.specialization.layout.pieces:
-            state = _stacked.close_tree(state)
+            state = _stacked.join_pieces(state)
             leaves = jax.tree.leaves(state)
         if self._signature_index is None:  # weak types may differ from the input's
             structure = jax.tree.structure(state)
@@ -230,7 +211,7 @@ def make_optimizer(
     specs = _microbatch.array_specs(state.variables, "params")
     return Optimizer(
         tx,
-        params=_variables.params(layout.open_params(specs)),
+        params=_variables.params(layout.split_params(specs)),
         trained=layout.is_param_trained,
         placement=specialization.placement,
         locations=layout.param_locations,

@@ -8,7 +8,6 @@ import optax
 
 from .._arguments import _signature, _stacked, _variables
 from .._instructions import _transfer
-from .._instructions._agreement import layer_facts
 from .._instructions._garbage_collector import pause_collector
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
@@ -94,7 +93,7 @@ class Optimizer:
         # ``None`` in place of leaves that are not trained.
         self._trained_params = _hide_frozen(params, trained)
         trained_locations = [
-            (placement.place(stage), sharding)
+            (placement.place_of(stage), sharding)
             for stage, sharding in _selected(locations, trained)
         ]
         self._param_leaves = leaves_at(0, self._trained_params, trained_locations)
@@ -108,8 +107,8 @@ class Optimizer:
         self._state_structure = jax.tree.structure(state)
         self._state_pieces = _stacked.pieces_of_leaves(state)
         if opt_state is not None:
-            _check_state(opt_state, _stacked.close_specs(state), self._param_leaves)
-            state = jax.tree.map(in_memory_of, state, self.open_state(opt_state))
+            _check_state(opt_state, _stacked.join_specs(state), self._param_leaves)
+            state = jax.tree.map(in_memory_of, state, self.split_state(opt_state))
         self.state = MirroredPlaces(self._param_leaves).leaves_of(1, state)
         grad_leaves = [leaf._replace(argument_key=2) for leaf in self._param_leaves]
         self.update = PlacedFunction(
@@ -119,9 +118,9 @@ class Optimizer:
             "optimizer_update",
         )
 
-    def open_state(self, state: PyTree) -> PyTree:
+    def split_state(self, state: PyTree) -> PyTree:
         """A user's state, with nodes of pieces for leaves in pieces."""
-        return _stacked.open_tree(state, self._state_pieces)
+        return _stacked.split_pieces(state, self._state_pieces)
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place.
@@ -131,14 +130,19 @@ class Optimizer:
         """
         graph = self._placement.graph()
         if self._placement.layers:
-            graph.facts |= layer_facts(self._placement.layers, self._trained_params)
+            for i, (layer, params_of_layer) in enumerate(
+                zip(self._placement.layers, self._trained_params, strict=True)
+            ):
+                graph.facts[f"layer {i}"] = (
+                    f"{layer.name} {shape_text(params_of_layer)}"
+                )
         else:
             graph.facts["parameters"] = shape_text(self._trained_params)
         inputs = [leaf.add_to(graph) for leaf in self._param_leaves]
         program = Program(graph, self._init.into(graph, inputs))
         trained_leaves = _selected(jax.tree.leaves(params), self._trained)
         state = self._state_structure.unflatten(program(trained_leaves))
-        return _stacked.close_tree(state)
+        return _stacked.join_pieces(state)
 
     def check_places(self, state: PyTree) -> None:
         """Checks that a state of this optimizer is in place.
@@ -210,7 +214,7 @@ def _advice_on_dtypes(
         strict=True,
     )
     for (path, spec), leaf in pairs:
-        if mirrored.place(path) >= 0 and leaf.dtype != spec.dtype:
+        if mirrored.place_of(path) >= 0 and leaf.dtype != spec.dtype:
             return (
                 "it was made for parameters of another dtype, or by another tx; "
                 "make a new state, state = pipe.init_train_state(key, x, tx, "
@@ -240,11 +244,11 @@ def opt_state_bytes(
     locations = [(layer, WHOLE) for layer in _selected(layers, trained)]
     param_leaves = leaves_at(0, trained_params, locations)
     state = jax.eval_shape(
-        Transformation(tx, _ADVICE).init, _stacked.close_tree(trained_params)
+        Transformation(tx, _ADVICE).init, _stacked.join_pieces(trained_params)
     )
-    opened = _open_mirrored(state, param_leaves)
+    inner = _split_mirrored(state, param_leaves)
     layer_bytes = [0] * count
-    for leaf in MirroredPlaces(param_leaves).leaves_of(1, opened):
+    for leaf in MirroredPlaces(param_leaves).leaves_of(1, inner):
         layer_bytes[leaf.place] += nbytes(leaf.value)
     return layer_bytes
 
@@ -264,24 +268,24 @@ def place_opt_state(
       The same values; a leaf that belongs to no parameter is on the first device.
     """
     param_locations = [
-        (placement.place(stage), sharding) for stage, sharding in locations
+        (placement.place_of(stage), sharding) for stage, sharding in locations
     ]
     param_leaves = leaves_at(0, params, param_locations)
-    opened = _open_mirrored(state, param_leaves)
+    inner = _split_mirrored(state, param_leaves)
     arrays = [
         _transfer.put_leaf(
             leaf.value, placement.devices_of_places[leaf.place], leaf.sharding
         )
-        for leaf in MirroredPlaces(param_leaves).leaves_of(1, opened)
+        for leaf in MirroredPlaces(param_leaves).leaves_of(1, inner)
     ]
-    return _stacked.close_tree(jax.tree.structure(opened).unflatten(arrays))
+    return _stacked.join_pieces(jax.tree.structure(inner).unflatten(arrays))
 
 
-def _open_mirrored(state: PyTree, param_leaves: Sequence[ArgumentLeaf]) -> PyTree:
+def _split_mirrored(state: PyTree, param_leaves: Sequence[ArgumentLeaf]) -> PyTree:
     """A state, with nodes of pieces for leaves that mirror parameters in pieces."""
     result_pieces = mirrored_pieces(param_leaves)(state)
     pieces = {i: x for i, x in result_pieces.items() if x is not None}
-    return _stacked.open_tree(state, pieces)
+    return _stacked.split_pieces(state, pieces)
 
 
 def _selected(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:

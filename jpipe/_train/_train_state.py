@@ -64,7 +64,7 @@ class TrainState:
     opt_state: PyTree
     model_state: Any
     rng: Any
-    origin: ClassVar[StateOrigin | None] = None
+    _origin: ClassVar[StateOrigin | None] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, which is all that a copy or a pickle has."""
@@ -85,7 +85,12 @@ class TrainState:
 
 def set_origin(state: TrainState, origin: StateOrigin) -> None:
     """Notes which step returned a state; that is no part of its pytree."""
-    vars(state)["origin"] = origin
+    vars(state)["_origin"] = origin
+
+
+def origin_of(state: TrainState) -> StateOrigin | None:
+    """The step that returned a state; ``None``: somebody else made it."""
+    return state._origin
 
 
 def become(state: TrainState, other: TrainState) -> None:

@@ -138,7 +138,7 @@ def place_update(leaves: Sequence[ArgumentLeaf]) -> LeafPlacement:
     places: list[int] = []
     for leaf in leaves:
         is_state = leaf.argument_key == 1
-        is_count = is_state and mirrored.place(leaf.path) < 0
+        is_count = is_state and mirrored.place_of(leaf.path) < 0
         places.append(NOWHERE if is_count else leaf.place)
     return LeafPlacement(
         places,

@@ -49,10 +49,10 @@ _FORMER_ARGUMENTS = {
 
 
 @outside_of_meshes
-@explain_call("jpipe.plan(layers, sample, tx)", _FORMER_ARGUMENTS)
+@explain_call("jpipe.plan(layers, x, tx)", _FORMER_ARGUMENTS)
 def plan(
     layers: Any,
-    sample: PyTree,
+    x: PyTree,
     tx: optax.GradientTransformation,
     *,
     num_devices: int | None = None,
@@ -103,7 +103,7 @@ def plan(
 
     Args:
       layers: as `jpipe.pipeline` takes them; one model is cut where few bytes cross.
-      sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      x: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       tx: the optax optimizer, whose state takes memory.
       num_devices: the number of devices; default: that of `jax.devices`.
       memory_limit: the bytes that a device has; ``None``: no limit.
@@ -207,7 +207,7 @@ def plan(
         raise ValueError(f"plan: {'; '.join(faults)}")
 
     request = Request(
-        sample,
+        x,
         loss_fn=loss_fn,
         targets=targets,
         has_aux=has_aux,

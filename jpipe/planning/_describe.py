@@ -247,10 +247,10 @@ def _sent_bytes(placement: StagePlacement, stages: Stages) -> list[int]:
     sent = set[tuple[Any, int]]()  # output, and the place of a reader
     for stage in range(stages.num_stages):
         part = stages.slice_of(stage)
-        place = placement.place(stage, 0)
+        place = placement.place_of(stage, 0)
         for var in part.input_activations:
             source, output = origins[var]
-            if place != placement.place(source, 0) and (output, place) not in sent:
+            if place != placement.place_of(source, 0) and (output, place) not in sent:
                 sent.add((output, place))
                 sent_bytes[source] += sum(map(nbytes, specs([output])))
 

@@ -20,7 +20,7 @@ from ._fused import find_fused_microbatches, fused_costs
 from ._in_flight import list_stages
 from ._mode_names import stores_only_inputs
 from ._plan import Memory, Plan
-from ._profile import Profile
+from ._profile import Profile, costs_of_stages
 from ._space import Choice, Hardware, SearchSpace
 
 
@@ -238,7 +238,7 @@ def _rank_memory(
 def _stage_workspace(space: SearchSpace, choice: Choice) -> list[int]:
     """The bytes that the largest program of each stage needs while it runs."""
     schedule = choice.schedule
-    profile = space.profile(schedule, choice.num_shards)
+    costs = costs_of_stages(space.profile(schedule, choice.num_shards))
     matrix = space.workspace(schedule, choice.num_shards)
     last = schedule.num_stages - 1
     ends = [0, *itertools.accumulate(choice.balance)]
@@ -249,7 +249,7 @@ def _stage_workspace(space: SearchSpace, choice: Choice) -> list[int]:
         is_fused = stage == last and find_fused_microbatches(schedule)
         if stores_only_inputs(mode) or is_fused:
             # One program runs forward and backward: it holds the residuals itself.
-            residuals = profile.residuals_of[profile.pending_mode(mode)]
+            residuals = costs.residual_bytes[costs.pending_mode(mode)]
             num_bytes += int(residuals[span])
         workspace.append(num_bytes)
     return workspace

@@ -21,8 +21,15 @@ from ._layer_profile import (
     find_number_faults,
 )
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
+from ._origin import can_overlap
 from ._problem import PartitionProblem, count_split_shares
-from ._profile import Profile, find_speed_faults
+from ._profile import (
+    Profile,
+    costs_of_stages,
+    find_profile_faults,
+    find_speed_faults,
+    modes_of_stages,
+)
 
 
 def partition(
@@ -128,13 +135,13 @@ def _checked_problem(
     if faults := [*find_count_faults("num_stages", num_stages)]:
         raise ValueError(f"partition: {faults[0]}")
     num_stages = operator.index(num_stages)
-    modes = profile.modes(remat, num_stages)
+    modes = modes_of_stages(remat, num_stages)
     if num_microbatches is None and isinstance(schedule, Schedule):
         num_microbatches = schedule.num_microbatches
     needs_microbatches = schedule is not None or objective == "step"
 
     if overlap is None:
-        overlap = profile.overlap
+        overlap = can_overlap(profile.origin)
     faults = [
         *find_speed_faults(bandwidth, latency),
         *find_flag_faults("overlap", overlap),
@@ -167,7 +174,7 @@ def _checked_problem(
                 "numbers, without bytes and forwards"
             )
     elif max_bytes is not None:
-        faults += profile.remat_faults(modes)
+        faults += costs_of_stages(profile).find_remat_faults(modes)
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
 
@@ -208,7 +215,7 @@ def _as_profile(costs: Sequence[float] | Profile) -> Profile:
       TypeError: if they are neither a profile nor numbers.
     """
     profile = costs if isinstance(costs, Profile) else _profile_of_times(costs)
-    if faults := profile.faults():
+    if faults := find_profile_faults(profile):
         raise ValueError(f"partition: {'; '.join(faults)}")
     return profile
 

@@ -166,7 +166,7 @@ def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int
     stage_slice = model.stages.slice_of(layer)
     batch = model.batch
     traced = model.stages.traced()
-    leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
+    leaves = jax.tree.leaves([request.x, request.targets, request.rngs])
     specs = jax.tree.leaves(batch.first)
     values = [
         _first_microbatch(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)

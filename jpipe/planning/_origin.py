@@ -69,3 +69,11 @@ def is_measured_on_cpu(origin: Mapping[str, str]) -> bool:
     """True if a profile was measured, and on a CPU."""
     is_measured = origin.get("how") == MEASURED
     return is_measured and origin.get(DEVICE, "").startswith("cpu (")
+
+
+def can_overlap(origin: Mapping[str, str]) -> bool:
+    """True if devices are taken to compute while they send and receive.
+
+    The cores of a CPU, on which a profile may have been measured, copy themselves.
+    """
+    return not is_measured_on_cpu(origin)

@@ -238,7 +238,11 @@ class Plan:
           >>> jpipe.Plan.from_json(plan.to_json()) == plan
           True
         """
-        with parse_json("no plan as Plan.to_json writes it", text) as fields:
+        refusal = (
+            "no plan as Plan.to_json writes it (if another version of jpipe did, make "
+            "the plan again, by jpipe.plan)"
+        )
+        with parse_json(refusal, text) as fields:
             plan: Plan = decode(cls, fields)
             plan.schedule.validate()
             if faults := list(plan._faults()):

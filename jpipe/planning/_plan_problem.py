@@ -24,8 +24,9 @@ from ._interpolate import interpolate
 from ._layer_profile import Link, find_count_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, format_unknown_mode, sort_modes
+from ._origin import can_overlap
 from ._planned_model import PlannedModel
-from ._profile import Profile
+from ._profile import Profile, check_fingerprint
 from ._profiler import profile_sizes
 from ._request import Request
 from ._residual_ratios import scale_residuals
@@ -189,7 +190,7 @@ def pose_plan_problem(
     with explain_loss_functions(layers):
         traced = model.traced(traced_request)
     if profile is not None:
-        profile.check(fingerprint(traced, train=True))
+        check_fingerprint(profile, fingerprint(traced, train=True))
     checked_balance = None
     if balance is not None:
         checked_balance = check_balance(balance, len(traced.names))
@@ -202,7 +203,7 @@ def pose_plan_problem(
         profile = profile_sizes(model, traced, requests)
     hardware = _with_link(hardware, latency, profile.link)
     if overlap is None:
-        overlap = profile.overlap
+        overlap = can_overlap(profile.origin)
     hardware = dataclasses.replace(hardware, overlap=overlap)
     profiles = {
         count: interpolate(profile, -(-num_examples // count)) for count in shard_counts

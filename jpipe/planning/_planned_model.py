@@ -22,11 +22,11 @@ from .._layers._layer_group import group_layers
 from .._layers._text import abbreviate
 from .._model._model import Model
 from .._partition import _balanced_cuts
-from .._partition._config import PipelineConfig
 from .._partition._cut_points import CutPoints
+from .._partition._options import Options
 from .._partition._partition import Partition
 from .._partition._remat_mode import NONE
-from .._partition._stack_pieces import divide_by_iteration
+from .._partition._scan_division import divide_by_iteration
 from .._pipelined import _model_functions
 from .._pipelined._function_spec import StateUse
 from .._pipelined._pipelined_function import PipelinedFunction
@@ -141,9 +141,9 @@ class PlannedModel:
           cuts: the cut points of the stages; ``None`` of a list.
         """
         schedule = choice.schedule
-        config = PipelineConfig.minimal(
+        options = Options(
             num_microbatches=schedule.num_microbatches,
-            ranks=[
+            devices=[
                 AbstractDevice(rank, choice.num_shards)
                 for rank in range(schedule.num_ranks)
             ],
@@ -154,7 +154,7 @@ class PlannedModel:
         groups = None
         if not self._is_model:
             groups = group_layers(self._layers, choice.balance)
-        partition = Partition(config, groups)
+        partition = Partition(options, groups)
         model = self._model
         if model is None or model.is_list:  # the marks of a list depend on the balance
             model = Model(self._layers, request.axes, partition.stage_of_layer)
@@ -165,19 +165,19 @@ class PlannedModel:
             _model_functions.forward_spec(model, train=request.train),
             state_use=StateUse.DROP,
         )
-        args: list[PyTree] = [request.sample, request.rngs]
+        args: list[PyTree] = [request.x, request.rngs]
         if request.objective is not None:
             function_spec = _model_functions.loss_spec(
                 model, request.objective, [], train=request.train
             )
-            args = [request.sample, request.targets, request.rngs]
+            args = [request.x, request.targets, request.rngs]
         trainable = Trainable(request.trainable, by_layer=model.is_list)
 
         def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(model.is_trained(variables, trainable))
 
         try:
-            initial = model.initial(model.sample_batch(request.sample, partition))
+            initial = model.initial(model.sample_batch(request.x, partition))
             variables = model.from_entries(initial.specs)
             function = PipelinedFunction(function_spec, partition, trained)
             specialization = function(variables, *args)
@@ -186,7 +186,7 @@ class PlannedModel:
             if has_loss and not jax.tree.leaves(request.targets):
                 error.add_note(_NO_TARGETS)
             raise
-        return model, specialization, specialization.layout.open_params(variables)
+        return model, specialization, specialization.layout.split_params(variables)
 
 
 def _stage_cuts(sections: CutPoints, balance: Sequence[int]) -> CutPoints:

@@ -35,7 +35,8 @@ from ._climb import Cuts
 from ._fused import find_fused_microbatches
 from ._in_flight import Counts, Held, count_in_flight, list_stages
 from ._mode_names import stores_only_inputs
-from ._profile import Profile
+from ._profile import Profile, costs_of_stages
+from ._stage_costs import StageCosts
 from ._sums import Matrix, sum_stages
 
 # One number per cut, or of shape (ranks, cuts).
@@ -123,6 +124,11 @@ class PartitionProblem:
             raise ValueError(f"partition: {TOO_LONG}")
 
     @property
+    def stage_costs(self) -> StageCosts:
+        """The costs of every stage of the layers."""
+        return costs_of_stages(self.profile)
+
+    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.profile.layers)
@@ -148,7 +154,7 @@ class PartitionProblem:
         The forward of a last stage that stores only its input is part of its backward.
         """
         modes = self.best_modes(ends)
-        costs = self.profile.times(
+        costs = self.stage_costs.times(
             ends,
             modes,
             bandwidth=self.bandwidth,
@@ -389,24 +395,25 @@ class PartitionProblem:
             is_fused = stage == self.num_stages - 1 and self._fused_microbatches
             if stores_only_inputs(mode) or is_fused:
                 # One program runs forward and backward: it holds the residuals itself.
-                pending_mode = self.profile.pending_mode(mode)
-                workspace = workspace + self.profile.residuals_of[pending_mode][bound]
+                costs = self.stage_costs
+                residuals = costs.residual_bytes[costs.pending_mode(mode)]
+                workspace = workspace + residuals[bound]
             workspaces.append(workspace)
         total_bytes = held_bytes + np.max(workspaces, axis=0)
         if self.num_shards > 1:
             # At the end, the gradients that shards exchange stand beside their sums.
-            exchanged = [self.profile.params_of[bound] for bound in bounds]
+            exchanged = [self.stage_costs.param_bytes[bound] for bound in bounds]
             total_bytes = np.maximum(total_bytes, np.max(exchanged, axis=0))
         return total_bytes + fixed_bytes
 
     def _held_sizes(self, bound: Bounds, mode: str) -> list[Numbers]:
         """The bytes of each `Held` of a stage, for one micro-batch."""
         begins, ends = bound
-        profile = self.profile
+        costs = self.stage_costs
         sizes = {
-            Held.RESIDUALS: profile.residuals_of[mode][bound],
-            Held.PENDING: profile.residuals_of[profile.pending_mode(mode)][bound],
-            Held.INPUT: profile.residuals_of[FULL.name][bound],
+            Held.RESIDUALS: costs.residual_bytes[mode][bound],
+            Held.PENDING: costs.residual_bytes[costs.pending_mode(mode)][bound],
+            Held.INPUT: costs.residual_bytes[FULL.name][bound],
             Held.OUTPUT_GRAD: self._cotangent_bytes[ends],
             Held.SENT_OUTPUT: self._output_bytes[ends],
             Held.SENT_INPUT_GRAD: self._cotangent_bytes[begins],
@@ -442,6 +449,6 @@ class PartitionProblem:
 
         Infinite where a stage would have no layer.
         """
-        fixed_bytes = 2 * self.profile.params_of + self.profile.state_of
+        fixed_bytes = 2 * self.stage_costs.param_bytes + self.stage_costs.state_bytes
         fixed_bytes[np.tril_indices(len(fixed_bytes))] = np.inf
         return fixed_bytes

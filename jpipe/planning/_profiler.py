@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .._arguments._wrong_call import explain_call
 from .._instructions._progress import Progress, count_items
 from .._instructions._transfer import Device
 from .._jaxprs._flops import count_flops
@@ -30,9 +31,10 @@ _DEFAULT_COUNTS = (4, 16)
 
 
 @outside_of_meshes
+@explain_call("jpipe.profile(layers, x)")
 def profile(
     layers: Any,
-    sample: PyTree,
+    x: PyTree,
     *,
     num_microbatches: int | Sequence[int] | None = None,
     loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
@@ -72,7 +74,7 @@ def profile(
     Args:
       layers: as `jpipe.pipeline` takes them; of one model its sections are profiled, at
         whose ends few bytes cross.
-      sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      x: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       num_microbatches: the number of micro-batches, of which the first is used; or
         several numbers, so that micro-batches of several sizes are profiled: then the
         costs are those of the smallest, and `Profile.larger` has the others. Default: 4
@@ -101,7 +103,7 @@ def profile(
       The profile. It prints as a table.
 
     Raises:
-      ValueError: if the layers do not fit each other or the sample, or an argument
+      ValueError: if the layers do not fit each other or ``x``, or an argument
         does not.
       TypeError: if a layer or a leaf is nothing such.
 
@@ -123,7 +125,7 @@ def profile(
     """
     counts = _as_counts(num_microbatches)
     request = Request(
-        sample,
+        x,
         num_microbatches=counts[0] if counts else 1,
         loss_fn=loss_fn,
         targets=targets,

@@ -33,7 +33,7 @@ class Request:
       TypeError: if the device is none, or a leaf belongs to a trace.
     """
 
-    sample: PyTree
+    x: PyTree
     _: KW_ONLY
     num_microbatches: int = 1
     loss_fn: Callable[[PyTree, PyTree], Any] | None = None
@@ -60,7 +60,7 @@ class Request:
                 f"device={self.device!r} is a {type(self.device).__name__}; needs one "
                 f"jax.Device, such as device=jax.devices()[0]"
             )
-        leaves = jax.tree.leaves((self.sample, self.targets, self.rngs))
+        leaves = jax.tree.leaves((self.x, self.targets, self.rngs))
         _variables.check_concrete(leaves)
         if self.rngs is None and self.train:
             keys: Any = jax.random.key(0) if self.measure else _rng.key_spec()
@@ -89,17 +89,15 @@ class Request:
           TypeError: if a leaf is not an array.
           ValueError: if it cannot be cut.
         """
-        names = ("sample", "targets")
+        names = ("x", "targets")
         in_axes = (self.axes.in_axes, self.axes.target_axes)
-        arguments = _call.describe_arguments(
-            (self.sample, self.targets), in_axes, names
-        )
+        arguments = _call.describe_arguments((self.x, self.targets), in_axes, names)
         num_examples = _microbatch.count_examples(arguments, self.num_microbatches)
-        sample, targets = arguments
+        x, targets = arguments
         return Batch(
-            (sample.specs, targets.specs),
+            (x.specs, targets.specs),
             names,
-            axes=[*sample.axes, *targets.axes],
+            axes=[*x.axes, *targets.axes],
             sizes=_microbatch.microbatch_sizes(num_examples, self.num_microbatches),
         )
 
@@ -141,7 +139,7 @@ class Request:
         """The request with specs of one micro-batch of another size."""
         one_microbatch = dataclasses.replace(self, num_microbatches=1)
         x, targets = one_microbatch.batch().microbatch_specs(batch_size)
-        return dataclasses.replace(one_microbatch, sample=x, targets=targets)
+        return dataclasses.replace(one_microbatch, x=x, targets=targets)
 
 
 def sum_outputs(outputs: PyTree, _: PyTree) -> jax.Array:

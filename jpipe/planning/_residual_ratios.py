@@ -19,7 +19,7 @@ from ._layer_partition import partition
 from ._layer_profile import LayerProfile
 from ._mode_names import stores_only_inputs
 from ._planned_model import PlannedModel
-from ._profile import Profile
+from ._profile import Profile, costs_of_stages
 from ._request import Request
 from ._space import Choice
 
@@ -59,7 +59,7 @@ def scale_residuals(
         for mode, stored_bytes in stage.residuals.items():
             if stores_only_inputs(mode):
                 continue  # the inputs of a stage are no sum over layers
-            residuals = profile.residuals_of.get(mode)
+            residuals = costs_of_stages(profile).residual_bytes.get(mode)
             if residuals is not None and residuals[begin, end]:
                 stage_ratios[mode] = stored_bytes / residuals[begin, end]
         ratios += [stage_ratios] * size

@@ -64,7 +64,8 @@ def decode(hint: Any, json_value: Any) -> Any:
     """Decodes a value that was written as JSON.
 
     Args:
-      hint: its type: a dataclass, a tuple, a mapping from texts, or a simple type.
+      hint: its type: a dataclass, a tuple, a mapping from texts or ints, or a simple
+        type.
       json_value: the result of `json.loads`; dataclasses as dicts.
 
     Raises:
@@ -154,15 +155,20 @@ def _decode_tuple(hint: Any, json_value: Any, path: str, faults: list[str]) -> A
 
 
 def _decode_mapping(hint: Any, json_value: Any, path: str, faults: list[str]) -> Any:
-    """Decodes a mapping from texts."""
+    """Decodes a mapping from texts, or from ints, which are texts in JSON."""
     if not isinstance(json_value, Mapping):
         faults.append(_format_fault(json_value, path, "an object"))
         return None
-    _, value_hint = get_args(hint)
-    return {
-        key: _decode(value_hint, value, f"{path}[{reprlib.repr(key)}]", faults)
-        for key, value in json_value.items()
-    }
+    key_hint, value_hint = get_args(hint)
+    values: dict[Any, Any] = {}
+    for text, value in json_value.items():
+        key = text
+        if key_hint is int and text.isdecimal():
+            key = int(text)
+        elif key_hint is int:
+            faults.append(_format_fault(text, f"a key of {path}", "an int"))
+        values[key] = _decode(value_hint, value, f"{path}[{reprlib.repr(key)}]", faults)
+    return values
 
 
 def _decode_action(json_value: Any, path: str, faults: list[str]) -> Action | None:

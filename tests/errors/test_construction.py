@@ -197,6 +197,42 @@ def test_a_module_in_place_of_a_function_is_answered():
         jpipe.value_and_grad(nn.Dense(3), 2)
 
 
+FORMER = {
+    "type jpipe.pipeline(layers, ... type layers= for stages=": (
+        lambda: jpipe.pipeline(stages=two_stages(), num_microbatches=2)
+    ),
+    "type jpipe.sequential(layers) ... type layers= for stages=": (
+        lambda: jpipe.sequential(stages=two_stages())
+    ),
+    "type jpipe.profile(layers, x) ... type x= for sample=": (
+        lambda: jpipe.profile(two_stages(), sample=X)
+    ),
+    "type jpipe.plan(layers, x, tx) ... x= for sample= ... type loss_fn= for loss=": (
+        lambda: jpipe.plan(two_stages(), sample=X, tx=optax.sgd(0.1), loss=len)
+    ),
+    "type jpipe.value_and_grad(fun, ... type fun= for loss_fn=": (
+        lambda: jpipe.value_and_grad(loss_fn=len, num_microbatches=2)
+    ),
+    "type jpipe.pipeline(layers, ... it was given ([], 2, device=1)": (
+        lambda: jpipe.pipeline([], 2, device=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FORMER)
+def test_another_name_of_an_argument_is_answered_with_the_line_to_type(message):
+    with pytest.raises(TypeError, match=says(*message.split(" ... "))):
+        FORMER[message]()
+
+
+def test_inputs_beside_the_first_are_packed_also_for_a_plan():
+    match = says("too many positional arguments", "x = jpipe.inputs(x, mask)")
+    with pytest.raises(TypeError, match=match):
+        jpipe.plan(nn.Dense(3), X, X, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"argument 'num_device'$"):
+        jpipe.plan(nn.Dense(3), X, optax.sgd(0.1), num_device=2)
+
+
 def test_idle_devices_warn():
     """A pipeline of torchgpipe's form, given another schedule by its name alone."""
     match = says(

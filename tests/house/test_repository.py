@@ -45,7 +45,6 @@ def test_readme_begins_with_two_commands_that_need_only_a_clone():
     assert commands[:2] == ["make demo", "make test"]
     for command in commands[:2]:
         assert_runs(command)
-        assert readme.index(command) < readme.index("OWNER")
 
 
 def test_the_oldest_and_the_newest_python_are_tested():
@@ -78,7 +77,6 @@ def test_the_citation_is_of_this_project_and_of_papers_that_can_be_found():
     citation = read_yaml(ROOT / "CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= {*citation}
     assert citation["license"] == PROJECT["license"]
-    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
     titles = [reference["title"] for reference in citation["references"]]
     for word in ("GPipe", "torchgpipe", "PipeDream", "Zero Bubble"):
         assert any(word in title for title in titles), word

@@ -59,7 +59,7 @@ def evaluated(
     flat = list[Any]()
     for i, arg in enumerate(args):
         flat += cut(arg, input_pieces[i]) if i in input_pieces else [arg]
-    flat += map(np.int32, piecewise.begins)
+    flat += map(np.int32, piecewise.starts)
     arrays = iter(jax.jit(core.jaxpr_as_fun(piecewise.closed))(*flat))
     results = list[np.ndarray]()
     num_results = len(piecewise.closed.jaxpr.outvars) - sum(
@@ -105,7 +105,7 @@ def assert_equal_grads(
     flat = list[Any]()
     for i, arg in enumerate(args):
         flat += map(jnp.asarray, cut(arg, input_pieces[i]))
-    begins = [*map(np.int32, piecewise.begins)]
+    begins = [*map(np.int32, piecewise.starts)]
     grads = iter(jax.jit(jax.grad(lambda x: run(*x, *begins)[-1]))(flat))
     expected = jax.jit(jax.grad(lambda x: jax.tree.leaves(function(*x))[-1]))(args)
     for i, grad in enumerate(expected):

@@ -240,7 +240,7 @@ def test_a_custom_rule_is_kept_for_each_piece(name: str) -> None:
     assert not piecewise.whole_reads
     run = core.jaxpr_as_fun(piecewise.closed)
     pieces = list(map(jnp.asarray, cut(stack(4), PIECES)))
-    begins = [*map(np.int32, piecewise.begins)]
+    begins = [*map(np.int32, piecewise.starts)]
     grads = jax.grad(lambda x: sum(map(jnp.sum, run(*x, *begins))))(pieces)
     expected = 6 * np.cos(stack(4))
     np.testing.assert_allclose(np.concatenate(grads), expected, rtol=1e-5)
@@ -365,7 +365,7 @@ def test_stacks_that_are_made_in_pieces(data: Any) -> None:
         piecewise = _piecewise.run_in_pieces(
             closed, {}, {}, targets={scanned: pieces}, num_fixed=len(args)
         )
-        begins = map(np.int32, piecewise.begins)
+        begins = map(np.int32, piecewise.starts)
         results = core.jaxpr_as_fun(piecewise.closed)(*args, *begins)
         for x, y in zip(results, jax.tree.leaves(apply(*args)), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
@@ -393,7 +393,7 @@ def test_wanted_layers_are_drawn_in_pieces() -> None:
         closed, _ = _inlining.trace(function, jax.ShapeDtypeStruct((), key.dtype))
         piecewise = _piecewise.run_in_pieces(closed, {}, {0: PIECES}, num_fixed=0)
         assert largest_array(piecewise.closed) <= 3 * 4 * 5
-        begins = map(np.int32, piecewise.begins)
+        begins = map(np.int32, piecewise.starts)
         drawn = core.jaxpr_as_fun(piecewise.closed)(key, *begins)
         np.testing.assert_array_equal(np.concatenate(drawn), function(key))
 
@@ -410,7 +410,7 @@ def test_equal_pieces_are_equal_programs() -> None:
 
     pieces = Pieces(0, (2, 2, 2))
     piecewise = assert_equal_results(apply, [stack(4), stack()], {0: pieces})
-    assert piecewise.begins == [0, 2, 4]
+    assert piecewise.starts == [0, 2, 4]
     cuts = [
         eqn
         for eqn in piecewise.closed.jaxpr.eqns
@@ -447,7 +447,7 @@ def test_constants_are_cut_at_inputs_beside_the_batch_alone() -> None:
     closed, _ = _inlining.trace(apply, *specs(stack(4), jnp.ones(4)))
     piecewise = _piecewise.run_in_pieces(closed, {0: PIECES}, {}, num_fixed=1)
     jaxpr = piecewise.closed.jaxpr
-    begins = jaxpr.invars[-len(piecewise.begins) :]
+    begins = jaxpr.invars[-len(piecewise.starts) :]
     carry, penalty = jaxpr.outvars
     following = _jaxpr.descendants(jaxpr, begins)
     assert carry in following

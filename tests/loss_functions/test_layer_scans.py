@@ -278,6 +278,34 @@ def test_scans_on_meshes(axis: str) -> None:
     assert_equals_plain_jax(loss, params(), X, **options)
 
 
+def test_a_small_scan_stays_whole_so_that_its_parameter_may_be_read_whole() -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda h, w: (h + w, None), x, params["offsets"])
+        smallest = jnp.sort(params["offsets"], axis=0)[0]
+        return mean_square(layers(params["layers"], x) * smallest)
+
+    params = {"layers": stack(), "offsets": normal(5, 2, WIDTH)}
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
+    found = grad_fn(grad_fn.place(params, X), X)
+    ref.assert_close(found, jax.value_and_grad(loss)(params, X), ref.FLOAT64)
+
+
+def test_loops_over_time_are_stages_of_their_own() -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x, _ = jax.lax.scan(
+                lambda h, _, w=w: (jnp.tanh(h @ w), None), x, None, length=20
+            )
+        return mean_square(x)
+
+    params = list(stack(STAGES)["kernel"])
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=STAGES)
+    found = grad_fn(grad_fn.place(params, X), X)
+    ref.assert_close(found, jax.value_and_grad(loss)(params, X), ref.FLOAT64)
+    works = [stage.work for stage in grad_fn.plan.stages]
+    assert works == pytest.approx([1 / STAGES] * STAGES, rel=0.05)
+
+
 def test_a_scan_in_a_custom_vjp_is_refused() -> None:
     @jax.custom_vjp
     def run(w: Any, x: jax.Array) -> jax.Array:

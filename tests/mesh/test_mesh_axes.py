@@ -77,6 +77,23 @@ def test_axes_of_a_mesh_stand_in_any_order():
             ValueError,
             "sharding= and gather= are for stages of several devices; give mesh= too",
         ),
+        (
+            {"devices": mesh(2, 2)},
+            TypeError,
+            r"type mesh= in place of devices=, as in mesh=jax.make_mesh\(\(2, 2\), "
+            r"\('stage', 'data'\)\)$",
+        ),
+        (
+            {"devices": mesh(2, 2, names=("data", "model"))},
+            TypeError,
+            r"one Mesh, with the axes \('data', 'model'\); type mesh= for all ranks, "
+            r"such as mesh=jax.make_mesh\(.*\), or devices=\[mesh, ...\] with one",
+        ),
+        (
+            {"devices": [mesh(2, 2)]},
+            ValueError,
+            r"the mesh of one rank has an axis 'stage', .* type mesh=jax.make_mesh",
+        ),
     ],
 )
 def test_meshes_without_the_axes_or_sizes_of_stages_are_refused(options, error, says):

@@ -172,7 +172,7 @@ def test_a_profile_is_printed_as_a_table():
             r"num_microbatches=0: .* at least 1; rounds=2.0: .*; targets are for a ",
         ),
         ({"peak_flops": 1e12}, r"peak_flops=.* is for an estimate; give measure=False"),
-        ({"num_microbatches": 9}, r"sample has 8 examples, fewer than"),
+        ({"num_microbatches": 9}, r"x has 8 examples, fewer than"),
     ],
 )
 def test_bad_arguments_are_refused(options, says):

@@ -7,6 +7,7 @@ import random
 import time
 import warnings
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -28,11 +29,27 @@ def plan_of_a_function():
     return grad_fn.plan
 
 
+def plan_of_scans():
+    """A plan with pieces of a parameter, and of a scan along what is stacked."""
+
+    def loss(params, x):
+        stacked, *layers = params
+        for rows in (stacked, jnp.stack(layers)):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, rows)
+        return jnp.mean(x)
+
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=4)
+    layers = [jnp.ones((3, 3))] * 4
+    grad_fn.place([jnp.ones((4, 3, 3)), *layers], jnp.ones((4, 3)))
+    return grad_fn.plan
+
+
 SAVED = {
     "schedule": (Schedule, ScheduleError, lambda: dualpipe_v(2, 4)),
     "replicas": (Schedule, ScheduleError, lambda: replicated([2, 1], 4)),
     "plan": (jpipe.Plan, ValueError, lambda: planned(2, schedules="zb_h1")),
     "plan with cuts": (jpipe.Plan, ValueError, plan_of_a_function),
+    "plan with scans": (jpipe.Plan, ValueError, plan_of_scans),
     "profile": (
         Profile,
         ValueError,
@@ -134,7 +151,7 @@ def test_only_what_looks_like_a_path_is_called_one(read):
         with pytest.raises(ValueError, match=r"; give its text, not its path"):
             read.from_json(text)
     for text in ("{}", '{"name": "runs/plan.json"}', "[1]", "nothing", ""):
-        with pytest.raises(ValueError, match=r"as .*to_json writes it: ") as refusal:
+        with pytest.raises(ValueError, match=r"as .*to_json writes it.*: ") as refusal:
             read.from_json(text)
         assert "path" not in str(refusal.value)
 
@@ -143,7 +160,7 @@ def test_faults_are_named_with_their_places_a_line_for_each_of_a_schedule():
     fields = json.loads(plan_of_a_function().to_json())
     fields["stages"][1]["num_params"] = "9"
     fields["cuts"]["read_distances"][0] = [1]
-    with pytest.raises(ValueError, match=r"as Plan.to_json writes it: ") as refusal:
+    with pytest.raises(ValueError, match=r"as Plan.to_json writes it.*: ") as refusal:
         jpipe.Plan.from_json(json.dumps(fields))
     assert str(refusal.value).endswith(
         ": stages[1].num_params is '9', needs an int; cuts.read_distances[0] is [1], "
@@ -155,4 +172,35 @@ def test_faults_are_named_with_their_places_a_line_for_each_of_a_schedule():
         jpipe.Plan.from_json(json.dumps(fields))
     fields["schedule"]["rows"][0].pop()
     with pytest.raises(ValueError, match=r"\n  . E5 stage 0 runs F on micro-batch"):
+        jpipe.Plan.from_json(json.dumps(fields))
+
+
+def test_the_division_of_scans_is_saved_and_its_faults_are_named():
+    plan = plan_of_scans()
+    assert plan.cuts is not None
+    division = plan.cuts.division
+    assert division.params
+    assert division.scans
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
+
+    def refuse(division, says):
+        fields = json.loads(plan.to_json())
+        fields["cuts"]["division"] |= division
+        with pytest.raises(ValueError, match=says):
+            jpipe.Plan.from_json(json.dumps(fields))
+
+    refuse({"params": {"x": [0, [4]]}}, r"a key of cuts.division.params is 'x', needs")
+    refuse({"params": {"9": [0, [4]]}}, r"cuts.division: params has indices \[9\], of")
+    refuse({"scans": {"1": [4, 0]}}, r"cuts.division: pieces of sizes \(4, 0\): need")
+
+
+def test_a_plan_of_another_version_is_to_be_made_again():
+    fields = json.loads(plan_of_scans().to_json())
+    del fields["cuts"]["division"]
+    fields["cuts"] |= {"pieces": [[0, 0, [2, 2]]], "scan_sizes": []}
+    says = (
+        r"if another version of jpipe did, make the plan again, by jpipe.plan\): "
+        r"cuts.division is missing; cuts.pieces is unknown; cuts.scan_sizes is unknown"
+    )
+    with pytest.raises(ValueError, match=says):
         jpipe.Plan.from_json(json.dumps(fields))

@@ -59,9 +59,7 @@ def test_a_mesh_and_devices_have_to_have_its_shape():
     built = jpipe.pipeline(model(), plan=plan, devices=last)
     assert [list(own.devices) for own in built.devices] == [last[:2], last[2:]]
     mesh = Mesh(np.array(last).reshape(2, 2).T, ("data", "stage"))
-    for options in ({"mesh": mesh}, {"devices": mesh}):
-        pipe = jpipe.pipeline(model(), plan=plan, **options)
-        assert pipe.devices == built.devices
+    assert jpipe.pipeline(model(), plan=plan, mesh=mesh).devices == built.devices
     other = Mesh(np.array(last), ("stage",))
     says = (
         "plan: it is for 2 x 2 devices along 'stage' and 'data', the mesh has 1 along "

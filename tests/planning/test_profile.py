@@ -8,6 +8,7 @@ import random
 import pytest
 
 from jpipe.planning._layer_profile import Link
+from jpipe.planning._profile import check_fingerprint
 from jpipe.schedules import Skip
 
 from .chains import LayerProfile, Profile, SkipProfile, random_chain
@@ -143,9 +144,9 @@ def test_a_text_that_is_something_else_is_refused(change, says):
 def test_a_profile_of_another_model_is_refused_with_all_that_differs():
     fingerprint = {"layer 0": "a", "train": "True"}
     stale = Profile((), fingerprint=fingerprint)
-    stale.check(dict(fingerprint))
+    check_fingerprint(stale, dict(fingerprint))
     with pytest.raises(ValueError, match="of another model") as refusal:
-        stale.check({"layer 0": "b", "train": "True", "layer 1": "c"})
+        check_fingerprint(stale, {"layer 0": "b", "train": "True", "layer 1": "c"})
     assert str(refusal.value) == (
         "the profile is of another model:\n"
         "  * layer 0: 'a' in the profile, 'b' here\n"
