@@ -20,13 +20,14 @@ from .._instructions._progress import Progress
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._train._transformation import check_optimizer
-from ..schedules import ScheduleBuilder
+from ..schedules import Costs, ScheduleBuilder
 from ._finalists import rank_candidates
 from ._layer_profile import find_count_faults, find_flag_faults
 from ._mode_names import TRIED_MODES
 from ._plan import Plan
 from ._plan_problem import PlanChoices, explain_loss_functions, pose_plan_problem
 from ._profile import Profile, check_profile, find_speed_faults
+from ._ran_step import check_ran_step
 from ._reasons import check_fits, describe_profile, make_plan
 from ._request import Request
 from ._space import Hardware
@@ -35,6 +36,10 @@ PyTree = Any
 _ON_PAPER = (
     "on paper: no step was run; jpipe.tune(layers, x, targets, loss_fn, tx) runs the "
     "best plans on the devices that are here"
+)
+_RAN = (
+    "costs: the layers of each stage that ran take the seconds that were measured "
+    "(ran=, costs=); their shares of these are those of the profile"
 )
 _NO_LOSS = (
     "loss: none was given (loss_fn=, targets=): what it computes and keeps, such as "
@@ -66,6 +71,8 @@ def plan(
     remat: str | Sequence[str] = TRIED_MODES,
     balance: Sequence[int] | None = None,
     profile: Profile | None = None,
+    ran: Plan | None = None,
+    costs: Costs | None = None,
     loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
     targets: PyTree = (),
     has_aux: bool = False,
@@ -134,6 +141,10 @@ def plan(
       profile: a profile of ``layers``, made anywhere, in place of measuring: no device
         is needed. Of one size of micro-batches it fixes the product of ``data`` and
         ``num_microbatches``; by default it has two.
+      ran: the plan of a step that ran, ``step.plan``, with its measured ``costs``: each
+        layer takes its share of the time of its stage. Layers are then estimated, if
+        there is no ``profile``. Of one model, the plan of which it was built.
+      costs: the costs of that step, ``step.profile(state, x, targets).costs``.
       loss_fn: ``(outputs, targets) -> scalar``, a part of the last layer; left out,
         what it takes is not counted.
       targets: the targets of the mini-batch, in arrays or specs.
@@ -172,6 +183,7 @@ def plan(
         check_optimizer(tx)
     if profile is not None:
         check_profile("plan", profile)
+    ran_step = check_ran_step(ran, costs)
     choices = PlanChoices.from_options(
         data=data,
         num_microbatches=num_microbatches,
@@ -216,7 +228,7 @@ def plan(
         in_axes=in_axes,
         target_axes=target_axes,
         rngs=rngs,
-        measure=measure and profile is None,
+        measure=measure and profile is None and ran_step is None,
         peak_flops=peak_flops,
         memory_bandwidth=memory_bandwidth,
         action_seconds=action_seconds,
@@ -232,6 +244,7 @@ def plan(
             overlap=overlap,
             choices=choices,
             balance=balance,
+            ran=ran_step,
         )
         candidates = rank_candidates(problem)
 
@@ -243,6 +256,8 @@ def plan(
         _ON_PAPER,
         describe_profile(problem.profile, size, is_size_fixed=is_size_fixed),
     ]
+    if ran_step is not None:
+        notes.append(_RAN)
     if loss_fn is None:
         notes.append(_NO_LOSS)
     check_fits(candidates[0], problem.space.hardware)

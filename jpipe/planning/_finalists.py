@@ -29,7 +29,7 @@ from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
 from ._plan_search import search
 from ._problem import count_split_shares
-from ._profile import Profile
+from ._ran_step import scale_layers
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
@@ -159,12 +159,13 @@ def scale_times(problem: PlanProblem, ran: Candidate, seconds: float) -> PlanPro
     """
 
     def scale(factor: float) -> PlanProblem:
+        factors = [factor] * problem.space.num_layers
         profiles = {
-            count: _scale_layers(profile, factor)
+            count: scale_layers(profile, factors)
             for count, profile in problem.space.profiles.items()
         }
         space = dataclasses.replace(problem.space, profiles=profiles)
-        profile = _scale_layers(problem.profile, factor)
+        profile = scale_layers(problem.profile, factors)
         return dataclasses.replace(problem, space=space, profile=profile)
 
     low = _LEAST_FACTOR
@@ -176,15 +177,6 @@ def scale_times(problem: PlanProblem, ran: Candidate, seconds: float) -> PlanPro
         else:
             high = middle
     return scale(high)
-
-
-def _scale_layers(profile: Profile, factor: float) -> Profile:
-    """A profile whose layers take so many times as long."""
-    larger = profile.larger
-    if larger is not None:
-        larger = _scale_layers(larger, factor)
-    layers = tuple(layer.scaled(factor) for layer in profile.layers)
-    return dataclasses.replace(profile, layers=layers, larger=larger)
 
 
 def forecast_again(problem: PlanProblem, lowered: Candidate) -> Candidate:

@@ -28,6 +28,7 @@ from ._origin import can_overlap
 from ._planned_model import PlannedModel
 from ._profile import Profile, check_fingerprint
 from ._profiler import profile_sizes
+from ._ran_step import RanStep, scale_to_step
 from ._request import Request
 from ._residual_ratios import scale_residuals
 from ._space import Hardware, SearchSpace
@@ -154,6 +155,7 @@ def pose_plan_problem(
     overlap: bool | None,
     choices: PlanChoices,
     balance: Sequence[int] | None = None,
+    ran: RanStep | None = None,
 ) -> PlanProblem:
     """Profiles a model, unless a profile is given, and poses the problem of its plan.
 
@@ -167,6 +169,8 @@ def pose_plan_problem(
       overlap: as for `plan`.
       choices: the choices that the user leaves.
       balance: as for `plan`.
+      ran: a step that ran, whose stages took the times that its layers should have;
+        ``None``: none did.
     """
     with explain_loss_functions(layers):
         num_examples = request.batch().sizes[0]
@@ -201,6 +205,8 @@ def pose_plan_problem(
             for count in _profiled_counts(shard_counts)
         ]
         profile = profile_sizes(model, traced, requests)
+    if ran is not None:
+        profile = scale_to_step(profile, ran, traced.names, num_examples)
     hardware = _with_link(hardware, latency, profile.link)
     if overlap is None:
         overlap = can_overlap(profile.origin)

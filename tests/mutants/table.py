@@ -528,6 +528,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return np.zeros(self.num_layers + 1)", "pass"),
         ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
     ],
+    "planning/_ran_step": [
+        ("measured[action.stage] -= sized.action_seconds", "pass"),
+        ("factors += [factor] * size", "factors += [1.0] * size"),
+    ],
     "planning/_residual_ratios": [
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
     ],
