@@ -163,9 +163,10 @@ def tune(
     ]
     if faults:
         raise ValueError(f"tune: {'; '.join(faults)}")
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x)):
+    leaves = jax.tree.leaves((x, targets))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError(
-            "tune runs steps: it needs the values of x; with shapes alone type "
+            "tune runs steps: it needs the values of x and targets; with shapes type "
             "jpipe.plan(layers, x, tx, loss_fn=loss_fn, targets=targets)"
         )
 
@@ -229,7 +230,8 @@ def _pose_problem(
     job: _StepArguments, choices: PlanChoices, memory_limit: int | None
 ) -> PlanProblem:
     """The problem on paper, with actions and transfers as they are measured here."""
-    device = next(d for d in job.devices if d.process_index == jax.process_index())
+    local = [d for d in job.devices if d.process_index == jax.process_index()]
+    device = (local or jax.local_devices())[0]
     link = measure_neighbor_link(device)
     action_seconds = _gather(measure_action(device))[0]
     latency, bandwidth = _gather([0.0, None] if link is None else list(link[:2]))[0]
@@ -398,6 +400,8 @@ class _Contest:
         self._job = job
         self._problem = problem
         self._limit = problem.space.hardware.memory_limit
+        # True once the shares of layers are seconds.
+        self._is_scaled = False
         self._steps: list[_RunningStep] = []
 
     def run(self, rounds: int) -> None:
@@ -415,6 +419,7 @@ class _Contest:
                 self._problem, even_split.candidate, even_split.median
             )
             even_split.candidate = forecast_again(self._problem, even_split.candidate)
+            self._is_scaled = True
         self._compile_finalists()
         num_bytes = sum(step.num_bytes or 0 for step in self._list_fitting())
         keeps_states = self._limit is None or num_bytes <= self._limit
@@ -443,9 +448,10 @@ class _Contest:
             f"measured: {format_seconds(best.median)} a step, the median of {count}, "
             f"and {format_bytes(best.num_bytes)} in the fullest device, with the "
             f"workspace of its programs",
-            "profile: each layer's share of the work is estimated; seconds are those "
-            "with which the even split takes as long as it was measured",
+            "profile: each layer's share of the work is estimated",
         ]
+        if self._is_scaled:
+            notes[-1] += "; with these seconds the even split took its first turns"
         if interruption:
             notes.append(interruption)
         plan = make_plan([best.candidate], self._problem.space, notes)
@@ -485,7 +491,7 @@ class _Contest:
             for step in self._steps
         ]
         return (
-            f"tune: memory_limit={self._limit:,} bytes on "
+            f"tune: memory_limit={self._limit} bytes on "
             f"{format_count(len(self._job.devices), 'device')}: no step fits as it is "
             f"compiled:\n  * " + "\n  * ".join(lines) + "\nTake more devices, smaller "
             "micro-batches (num_microbatches=) or a smaller model"

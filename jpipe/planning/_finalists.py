@@ -30,6 +30,7 @@ from ._plan_problem import PlanProblem
 from ._plan_search import search
 from ._problem import count_split_shares
 from ._ran_step import scale_layers
+from ._reasons import is_same_run
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
@@ -111,13 +112,16 @@ def find_finalists(problem: PlanProblem) -> list[Candidate]:
     families = _group_by_family(problem.space.schedule_names)
     for names in count_items("families of schedules searched", families):
         space = dataclasses.replace(problem.space, schedule_names=names)
-        best_of_families += _rank_candidates(dataclasses.replace(problem, space=space))[
-            :1
-        ]
+        ranked = _rank_candidates(dataclasses.replace(problem, space=space))
+        best_of_families += ranked[:1]
     _check_order(problem.space, best_of_families)
     hardware = problem.space.hardware
-    best_of_families.sort(key=lambda x: x.objective(hardware))
-    return best_of_families[:_NUM_FAMILIES]
+    finalists: list[Candidate] = []
+    for candidate in sorted(best_of_families, key=lambda x: x.objective(hardware)):
+        # On one device all schedules of a micro-batch are one.
+        if not any(is_same_run(candidate, finalist) for finalist in finalists):
+            finalists.append(candidate)
+    return finalists[:_NUM_FAMILIES]
 
 
 def split_evenly(problem: PlanProblem) -> Candidate:
