@@ -106,7 +106,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_tune": [
         ("key=lambda step: step.median", "key=lambda step: -step.median"),
         ("peak + workspace[device]", "peak"),
-        ("self._limit is None or self._list_fitting()", "True"),
     ],
     "_arguments/_microbatch": [
         ("(i < remainder)", "(i >= num_microbatches - remainder)"),

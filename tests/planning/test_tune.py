@@ -55,8 +55,17 @@ def test_the_table_has_all_that_ran_with_the_even_split_and_the_fastest_first():
     assert " in the fullest device, with the workspace of its programs" in measured
     assert not any(x.startswith("on paper") for x in plan.forecast.reasons)
     assert jpipe.Plan.from_json(plan.to_json()) == plan
-    # A pipeline of the plan prints the table too.
-    assert texts[0] in str(jpipe.pipeline(blocks(), plan=plan))
+    # A pipeline of the plan prints the table too, and its step needs these bytes.
+    pipe = jpipe.pipeline(blocks(), plan=plan)
+    assert texts[0] in str(pipe)
+    x, targets = ref.regression(8)
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    report = pipe.train_step(ref.mse, TX).compile(state, x, targets)
+    needed = []
+    for device, peak in report.peak_bytes:
+        programs = [p for p in report.programs if p.device == device]
+        needed.append(peak + max(p.workspace_bytes for p in programs))
+    assert trials[0].num_bytes == max(needed)
 
 
 def test_what_needs_more_than_a_device_has_is_dropped_before_it_runs():
