@@ -17,6 +17,7 @@ if _TYPE_CHECKING:
     from ._api._train_step import TrainStep as TrainStep
     from ._api._transform import pipeline as pipeline
     from ._api._transform import sequential as sequential
+    from ._api._tune import tune as tune
     from ._api._value_and_grad import value_and_grad as value_and_grad
     from ._arguments._stacked import Stacked as Stacked
     from ._check._report import CheckReport as CheckReport
@@ -39,7 +40,6 @@ if _TYPE_CHECKING:
     from .planning._plan import Plan as Plan
     from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
-    from .planning._replicate import replicate as replicate
 
 # Public name -> the module that defines it. A module is imported when one of its names
 # is first used: the command line draws schedules without JAX, and a step draws nothing
@@ -70,11 +70,16 @@ _HOME = {
     "pop": "._layers._skip",
     "preempted": "._processes._preemption",
     "profile": ".planning._profiler",
-    "replicate": ".planning._replicate",
     "sequential": "._api._transform",
     "stash": "._layers._skip",
+    "tune": "._api._tune",
     "value_and_grad": "._api._value_and_grad",
     "whole_batch": "._trace._whole_batch",
+}
+# former name -> what to type
+_FORMER_NAMES = {
+    "replicate": "type jpipe.plan(layers, x, tx), which chooses the devices of each "
+    "stage (data=), or jpipe.pipeline(layers, num_microbatches, replicas=[1, 3, 2, 1])",
 }
 __version__ = _version("jpipe")
 __all__ = [
@@ -105,10 +110,10 @@ __all__ = [
     "pop",
     "preempted",
     "profile",
-    "replicate",
     "schedules",
     "sequential",
     "stash",
+    "tune",
     "value_and_grad",
     "whole_batch",
 ]
@@ -118,7 +123,8 @@ def __getattr__(name: str) -> _Any:
     if name in ("checkpoint", "draw"):
         return _importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
-        raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+        advice = f"; {_FORMER_NAMES[name]}" if name in _FORMER_NAMES else ""
+        raise AttributeError(f"module 'jpipe' has no attribute {name!r}{advice}")
     module = _importlib.import_module(_HOME[name], __name__)
     return globals().setdefault(name, getattr(module, name))
 

@@ -43,8 +43,8 @@ class _Apart(StagePlacement):
 class _PartitionApart(Partition):
     """The same for a list of layers."""
 
-    def placement(self, num_stages: int) -> _Apart:
-        pipe = super().placement(num_stages)
+    def placement(self, num_stages: int, *, has_tail: bool = False) -> _Apart:
+        pipe = super().placement(num_stages, has_tail=has_tail)
         return _Apart(*(getattr(pipe, field.name) for field in fields(StagePlacement)))
 
 
@@ -70,7 +70,8 @@ def gradient_of(
     sample = layers.model.sample_batch(x, layers.partition)
     variables = layers.model.initial(sample).specs
     key = jax.eval_shape(random_key)
-    return layers.loss(Objective(loss), None)(variables, x, targets, key, train=True)
+    pipelined_loss = layers.loss(Objective(loss), None)
+    return pipelined_loss.specialize(variables, x, targets, key, train=True)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ i. Of the layers before j, divided into s stages, the two programs below compute
     latency[s + 1, j]    = min over i of latency[s, i] + transfers[i] + times[s][i, j],
                            where times[s][i, j] is no more than a limit,
 
-and remember the i of each. For n layers a stage takes n ** 2 operations. A step of M
-micro-batches takes the latency and M - 1 times the bottleneck: `minimize_step` finds
-the least of that by a few limits, instead of one for each time that a stage can take.
+and remember the i of each: the first finds the least bottleneck, the second of the cuts
+that have it the one with the least latency. For n layers a stage takes n ** 2
+operations.
 
 References:
   Zheng et al., `Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed
@@ -20,7 +20,6 @@ References:
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,25 +27,6 @@ import numpy.typing as npt
 from ._sums import Matrix
 
 Indices = npt.NDArray[np.intp]
-
-
-class BottleneckCut(NamedTuple):
-    """A cut, and the times of its stages.
-
-    Attributes:
-      bottleneck: the time of the slowest stage.
-      latency: the time of all stages one after another, transfers between.
-      ends: the layers at which stages begin and end, 0 and the number of layers
-        included.
-    """
-
-    bottleneck: float
-    latency: float
-    ends: tuple[int, ...]
-
-    def step(self, num_microbatches: int) -> float:
-        """The time of a step: all pass the slowest stage, the last of them all."""
-        return self.latency + (num_microbatches - 1) * self.bottleneck
 
 
 def minimize_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
@@ -71,7 +51,7 @@ def minimize_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
 
 def minimize_bottleneck(
     times: Sequence[Matrix], transfers: Matrix
-) -> BottleneckCut | None:
+) -> tuple[int, ...] | None:
     """Finds the cut with the fastest slowest stage.
 
     Of several the one whose stages and transfers take the least time together, then
@@ -82,7 +62,7 @@ def minimize_bottleneck(
       transfers: the time of the transfers of a cut before each layer.
 
     Returns:
-      The cut; ``None`` if there is none.
+      The ends of the stages; ``None`` if there is no such cut.
     """
     bottleneck, _ = minimize_max(times)
     if not math.isfinite(bottleneck):
@@ -90,47 +70,12 @@ def minimize_bottleneck(
     # The time of each layer was rounded to a whole number: of two stages that take as
     # long one may be this much slower.
     rounding = len(transfers)
-    return minimize_latency(times, transfers, limit=bottleneck + rounding)
+    return _minimize_latency(times, transfers, limit=bottleneck + rounding)
 
 
-def minimize_step(
-    times: Sequence[Matrix], transfers: Matrix, *, num_microbatches: int
-) -> list[BottleneckCut]:
-    """Finds the cut with the shortest step.
-
-    The slower a stage may be, the less all stages and transfers take together. So
-    after the cut without a limit only those can be better whose slowest stage is
-    faster, and by so much as the best so far asks for; and so on.
-
-    Args:
-      times: one matrix per stage.
-      transfers: the time of the transfers of a cut before each layer.
-      num_microbatches: the number of micro-batches of a step.
-
-    Returns:
-      Cuts, sorted by their steps; of all cuts there are, none has a shorter step than
-      the first.
-    """
-    cuts = set[BottleneckCut]()
-    fastest = minimize_bottleneck(times, transfers)
-    if fastest is not None:
-        cuts.add(fastest)
-
-    limit = np.inf
-    while cut := minimize_latency(times, transfers, limit=limit):
-        cuts.add(cut)
-        shortest_step = min(seen.step(num_microbatches) for seen in cuts)
-        # Under a lower limit the latency is no less than that of this cut.
-        largest_bottleneck = (shortest_step - cut.latency) / max(
-            num_microbatches - 1, 1
-        )
-        limit = min(cut.bottleneck - 1, largest_bottleneck)
-    return sorted(cuts, key=lambda cut: (cut.step(num_microbatches), cut))
-
-
-def minimize_latency(
+def _minimize_latency(
     times: Sequence[Matrix], transfers: Matrix, *, limit: float
-) -> BottleneckCut | None:
+) -> tuple[int, ...] | None:
     """Finds the cut with the least time altogether, if no stage may exceed a limit.
 
     Of several the most even one: with the smallest sum of squares.
@@ -141,7 +86,7 @@ def minimize_latency(
       limit: the most time that a stage may take.
 
     Returns:
-      The cut; ``None`` if there is none.
+      The ends of the stages; ``None`` if there is no such cut.
     """
     num_ends = len(transfers)
     latency = np.full(num_ends, np.inf)
@@ -169,12 +114,7 @@ def minimize_latency(
 
     if not np.isfinite(latency[-1]):
         return None
-    ends = _trace_ends(begins, num_ends - 1)
-    bottleneck = max(
-        float(matrix[ends[stage], ends[stage + 1]])
-        for stage, matrix in enumerate(times)
-    )
-    return BottleneckCut(bottleneck, float(latency[-1]), ends)
+    return _trace_ends(begins, num_ends - 1)
 
 
 def _trace_ends(begins: Sequence[Indices], num_layers: int) -> tuple[int, ...]:

@@ -1,11 +1,15 @@
-"""The best cuts of a problem: exact with one stage on each rank, else by a climb.
+"""The best cuts of a problem: a climb from the cut with the fastest slowest stage.
 
 With one stage on each rank a rank's time and bytes are those of its stage, and so are
-its best modes: dynamic programs find the best cut (`_bottleneck_cut`). With several, in
-a V or a loop, `climb` searches by the sums over the stages of each rank.
+its best modes: a dynamic program finds the cut that keeps to the limit and whose
+slowest stage is the fastest (`_bottleneck_cut`). With several, in a V or a loop, that
+is a start whatever stages store. `climb` goes on from there, by the sums over the
+stages of each rank:
 
-There a rank runs some stages of a micro-batch while others wait for it: at the begin
-and at the end of a step as often as there are other ranks, each time for a stage,
+    step = num_microbatches * busiest rank + other stages + transfers
+
+In a V or a loop a rank runs some stages of a micro-batch while others wait for it: at
+the begin and at the end of a step as often as there are other ranks, for a stage each,
 
     step = num_microbatches * busiest rank + (num_ranks - 1) * slowest stage + transfers
 
@@ -17,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ._bottleneck_cut import minimize_bottleneck, minimize_max, minimize_step
+from ._bottleneck_cut import minimize_bottleneck, minimize_max
 from ._climb import Cuts, Ends, Key, climb, list_cuts
-from ._problem import PartitionProblem, RankSolution
+from ._problem import PartitionProblem, RankModes
 
 # The number of actions that a climb simulates (benchmarks/results/planning.md).
 _MAX_ACTIONS = 40_000
@@ -31,31 +35,13 @@ _MAX_EVALUATED = 10_000
 def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
     """Cuts, the best first; if none keeps to the limit, the one that exceeds it least.
 
-    With one stage per rank the first is the best of all.
+    With one stage per rank the first has the fastest slowest stage of all, or of steps
+    the shortest that a climb from there finds.
     """
-    if not problem.has_one_stage_per_rank:
-        return climb(
-            _starts(problem),
-            lambda cuts: _evaluate(problem, cuts),
-            _MAX_EVALUATED,
-        )
-    solutions = problem.solve_stages()
-    least_missing, ends = minimize_max([stage.missing_bytes for stage in solutions])
-    max_missing = least_missing if problem.objective == "memory" else 0.0
-    if least_missing > max_missing:
-        return [ends]
-    times = [
-        np.where(stage.missing_bytes <= max_missing, stage.times, np.inf)
-        for stage in solutions
-    ]
-    if problem.objective == "step":
-        cuts = minimize_step(
-            times, problem.transfers, num_microbatches=problem.num_microbatches
-        )
-        return [cut.ends for cut in cuts]
-    cut = minimize_bottleneck(times, problem.transfers)
-    assert cut is not None, "minimize_max found a cut with these stages"
-    return [cut.ends]
+    starts = list(_starts(problem))
+    if problem.has_one_stage_per_rank and problem.objective == "max":
+        return starts
+    return climb(starts, lambda cuts: _evaluate(problem, cuts), _MAX_EVALUATED)
 
 
 def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
@@ -71,11 +57,23 @@ def least_busy_seconds(problem: PartitionProblem, cuts: Sequence[Ends]) -> float
 
 
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
-    """Equal loads for all stages, and equally many layers."""
+    """The cut with the fastest slowest stage; of several per rank also an even one.
+
+    With one stage per rank it keeps to the limit, or exceeds it least.
+    """
+    if problem.has_one_stage_per_rank:
+        solutions = problem.solve_stages()
+        _, ends = minimize_max([stage.missing_bytes for stage in solutions])
+        times = [
+            np.where(stage.missing_bytes <= 0, stage.times, np.inf)
+            for stage in solutions
+        ]
+        yield minimize_bottleneck(times, problem.transfers) or ends
+        return
     num_layers = problem.num_layers
     num_stages = problem.num_stages
-    if cut := minimize_bottleneck(problem.fastest_times, problem.transfers):
-        yield cut.ends
+    if ends := minimize_bottleneck(problem.fastest_times, problem.transfers):
+        yield ends
     yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
 
 
@@ -87,7 +85,9 @@ def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     transfer_times = problem.transfer_times(cuts)
     times = [bottlenecks, loads.sum(axis=0) + transfer_times]
     if problem.objective == "step":
-        waits = (problem.schedule.num_ranks - 1) * problem.slowest_stages(cuts)
+        waits = loads.sum(axis=0) - bottlenecks
+        if not problem.has_one_stage_per_rank:
+            waits = (problem.schedule.num_ranks - 1) * problem.slowest_stages(cuts)
         times = [problem.num_microbatches * bottlenecks + waits + transfer_times]
     missing_bytes = _missing_bytes(solutions)
     unevenness = np.square(loads).sum(axis=0)
@@ -95,12 +95,12 @@ def _evaluate(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     return list(zip(*columns, strict=True))
 
 
-def _loads(solutions: Sequence[RankSolution]) -> np.ndarray:
+def _loads(solutions: Sequence[RankModes]) -> np.ndarray:
     """The time of one micro-batch on each rank: ``[ranks, cuts]``."""
     return np.array([solution.times for solution in solutions])
 
 
-def _missing_bytes(solutions: Sequence[RankSolution]) -> np.ndarray:
+def _missing_bytes(solutions: Sequence[RankModes]) -> np.ndarray:
     """The bytes by which each cut exceeds the limit of the rank that lacks most."""
     return np.max([solution.missing_bytes for solution in solutions], axis=0)
 

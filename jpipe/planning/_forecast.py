@@ -15,19 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedules import Costs, Schedule, Skip, Timeline
-from ..schedules._action import WEIGHT
 from ..schedules._schedule import simulate_rows
 from ._fused import find_fused_microbatches, fused_costs
 from ._in_flight import list_stages
 from ._mode_names import stores_only_inputs
-from ._origin import is_measured_on_cpu
 from ._plan import Memory, Plan
 from ._profile import Profile, costs_of_stages
 from ._space import Choice, Hardware, SearchSpace
-
-# A step with halves of backwards counts so many times its seconds where devices share
-# cores.
-_HALVES_HANDICAP = 1.05
 
 
 @dataclass(frozen=True)
@@ -78,35 +72,7 @@ class Candidate:
         if not self.fits(hardware):
             return 1, self.max_bytes, self.seconds
         # Of two that are as fast, the smaller comes first.
-        return 0, self.counted_seconds, self.max_bytes
-
-    @property
-    def counted_seconds(self) -> float:
-        """The seconds by which it is compared with others."""
-        return self.seconds * self.handicap
-
-    @property
-    def handicap(self) -> float:
-        """The factor by which its step counts as slower than it is forecast."""
-        actions = itertools.chain(*self.choice.schedule.rows)
-        has_halves = any(action.op == WEIGHT for action in actions)
-        return halves_handicap(self.profile, has_halves=has_halves)
-
-
-def halves_handicap(profile: Profile, *, has_halves: bool) -> float:
-    """The factor by which a step with halves of backwards counts as slower on a CPU.
-
-    Devices that share cores have them to themselves while others wait, and an action
-    that fills a bubble takes them away: with halves of backwards a step is not as fast
-    as predicted (`docs/performance.md`).
-
-    Args:
-      profile: the profile from which the step is forecast.
-      has_halves: True if the step has halves of backwards.
-    """
-    if has_halves and is_measured_on_cpu(profile.origin):
-        return _HALVES_HANDICAP
-    return 1.0
+        return 0, self.seconds, self.max_bytes
 
 
 def stage_costs(space: SearchSpace, choice: Choice) -> Costs:

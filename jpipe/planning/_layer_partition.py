@@ -60,9 +60,7 @@ def partition(
         all ranks together.
       objective: ``"max"``: the slowest rank takes the least time; ``"step"``: a step
         of ``num_microbatches`` does: all stages one after another, the transfers
-        between them there and back, and ``num_microbatches - 1`` times the slowest;
-        ``"memory"``: the fullest rank holds the fewest bytes, and of the cuts that are
-        equal in this the slowest rank takes the least time.
+        between them there and back, and ``num_microbatches - 1`` times the slowest.
       num_microbatches: the number of micro-batches of one step.
       bandwidth: bytes per second between two ranks; ``None``: transfers take no time
         but ``latency``.
@@ -73,8 +71,7 @@ def partition(
         count only in a step of a ``schedule``.
       max_bytes: the most that a rank may hold of parameters, their sums of gradients,
         other state, and its residuals of the micro-batches that ``schedule``, or else
-        1F1B, has in flight there; one number, or one per rank. ``objective="memory"``
-        counts the same bytes and has no limit.
+        1F1B, has in flight there; one number, or one per rank.
       schedule: the schedule of the stages, as for `jpipe.pipeline`.
       remat: the remat mode of the stages; see `Profile.costs`. With ``"full"`` all
         stages but the last compute forwards twice.
@@ -105,7 +102,7 @@ def partition(
     cuts = find_best_cuts(problem)
     best = cuts[0]
     missing_bytes = count_missing_bytes(problem, best)
-    if objective != "memory" and missing_bytes > 0:
+    if missing_bytes > 0:
         raise ValueError(_too_small(problem, best, missing_bytes))
     if objective == "step" and schedule is not None:
         best = climb_by_simulation(
@@ -142,7 +139,6 @@ def _checked_problem(
     if num_microbatches is None and isinstance(schedule, Schedule):
         num_microbatches = schedule.num_microbatches
     needs_microbatches = schedule is not None or objective == "step"
-    counts_bytes = objective == "memory" or max_bytes is not None
 
     if overlap is None:
         overlap = can_overlap(profile.origin)
@@ -154,13 +150,11 @@ def _checked_problem(
         faults.append(
             f"num_stages={num_stages}; needs 1 to {len(profile.layers)}, a layer each"
         )
-    if objective not in ("max", "step", "memory"):
-        faults.append(f"objective={objective!r}; needs 'max', 'step' or 'memory'")
-    if objective == "memory" and max_bytes is not None:
-        faults.append(
-            "objective='memory' has no limit: leave max_bytes= out, or ask for the "
-            "fastest cut within max_bytes= by objective='max' or 'step'"
-        )
+    if objective not in ("max", "step"):
+        fault = f"objective={objective!r}; needs 'max' or 'step'"
+        if objective == "memory":
+            fault += "; a limit of bytes is max_bytes="
+        faults.append(fault)
     if num_microbatches is None:
         if needs_microbatches:
             faults.append("a step or a schedule needs num_microbatches=")
@@ -174,12 +168,12 @@ def _checked_problem(
     ]
     if not isinstance(costs, Profile):
         has_recomputation = any(map(stores_only_inputs, modes))
-        if has_recomputation or counts_bytes or bandwidth is not None:
+        if has_recomputation or max_bytes is not None or bandwidth is not None:
             faults.append(
-                "bandwidth=, max_bytes=, objective='memory' and remat='full' need a "
-                "Profile: the costs are numbers, without bytes and forwards"
+                "bandwidth=, max_bytes= and remat='full' need a Profile: the costs are "
+                "numbers, without bytes and forwards"
             )
-    elif counts_bytes:
+    elif max_bytes is not None:
         faults += costs_of_stages(profile).find_remat_faults(modes)
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
@@ -193,14 +187,11 @@ def _checked_problem(
         if schedule.replicas:
             raise ValueError(
                 f"partition: in schedule {schedule.name!r} several ranks take turns at "
-                f"a stage, and a cut needs one for each; such stages are chosen by "
-                f"jpipe.replicate(profile, num_devices={schedule.num_ranks}, "
-                f"num_microbatches={num_microbatches})"
+                f"a stage, and a cut needs one for each: cut the layers under the "
+                f"schedule without replicas"
             )
     limits = None
-    if objective == "memory":
-        limits = (0.0,) * schedule.num_ranks
-    elif max_bytes is not None:
+    if max_bytes is not None:
         limits = _rank_limits(max_bytes, schedule.num_ranks)
     return PartitionProblem(
         profile=profile,

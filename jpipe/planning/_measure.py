@@ -101,6 +101,14 @@ def measure_layers(
     return times, statistics.median(seconds_in_a_row)
 
 
+def measure_action(device: Device) -> float:
+    """The seconds of a program that computes nothing, in a row of them."""
+    nothing = _program_of_nothing(device)
+    compile_all([nothing.executable])
+    nothing.measure_round()
+    return nothing.measure_in_a_row()
+
+
 def _program_of_nothing(device: Device) -> "_MeasuredProgram":
     """A program that computes next to nothing, on as many leaves as a small layer."""
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * _NUM_LEAVES

@@ -114,6 +114,32 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class TriedPlan:
+    """A plan that `jpipe.tune` compiled, and ran if it fits.
+
+    Attributes:
+      text: the schedule, balance, micro-batches and remat modes.
+      predicted: the seconds of a step on paper.
+      num_bytes: the most that a device holds in a step, with the workspace of the
+        programs that XLA compiled; ``None`` if it was not compiled.
+      seconds: the median of the steps that it ran; ``None`` if it ran none.
+      outcome: the reason why it did not run; empty if it did.
+    """
+
+    text: str
+    predicted: float
+    num_bytes: int | None = None
+    seconds: float | None = None
+    outcome: str = ""
+
+    def cells(self) -> list[str]:
+        """The cells of its row in the table."""
+        step = "" if self.seconds is None else format_seconds(self.seconds)
+        predicted = format_seconds(self.predicted)
+        return [self.text, predicted, _bytes_cell(self.num_bytes), step, self.outcome]
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The predicted costs of a step of a plan, and the reasons for the plan.
 
@@ -126,6 +152,8 @@ class Forecast:
       reasons: sentences: the bottleneck, the runner-up, devices that are idle.
       last_forward: the seconds of a forward of the last stage by itself; in ``costs``
         it may be a part of the backward.
+      trials: the plans that ran, or were to run, the fastest first; empty of a plan on
+        paper.
     """
 
     seconds: float
@@ -135,6 +163,7 @@ class Forecast:
     sent_bytes: int = 0
     reasons: tuple[str, ...] = ()
     last_forward: float = 0.0
+    trials: tuple[TriedPlan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -350,8 +379,12 @@ class Plan:
         )
         if forecast.memory_limit is not None:
             summary += f"; {format_bytes(forecast.memory_limit)} a device"
-        table = format_table(rows, left=range(1))
-        return "\n".join([table, summary, *forecast.reasons])
+        parts = [format_table(rows, left=range(1)), summary, *forecast.reasons]
+        if forecast.trials:
+            head = ["tried", "predicted", "fullest device", "measured", ""]
+            cells = [trial.cells() for trial in forecast.trials]
+            parts.append(format_table([head, *cells], left=(0, 4)))
+        return "\n".join(parts)
 
 
 def mesh_text(schedule: Schedule, num_shards: int) -> str:

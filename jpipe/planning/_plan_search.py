@@ -1,20 +1,17 @@
 """Searches balances, micro-batches, schedules and remat modes, all simulated.
 
-    attempts   a shape of the mesh, a number of ranks, a schedule of the catalogue
+    outlines   a shape of the mesh, a number of ranks, a schedule of the catalogue
     solve      the best cut and the best modes under the limit        (`_cut_search`)
     simulate   what the schedule makes of them                        (`_forecast`)
     improve    the best few: a climb by simulation, then a schedule made to measure
 
-Attempts are made from the lowest bound of their seconds on. One whose bound is above
+Outlines are solved from the lowest bound of their seconds on. One whose bound is above
 the best candidate so far is left out; and so is one in which some rank computes longer
-in all cuts that were looked at, before its schedule is built and simulated. Seconds
-count as they do where candidates are ranked, with backwards whole or in halves as the
-schedule runs them.
+in all cuts that were looked at, before its schedule is built and simulated.
 
-A solution is exact for one stage per rank, but for two things: a schedule may overlap
-what the problem adds up, which the climb sees, and skip connections hold more than the
-problem counts. Where a simulated rank exceeds its limit the problem is solved again,
-with as much less room as it did not count.
+A schedule may overlap what the problem of a cut adds up, which the climb sees, and skip
+connections hold more than the problem counts. Where a simulated rank exceeds its limit
+the problem is solved again, with as much less room as it did not count.
 """
 
 import dataclasses
@@ -36,7 +33,6 @@ from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
 from ._forecast import (
     Candidate,
     evaluate,
-    halves_handicap,
     residual_budgets,
     schedule_free_costs,
 )
@@ -47,7 +43,7 @@ from ._profile import Profile
 from ._space import Choice, SearchSpace
 from ._sums import sum_stages
 
-# The number of solutions that are improved, and of actions in all their schedules: of
+# The number of candidates that are improved, and of actions in all their schedules: of
 # very long ones only the best is (benchmarks/results/planning.md).
 _NUM_IMPROVED = 6
 _NUM_ACTIONS = 40_000
@@ -57,11 +53,11 @@ _LEAST_GAIN = 0.01
 _ROUNDING = 1e-12
 
 
-class _Attempt(NamedTuple):
+class _Outline(NamedTuple):
     """A mesh, a number of ranks and a schedule: all that is decided before the cut.
 
     Attributes:
-      least_seconds: a lower bound on the seconds that its step counts.
+      least_seconds: a lower bound on the seconds of its step.
       shape: the numbers of micro-batches, and of devices that share one.
       num_ranks: the number of ranks.
       schedule_name: the name of the schedule.
@@ -76,8 +72,8 @@ class _Attempt(NamedTuple):
     split_share: float | None
 
 
-class _Solution(NamedTuple):
-    """The candidate of an attempt.
+class _CutCandidate(NamedTuple):
+    """The candidate of an outline.
 
     Attributes:
       candidate: the best cut, simulated.
@@ -102,72 +98,71 @@ def search(space: SearchSpace) -> list[Candidate]:
     Returns:
       The candidates; a choice may be repeated.
     """
-    solutions = _solve_attempts(space)
-    candidates = [solution.candidate for solution in solutions]
-    for solution in count_items("candidates improved", _best_few(solutions, space)):
-        improved = solution.candidate
+    cut_candidates = _solve_outlines(space)
+    candidates = [cut_candidate.candidate for cut_candidate in cut_candidates]
+    for cut_candidate in count_items(
+        "candidates improved", _best_few(cut_candidates, space)
+    ):
+        improved = cut_candidate.candidate
         if space.balance is None and improved.fits(space.hardware):
-            improved = _climb(solution, space)
+            improved = _climb(cut_candidate, space)
         candidates.append(improved)
         if space.fits_schedules and _is_worth_fitting(improved):
             candidates += _with_fitted_schedules(improved, space)
     return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
 
-def _solve_attempts(space: SearchSpace) -> list[_Solution]:
-    """The solutions of all attempts among which the best one may be."""
-    solutions: list[_Solution] = []
+def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
+    """The candidates of all outlines among which the best one may be."""
+    cut_candidates: list[_CutCandidate] = []
     best_seconds = math.inf
     # shape, placement, times of backwards -> cuts; the same for all schedules while
     # memory has no limit
     free_cuts: dict[tuple[MeshShape, tuple[int, ...], bytes], list[Ends]] = {}
-    # With a fast candidate early, attempts with larger bounds need not be solved.
-    for attempt in count_items("schedules tried", _sorted_attempts(space)):
-        if attempt.least_seconds >= best_seconds:
+    # With a fast candidate early, outlines with larger bounds need not be solved.
+    for outline in count_items("schedules tried", _sorted_outlines(space)):
+        if outline.least_seconds >= best_seconds:
             continue
-        problem = _pose_free_problem(attempt, space)
-        backward_times = problem.backward_times[attempt.split_share].tobytes()
-        key = attempt.shape, problem.schedule.placement, backward_times
+        problem = _pose_free_problem(outline, space)
+        backward_times = problem.backward_times[outline.split_share].tobytes()
+        key = outline.shape, problem.schedule.placement, backward_times
         if key not in free_cuts:
             free_cuts[key] = _find_cuts(problem, space)
         busiest = least_busy_seconds(problem, free_cuts[key])
         least_seconds = problem.num_microbatches * busiest
-        least_seconds *= halves_handicap(
-            problem.profile, has_halves=attempt.split_share != 0.0
-        )
         # Sums in another order differ by rounding; one as long is a runner-up.
         if least_seconds * (1 - _ROUNDING) > best_seconds:
             continue
         try:
-            schedule = BY_NAME[attempt.schedule_name](
-                attempt.num_ranks, attempt.shape.num_microbatches
+            schedule = BY_NAME[outline.schedule_name](
+                outline.num_ranks, outline.shape.num_microbatches
             )
         except ScheduleError:  # it has no order for these numbers
             continue
-        num_shards = attempt.shape.num_shards
-        for solution in _solve(schedule, num_shards, space, free_cuts[key]):
-            solutions.append(solution)
-            candidate = solution.candidate
+        num_shards = outline.shape.num_shards
+        for cut_candidate in _solve(schedule, num_shards, space, free_cuts[key]):
+            cut_candidates.append(cut_candidate)
+            candidate = cut_candidate.candidate
             if candidate.fits(space.hardware):
-                best_seconds = min(best_seconds, candidate.counted_seconds)
-    return solutions
+                best_seconds = min(best_seconds, candidate.seconds)
+    return cut_candidates
 
 
-def _pose_free_problem(attempt: _Attempt, space: SearchSpace) -> PartitionProblem:
-    """The problem of an attempt while memory has no limit, which needs no actions."""
-    small = BY_NAME[attempt.schedule_name](2, 4)
-    placement = place_in_loop(attempt.num_ranks, small.num_stages // 2)
+def _pose_free_problem(outline: _Outline, space: SearchSpace) -> PartitionProblem:
+    """The problem of an outline while memory has no limit, which needs no actions."""
+    small = BY_NAME[outline.schedule_name](2, 4)
+    placement = place_in_loop(outline.num_ranks, small.num_stages // 2)
     if small.placement == place_in_v(2):
-        placement = place_in_v(attempt.num_ranks)
+        placement = place_in_v(outline.num_ranks)
     without_actions = Schedule(
-        name=attempt.schedule_name,
+        name=outline.schedule_name,
         num_stages=len(placement),
-        num_microbatches=attempt.shape.num_microbatches,
+        num_microbatches=outline.shape.num_microbatches,
         placement=placement,
-        rows=((),) * attempt.num_ranks,
+        rows=((),) * outline.num_ranks,
     )
-    problem = _pose_problem(without_actions, attempt.shape.num_shards, None, space)
-    shares = (attempt.split_share,) * len(placement)
+    problem = _pose_problem(without_actions, outline.shape.num_shards, None, space)
+    shares = (outline.split_share,) * len(placement)
     return dataclasses.replace(problem, split_shares=shares)
 
 
@@ -178,8 +173,8 @@ def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
     return find_best_cuts(problem)
 
 
-def _sorted_attempts(space: SearchSpace) -> list[_Attempt]:
-    """All attempts, the one with the smallest bound first."""
+def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
+    """All outlines, the one with the smallest bound first."""
 
     @functools.cache
     def least_seconds(
@@ -193,7 +188,7 @@ def _sorted_attempts(space: SearchSpace) -> list[_Attempt]:
             split_share=split_share,
         )
 
-    attempts = []
+    outlines = []
     for name, shape in itertools.product(space.schedule_names, space.mesh_shapes):
         small = BY_NAME[name](1, 2)
         num_chunks = small.num_stages
@@ -203,15 +198,15 @@ def _sorted_attempts(space: SearchSpace) -> list[_Attempt]:
         for ranks in range(1, min(num_ranks, space.num_layers // num_chunks) + 1):
             if space.balance is not None and len(space.balance) != ranks * num_chunks:
                 continue
-            attempt = _Attempt(
+            outline = _Outline(
                 least_seconds=least_seconds(shape, ranks, num_chunks, split_share),
                 shape=shape,
                 num_ranks=ranks,
                 schedule_name=name,
                 split_share=split_share,
             )
-            attempts.append(attempt)
-    return sorted(attempts, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
+            outlines.append(outline)
+    return sorted(outlines, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
 
 
 def _least_seconds(
@@ -222,7 +217,7 @@ def _least_seconds(
     num_chunks: int,
     split_share: float | None,
 ) -> float:
-    """A lower bound on what a step counts, whatever its balance and its order.
+    """A lower bound on a step, whatever its balance and its order.
 
     The busiest rank has as much to do as that of the most even cut, or with several
     stages on a rank, as that of any division of the layers; and the host thread
@@ -244,9 +239,8 @@ def _least_seconds(
         busy = _least_busy(layers, num_ranks)
     host = (2 * num_ranks - 1) * profile.action_seconds
     seconds = num_microbatches * max(busy + profile.action_seconds, host)
-    handicap = halves_handicap(profile, has_halves=split_share != 0.0)
     # Sums in another order differ by rounding.
-    return seconds * handicap * (1 - _ROUNDING)
+    return seconds * (1 - _ROUNDING)
 
 
 def _least_busy(layers: Sequence[float], num_ranks: int) -> float:
@@ -268,8 +262,8 @@ def _solve(
     num_shards: int,
     space: SearchSpace,
     free_cuts: list[Ends],
-) -> Iterator[_Solution]:
-    """Solutions for a schedule, until one fits or none does.
+) -> Iterator[_CutCandidate]:
+    """Candidates for a schedule, until one fits or none does.
 
     Args:
       schedule: the schedule.
@@ -283,7 +277,7 @@ def _solve(
         problem = _pose_problem(schedule, num_shards, rooms, space)
         cuts = free_cuts if rooms is None else _find_cuts(problem, space)
         candidate = evaluate(space, _as_choice(problem, cuts[0]))
-        yield _Solution(candidate, problem, cuts)
+        yield _CutCandidate(candidate, problem, cuts)
         counted = problem.solve_cuts(np.array(cuts[:1]))
         if candidate.fits(space.hardware) or any(
             rank.missing_bytes.item() > 0 for rank in counted
@@ -337,43 +331,45 @@ def _as_choice(problem: PartitionProblem, ends: Ends) -> Choice:
     )
 
 
-def _best_few(solutions: Iterable[_Solution], space: SearchSpace) -> list[_Solution]:
-    """The best solutions of several stages, one of each schedule."""
-    best: dict[tuple[Schedule, int], _Solution] = {}
+def _best_few(
+    cut_candidates: Iterable[_CutCandidate], space: SearchSpace
+) -> list[_CutCandidate]:
+    """The best candidates of several stages, one of each schedule."""
+    best: dict[tuple[Schedule, int], _CutCandidate] = {}
     num_actions = 0
-    for solution in sorted(
-        solutions, key=lambda x: x.candidate.objective(space.hardware)
+    for cut_candidate in sorted(
+        cut_candidates, key=lambda x: x.candidate.objective(space.hardware)
     ):
-        choice = solution.candidate.choice
+        choice = cut_candidate.candidate.choice
         key = choice.schedule, choice.num_shards
         if choice.schedule.num_stages == 1 or key in best:
             continue
         num_actions += sum(map(len, choice.schedule.rows))
         if best and (len(best) == _NUM_IMPROVED or num_actions > _NUM_ACTIONS):
             break
-        best[key] = solution
+        best[key] = cut_candidate
     return list(best.values())
 
 
-def _climb(solution: _Solution, space: SearchSpace) -> Candidate:
+def _climb(cut_candidate: _CutCandidate, space: SearchSpace) -> Candidate:
     """The best of a cut and those around it, by simulated steps.
 
     A problem adds up the seconds of stages. The simulation also knows where the
     schedule waits, and how long gradients are exchanged.
     """
-    best = solution.candidate
+    best = cut_candidate.candidate
 
     def simulate(ends: Ends) -> float:
         nonlocal best
-        if ends == solution.cuts[0]:
-            return solution.candidate.seconds
-        candidate = evaluate(space, _as_choice(solution.problem, ends))
+        if ends == cut_candidate.cuts[0]:
+            return cut_candidate.candidate.seconds
+        candidate = evaluate(space, _as_choice(cut_candidate.problem, ends))
         if not candidate.fits(space.hardware):
             return math.inf
         best = min(best, candidate, key=lambda x: x.objective(space.hardware))
         return candidate.seconds
 
-    climb_by_simulation(solution.problem, solution.cuts, simulate)
+    climb_by_simulation(cut_candidate.problem, cut_candidate.cuts, simulate)
     return best
 
 

@@ -63,7 +63,7 @@ def count_split_shares(schedule: Schedule) -> tuple[float, ...]:
     return tuple(shares)
 
 
-class RankSolution(NamedTuple):
+class RankModes(NamedTuple):
     """The best modes of the stages of one rank, in each of some cuts.
 
     Attributes:
@@ -92,13 +92,12 @@ class PartitionProblem:
       latency: seconds that a transfer takes whatever its size.
       overlap: True if ranks compute while they send and receive; False if a transfer
         is a part of both stages, half of its time in each.
-      objective: ``"max"``, ``"step"`` or ``"memory"``.
+      objective: ``"max"`` or ``"step"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
       split_shares: for each stage, the share of its backwards that run in halves;
         ``None``: unknown, and counted as the faster of none and all.
       num_microbatches: the number of micro-batches of a step.
-      max_bytes: the limit of each rank; ``None``: no limit. For ``"memory"`` it is 0
-        for all, so that the missing bytes of a cut are what its fullest rank holds.
+      max_bytes: the limit of each rank; ``None``: no limit.
       workspace: the bytes that the largest program of each stage needs besides, as in a
         forecast; ``None``: neither these count, nor arrays between stages.
       num_shards: the number of devices that share a micro-batch.
@@ -202,7 +201,7 @@ class PartitionProblem:
             choices.append(list(itertools.product(*modes_of_stages)))
         return choices
 
-    def solve_stages(self) -> list[RankSolution]:
+    def solve_stages(self) -> list[RankModes]:
         """The best modes of each stage as matrices, with one stage on each rank."""
         num_ends = self.num_layers + 1
         begins, ends = np.indices((num_ends, num_ends))
@@ -210,14 +209,14 @@ class PartitionProblem:
             self._solve_rank(rank, [(begins, ends)]) for rank in self.schedule.placement
         ]
 
-    def solve_cuts(self, cuts: Cuts) -> list[RankSolution]:
+    def solve_cuts(self, cuts: Cuts) -> list[RankModes]:
         """The best modes of each rank in each of some cuts."""
         solutions = []
         for rank, stages in enumerate(self.rank_stages):
             if not stages:  # a schedule of the user's may leave a rank idle
                 nothing = np.zeros(len(cuts))
                 choices = np.zeros(len(cuts), np.intp)
-                solutions.append(RankSolution(nothing, nothing, nothing, choices))
+                solutions.append(RankModes(nothing, nothing, nothing, choices))
                 continue
             bounds = [(cuts[:, stage], cuts[:, stage + 1]) for stage in stages]
             solutions.append(self._solve_rank(rank, bounds))
@@ -254,7 +253,7 @@ class PartitionProblem:
         ]
         return np.max(times, axis=0)
 
-    def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankSolution:
+    def _solve_rank(self, rank: int, bounds: Sequence[Bounds]) -> RankModes:
         """The fastest modes of a rank with which it keeps to its limit.
 
         Where there are none, those with which it needs least.
@@ -263,7 +262,7 @@ class PartitionProblem:
           rank: the rank.
           bounds: one for each of its stages.
         """
-        best: RankSolution | None = None
+        best: RankModes | None = None
         for index, modes in enumerate(self.mode_choices[rank]):
             solution = self._solve_rank_in_modes(rank, bounds, modes, index)
             if best is None:
@@ -274,13 +273,13 @@ class PartitionProblem:
                 & (solution.times < best.times)
             )
             pairs = zip(solution, best, strict=True)
-            best = RankSolution(*(np.where(is_better, new, old) for new, old in pairs))
+            best = RankModes(*(np.where(is_better, new, old) for new, old in pairs))
         assert best is not None, "each stage has a mode"
         return best
 
     def _solve_rank_in_modes(
         self, rank: int, bounds: Sequence[Bounds], modes: Sequence[str], index: int
-    ) -> RankSolution:
+    ) -> RankModes:
         """The only solution for a rank whose stages have these modes."""
         stages = self.rank_stages[rank]
         times = np.zeros(bounds[0][0].shape)
@@ -293,7 +292,7 @@ class PartitionProblem:
             num_bytes = self._rank_bytes(rank, bounds, modes)
             missing_bytes = np.maximum(num_bytes - self.max_bytes[rank], 0.0)
         choices = np.full(times.shape, index)
-        return RankSolution(times, num_bytes, missing_bytes, choices)
+        return RankModes(times, num_bytes, missing_bytes, choices)
 
     def _stage_times(self, stage: int, mode: str) -> Matrix:
         """The times of a stage; infinite where it would have no layer.

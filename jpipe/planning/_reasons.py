@@ -19,7 +19,7 @@ from ._space import Hardware, SearchSpace
 _EQUAL = 0.0005
 
 
-def explain_best(
+def make_plan(
     candidates: Sequence[Candidate], space: SearchSpace, notes: Sequence[str] = ()
 ) -> Plan:
     """The plan of the first candidate, with the reasons.
@@ -31,13 +31,8 @@ def explain_best(
 
     Returns:
       The plan.
-
-    Raises:
-      ValueError: if none fits: with what is short, where, by how much, and what would.
     """
     best = candidates[0]
-    if not best.fits(space.hardware):
-        raise ValueError(_nothing_fits(best, space.hardware))
     assert best.plan is not None
     sent_bytes = _sent_bytes(best)
     reasons = _reasons(candidates, space.hardware, sent_bytes)
@@ -51,6 +46,16 @@ def explain_best(
         last_forward=stage_costs(space, best.choice).forward[-1],
     )
     return dataclasses.replace(best.plan, forecast=forecast)
+
+
+def check_fits(best: Candidate, hardware: Hardware) -> None:
+    """Checks that the best candidate fits.
+
+    Raises:
+      ValueError: if it does not: with what is short, where, by how much, and what fits.
+    """
+    if not best.fits(hardware):
+        raise ValueError(_nothing_fits(best, hardware))
 
 
 def describe_profile(profile: Profile, size: int, *, is_size_fixed: bool) -> str:
@@ -88,7 +93,7 @@ def _reasons(
     yield _memory(best, hardware)
     yield _transfers(best, sent_bytes, hardware)
     fitting = (x for x in candidates[1:] if x.fits(hardware))
-    runner_up = next((x for x in fitting if not _is_same_run(x, best)), None)
+    runner_up = next((x for x in fitting if not is_same_run(x, best)), None)
     if runner_up is not None:
         yield f"runner-up: {runner_up.choice}: {_difference(runner_up, best)}"
     num_idle = hardware.num_devices - best.choice.num_devices
@@ -170,16 +175,13 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
         return f"as long, and {forecast}{max_bytes} in the device that needs most"
     if more > 0:
         return f"{format_seconds(runner_up.seconds)}, {more:.1%} more"
-    less = f"{format_seconds(runner_up.seconds)}, {-more:.1%} less"
-    if runner_up.counted_seconds > best.counted_seconds:
-        return (
-            f"{less} as predicted; but devices that share cores take longer for halves "
-            f"of backwards, so it counts {runner_up.handicap - 1:.0%} more"
-        )
-    return f"{less}, if it fits: others as fast need more bytes than predicted"
+    return (
+        f"{format_seconds(runner_up.seconds)}, {-more:.1%} less, if it fits: others as "
+        f"fast need more bytes than predicted"
+    )
 
 
-def _is_same_run(a: Candidate, b: Candidate) -> bool:
+def is_same_run(a: Candidate, b: Candidate) -> bool:
     """True if two candidates differ at most in remat modes and names."""
     has_same_stages = (
         a.choice.num_shards == b.choice.num_shards

@@ -36,7 +36,13 @@ MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # what measures how long results take, the thread that watches other processes, and a
 # leaf in pieces of which its user asks that, as of an array.
 MAY_WAIT = {
-    *("_processes._watch", "_api._step_profile", "planning._link", "planning._measure"),
+    *(
+        "_processes._watch",
+        "_api._step_profile",
+        "_api._tune",
+        "planning._link",
+        "planning._measure",
+    ),
     "_arguments._stacked",
 }
 # The one file that may hold private names of JAX, each with its reason.

@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 REACHED_BY = {
     "_api": "loss_functions/test_value_and_grad.py loss_functions models",
     "_api/_loss_function_check": "loss_functions/test_reductions.py",
+    "_api/_tune": "planning/test_tune.py",
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_mutable": "models/test_decoding.py",
     "_arguments/_trainable": "matrix train",
@@ -108,6 +109,10 @@ REACHED_BY = {
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_loss_function_check": [
         ("median_key() if is_single_key(leaf)", "leaf if is_single_key(leaf)"),
+    ],
+    "_api/_tune": [
+        ("key=lambda step: step.median", "key=lambda step: -step.median"),
+        ("peak + workspace[device]", "peak"),
     ],
     "_arguments/_microbatch": [
         ("(i < remainder)", "(i >= num_microbatches - remainder)"),
@@ -495,16 +500,12 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_bottleneck_cut": [
         ("starts = latency + transfers if stage else latency", "starts = latency"),
-        (
-            "(num_microbatches - 1) * self.bottleneck",
-            "num_microbatches * self.bottleneck",
-        ),
     ],
     "planning/_climb": [
         ("(np.diff(neighbors) > 0)", "(np.diff(neighbors) >= 0)"),
     ],
     "planning/_cut_search": [
-        ("max_missing = least_missing if", "max_missing = 0.0 if"),
+        ("waits = loads.sum(axis=0) - bottlenecks", "waits = loads.sum(axis=0)"),
         ("if lower_bound >= shortest_step:", "if lower_bound >= 0:"),
         ("bottlenecks + waits + transfer_times", "bottlenecks"),
     ],
@@ -512,6 +513,17 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("and (output, place) not in sent", ""),
         ("place != placement.place_of(source, 0) and ", ""),
         ("stage > source + 1", "stage > source"),
+    ],
+    "planning/_finalists": [
+        ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
+        (
+            "peak - forecast.parameters - forecast.gradients",
+            "peak - forecast.gradients",
+        ),
+        (
+            "families.setdefault((small.num_stages, has_halves), [])",
+            "families.setdefault(0, [])",
+        ),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
@@ -551,10 +563,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "least_seconds = problem.num_microbatches * busiest",
             "least_seconds = 2 * problem.num_microbatches * busiest",
         ),
-        (
-            "min(best_seconds, candidate.counted_seconds)",
-            "min(best_seconds, candidate.seconds)",
-        ),
     ],
     "planning/_problem": [
         ("2 * self.stage_costs.param_bytes +", "self.stage_costs.param_bytes +"),
@@ -568,13 +576,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return np.zeros(self.num_layers + 1)", "pass"),
         ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
     ],
-    "planning/_replica_problem": [
-        ("hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
-        ("times[:, :-1] += forward[:, :-1]", "times += forward"),
-    ],
-    "planning/_replica_search": [
-        ("+ latency[devices - replicas]", "+ latency[devices - 1]"),
-        ("_climb(problem, best, num_devices, max_replicas)", "best"),
+    "planning/_ran_step": [
+        ("measured[action.stage] -= sized.action_seconds", "pass"),
+        ("factors += [factor] * size", "factors += [1.0] * size"),
     ],
     "planning/_residual_ratios": [
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
@@ -584,13 +588,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_traced": [
         ("reader in range(layer + 1, len(self.names))", "reader in [layer + 1]"),
-    ],
-    "planning/_verify": [
-        ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
-        (
-            "peak - forecast.parameters - forecast.gradients",
-            "peak - forecast.gradients",
-        ),
     ],
     "planning/_workspace": [
         (

@@ -160,25 +160,29 @@ def test_a_profile_is_of_any_mini_batch_but_of_no_other_model():
     narrow = jax.ShapeDtypeStruct((16, 7), float)
     with pytest.raises(ValueError, match=r"\* input: 'float32\[1,8\]' in the profile"):
         plan(profile, sample=narrow)
-    with pytest.raises(ValueError, match="train: 'True' in the profile, 'False' here"):
-        plan(profile, train=False)
+    with pytest.raises(ValueError, match="train: 'False' in the profile, 'True' here"):
+        plan(estimate(train=False))
 
 
 def test_options_of_a_profile_are_not_taken_beside_one():
-    with pytest.raises(ValueError, match="device= is for making a profile: leave it"):
-        plan(estimate(), device=jax.devices()[0])
+    with pytest.raises(TypeError, match=r"profile=jpipe\.profile\(layers, x, rounds="):
+        plan(None, rounds=3)
     with pytest.raises(ValueError, match="peak_flops= is for making a profile"):
         plan(estimate(), peak_flops=1e12)
     with pytest.raises(TypeError, match=r"plan needs a jpipe.Profile, such as"):
         plan([1, 2])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lose'"):
+    with pytest.raises(TypeError, match=r"jpipe\.plan.*lose"):
         plan(estimate(), lose=1)
+
+
+# A plan decides the number of micro-batches; the others are for a profile alone.
+NOT_OF_A_PLAN = {"num_microbatches", "rounds", "device", "train"}
 
 
 def test_a_plan_lists_the_arguments_of_a_profile():
     of_plan = inspect.signature(jpipe.plan).parameters
     of_profile = inspect.signature(jpipe.profile).parameters
-    for name in of_profile.keys() - {"num_microbatches"}:
+    for name in of_profile.keys() - NOT_OF_A_PLAN:
         assert of_plan[name].default == of_profile[name].default
         assert of_plan[name].annotation == of_profile[name].annotation
 
@@ -205,3 +209,44 @@ def test_a_profile_of_larger_micro_batches_is_one_of_the_same_layers():
         text = dataclasses.replace(profile, larger=larger).to_json()
         with pytest.raises(ValueError, match=f"{fault}$"):
             Profile.from_json(text)
+
+
+def test_a_plan_after_a_step_that_ran_has_the_times_of_its_stages():
+    """The first of two equal stages ran three times as long as the second."""
+    layers = [nn.Dense(32), nn.tanh, nn.Dense(32), nn.tanh]
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline(layers, 4, balance=[2, 2])
+    state = pipe.init_train_state(jax.random.key(1), x, tx)
+    step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx, donate=False)
+    step(state, x, x)
+    measured = jpipe.schedules.Costs(
+        forward=[0.3, 0.0],  # the last forward is a part of its backward
+        backward=[0.6, 0.3],
+        in_seconds=True,
+    )
+    options = {"num_devices": 2, "num_microbatches": 4, "data": 1, "bandwidth": 1e12}
+    options |= {"schedules": "1f1b", "remat": "min_cut", "measure": False}
+    same = jpipe.plan(
+        layers, x, tx, ran=step.plan, costs=measured, balance=[2, 2], **options
+    )
+    costs = same.forecast.costs
+    busy = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+    assert busy == pytest.approx([0.9, 0.3], rel=1e-6)
+    # So the first layer alone is the first stage.
+    free = jpipe.plan(layers, x, tx, ran=step.plan, costs=measured, **options)
+    assert free.balance == [1, 3]
+    assert any(line.startswith("costs: ") for line in free.forecast.reasons)
+    # What a step measured will do.
+    profiled = step.profile(state, x, x).costs
+    jpipe.plan(layers, x, tx, ran=step.plan, costs=profiled, **options)
+
+    with pytest.raises(ValueError, match=r"belong together: type ran=step\.plan"):
+        jpipe.plan(layers, x, tx, ran=step.plan)
+    with pytest.raises(TypeError, match=r"costs= a list: type ran=step\.plan"):
+        jpipe.plan(layers, x, tx, ran=step.plan, costs=[1.0])
+    wrong = jpipe.schedules.Costs(forward=[1.0] * 3, in_seconds=True)
+    with pytest.raises(ValueError, match="costs= are of 3 stages, ran= of 2"):
+        jpipe.plan(layers, x, tx, ran=step.plan, costs=wrong)
+    with pytest.raises(ValueError, match=r"ran= has the layers .* the model has"):
+        jpipe.plan(layers[:3], x, tx, ran=step.plan, costs=measured, **options)

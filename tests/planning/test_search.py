@@ -20,8 +20,6 @@ from .chains import LayerProfile, Profile, every_cut, random_chain
 
 MODES = ("min_cut", "full")
 TRAINING = tuple(name for name in schedules.BY_NAME if name != "forward_only")
-# Where it was measured, devices share cores, and halves of backwards count more.
-ON_A_CPU = {"how": "measured", "device": "cpu (2 cores)"}
 
 
 def random_space(
@@ -32,9 +30,8 @@ def random_space(
     num_layers = rng.randint(2, most_layers)
     count = rng.choice([2, 5, 8])
     chain = random_chain(rng, num_layers, is_whole=rng.random() < 0.5)
-    origin = rng.choice([{}, ON_A_CPU])
     return SearchSpace(
-        profiles={count: dataclasses.replace(chain, origin=origin)},
+        profiles={count: chain},
         optimizer_bytes=[0] * num_layers,
         hardware=Hardware(
             num_devices=rng.randint(2, most_devices),

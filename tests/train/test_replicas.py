@@ -35,13 +35,3 @@ def test_weights_are_sent_and_gradients_added_once_in_a_step(moved):
         assert len(kernels) == 4
         sizes.append(kernels)
     assert sizes[0] == sizes[1]
-
-
-def test_planned_replicas_run():
-    layers, (x, targets) = [ref.dense(8), ref.dense(4)], ref.regression(12)
-    profile = jpipe.profile(layers, x, num_microbatches=4, measure=False)
-    plan = jpipe.replicate(profile, 3, 4)
-    pipe = jpipe.pipeline(layers, plan=plan)
-    assert pipe.schedule == plan.schedule
-    assert max(map(len, plan.schedule.ranks_of)) > 1
-    ref.compare(pipe, layers, x, targets, ref.FLOAT32)

@@ -1,0 +1,146 @@
+"""`jpipe.tune`: the plan is the fastest of steps that ran, and computes the same."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+
+TX = optax.adam(1e-2)
+# Two families of schedules; one size of micro-batches.
+FEW = {"schedules": ("1f1b", "zb_h1"), "num_microbatches": 4, "data": 1, "rounds": 1}
+
+
+def blocks(dtype=jnp.float32):
+    return [ref.dense(16, dtype), jnp.tanh, ref.dense(16, dtype), ref.dense(4, dtype)]
+
+
+def tune(layers, x, targets, **options):
+    devices = jax.devices()[:2]
+    given = {"devices": devices, **FEW, **options}
+    return jpipe.tune(layers, x, targets, ref.mse, TX, **given)
+
+
+def test_a_tuned_pipeline_computes_what_one_device_does(double):
+    layers = blocks(jnp.float64)
+    x, targets = ref.regression(8, dtype=jnp.float64)
+    plan = tune(layers, x, targets)
+    pipe = jpipe.pipeline(layers, plan=plan)
+    assert pipe.schedule == plan.schedule
+    assert pipe.plan.remat == plan.remat
+    ref.compare(pipe, layers, x, targets, ref.FLOAT64)
+
+
+def test_the_table_has_all_that_ran_with_the_even_split_and_the_fastest_first():
+    plan = tune(blocks(), *ref.regression(8))
+    trials = plan.forecast.trials
+    assert len(trials) > 1
+    texts = [trial.text for trial in trials]
+    assert "1f1b, balance [2, 2], 4 micro-batches, remat min_cut" in texts
+    seconds = [trial.seconds for trial in trials]
+    assert seconds == sorted(seconds)
+    assert all(trial.num_bytes > 0 and not trial.outcome for trial in trials)
+    assert texts[0].startswith(f"{plan.schedule.name}, balance {plan.balance}, ")
+    text = str(plan)
+    assert re.search(r"tried +predicted +fullest device +measured", text)
+    assert all(listed in text for listed in texts)
+    (measured,) = [x for x in plan.forecast.reasons if x.startswith("measured: ")]
+    assert " a step, the median of " in measured
+    assert " in the fullest device, with the workspace of its programs" in measured
+    assert not any(x.startswith("on paper") for x in plan.forecast.reasons)
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
+    # A pipeline of the plan prints the table too, and its step needs these bytes.
+    pipe = jpipe.pipeline(blocks(), plan=plan)
+    assert texts[0] in str(pipe)
+    x, targets = ref.regression(8)
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    report = pipe.train_step(ref.mse, TX).compile(state, x, targets)
+    needed = []
+    for device, peak in report.peak_bytes:
+        programs = [p for p in report.programs if p.device == device]
+        needed.append(peak + max(p.workspace_bytes for p in programs))
+    assert trials[0].num_bytes == max(needed)
+
+
+def test_what_needs_more_than_a_device_has_is_dropped_before_it_runs():
+    layers = [*(ref.dense(64) for _ in range(4)), ref.dense(4)]
+    x, targets = ref.regression(512)
+    options = {"schedules": ("1f1b", "zb_h2"), "num_microbatches": 8}
+    trials = tune(layers, x, targets, **options).forecast.trials
+    sizes = sorted(trial.num_bytes for trial in trials)
+    assert sizes[0] < sizes[-1]
+    limit = sizes[-1] - 1
+    plan = tune(layers, x, targets, memory_limit=limit, **options)
+    assert plan.forecast.trials[0].num_bytes <= limit
+    for trial in plan.forecast.trials:
+        is_dropped = trial.num_bytes > limit
+        assert is_dropped == (trial.seconds is None)
+        assert is_dropped == trial.outcome.startswith("does not fit: ")
+    with pytest.raises(ValueError, match=r"(?s)no step fits as it is compiled:.*1f1b"):
+        tune(layers, x, targets, memory_limit=1000, **options)
+
+
+def test_an_interrupt_returns_the_fastest_so_far():
+    """Control-C when the last of the finalists is traced: the even split has run."""
+    layers = blocks()
+    x, targets = ref.regression(8)
+    num_traces = 0
+    last = None
+
+    def loss_fn(outputs, targets):
+        nonlocal num_traces
+        num_traces += 1
+        if num_traces == last:
+            raise KeyboardInterrupt
+        return ref.mse(outputs, targets)
+
+    given = {"devices": jax.devices()[:2], **FEW}
+    whole = jpipe.tune(layers, x, targets, loss_fn, TX, **given)
+    last = num_traces
+    num_traces = 0
+    plan = jpipe.tune(layers, x, targets, loss_fn, TX, **given)
+    assert any(x.startswith("interrupted: ") for x in plan.forecast.reasons)
+    assert len(plan.forecast.trials) == len(whole.forecast.trials)
+    best, *others = plan.forecast.trials
+    assert best.seconds is not None
+    assert others[-1].seconds is None
+    # Before any step ran there is nothing to return.
+    num_traces = 0
+    last = 1
+    with pytest.raises(KeyboardInterrupt):
+        jpipe.tune(layers, x, targets, loss_fn, TX, **given)
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        for _ in range(3):
+            x = nn.tanh(nn.Dense(16)(x))
+        return nn.Dense(4)(x)
+
+
+def test_a_model_is_tuned_in_sections():
+    model = Classifier()
+    x, targets = ref.regression(8)
+    plan = tune(model, x, targets)
+    pipe = jpipe.pipeline(model, plan=plan)
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    _, metrics = pipe.train_step(ref.mse, TX)(state, x, targets)
+    variables = model.init(jax.random.key(0), x)
+    expected = ref.mse(model.apply(variables, x), targets)
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_what_cannot_be_run_is_refused():
+    x, targets = ref.regression(8)
+    specs = jax.eval_shape(lambda: x)
+    with pytest.raises(TypeError, match=r"values of x and targets; .* jpipe\.plan\("):
+        tune(blocks(), specs, targets)
+    with pytest.raises(ValueError, match="rounds=0: needs an int of at least 1; sched"):
+        tune(blocks(), x, targets, rounds=0, schedules="2f2b")
