@@ -116,7 +116,9 @@ def train(model: GPT, steps: int, devices: Any) -> PyTree:
 
 def main() -> None:
     """Trains, generates in stages and on one device, and compares."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Generates text from a model in stages."
+    )
     parser.add_argument("--steps", type=int, default=201)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=6)
@@ -152,19 +154,24 @@ def main() -> None:
 
     cache = {"cache": pipe.init(jax.random.key(0), rows)["cache"]}
     whole = jax.device_put(({"params": params}, cache), devices[0])
+
+    def run(step: Any, temperature: float) -> tuple[np.ndarray, float]:
+        """The tokens of a text, and the seconds that they took."""
+        variables = (whole[0]["params"], whole[1])
+        if step is in_stages:
+            # A step overwrites the cache: each text begins with a new one.
+            fresh = jax.tree.map(jnp.copy, {**whole[0], **whole[1]})
+            variables = pipe.place(fresh, rows)
+        start = time.perf_counter()
+        tokens = generate(step, variables, prompts, args.length, temperature)
+        return np.asarray(tokens), time.perf_counter() - start
+
     for temperature in (0.0, 0.8):
         texts, seconds = [], []
         for step in (in_stages, alone):
-            for _ in range(2):  # the first time compiles
-                variables = (whole[0]["params"], whole[1])
-                if step is in_stages:
-                    # A step overwrites the cache: each text begins with a new one.
-                    fresh = jax.tree.map(jnp.copy, {**whole[0], **whole[1]})
-                    variables = pipe.place(fresh, rows)
-                start = time.perf_counter()
-                tokens = generate(step, variables, prompts, args.length, temperature)
-                elapsed = time.perf_counter() - start
-            texts.append(np.asarray(tokens))
+            run(step, temperature)  # compiles
+            tokens, elapsed = run(step, temperature)
+            texts.append(tokens)
             seconds.append(elapsed)
         words = f"sampled at {temperature}" if temperature else "greedy"
         count = texts[0].size

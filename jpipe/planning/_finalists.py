@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
 from .._partition._remat_mode import MIN_CUT
-from ..schedules import BY_NAME, one_f_one_b
+from ..schedules import BY_NAME, gpipe, one_f_one_b
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
 from ._plan_search import search
