@@ -117,8 +117,6 @@ def train(model: GPT, steps: int, devices: Any) -> PyTree:
 def main() -> None:
     """Trains, generates in stages and on one device, and compares."""
     parser = argparse.ArgumentParser(description="Generates text in stages.")
-        description="Generates text from a model in stages."
-    )
     parser.add_argument("--steps", type=int, default=201)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=6)
