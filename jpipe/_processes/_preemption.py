@@ -30,7 +30,7 @@ def preempted() -> bool:
     Example:
       >>> import jpipe
       >>> if jpipe.preempted():  # doctest: +SKIP
-      ...     jpipe.checkpoint.save(path, state, overwrite=True)
+      ...     jpipe.checkpoint.save(folder, state, step=number + 1)
       ...     sys.exit(75)
     """
     check_joined()
