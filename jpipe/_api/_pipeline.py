@@ -521,6 +521,7 @@ class Pipeline(CustomLoop, Handle):
         """
         check_optimizer(tx, "pipe.train_step(loss_fn, tx)")
         check_flag("donate", donate)
+        check_flag("skip_nonfinite", skip_nonfinite)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
             self._pipelined_model,

@@ -20,7 +20,7 @@ from .._instructions import _transfer
 from .._layers import _rng
 from .._layers._adapter import check_unchanged
 from .._layers._advice import argument_names
-from .._lower._join import MEAN, SUM
+from .._lower._join import REDUCTIONS
 from .._model._initial import Initial, strong
 from .._model._model import Model
 from .._model._state_axes import axes_of_init
@@ -199,7 +199,10 @@ class PipelinedModel:
         return self._forwards[key]
 
     def loss(self, objective: Objective, trainable: Any) -> PipelinedLoss:
-        """Returns the loss of one objective and its gradients.
+        """Makes the loss of one objective and its gradients.
+
+        All functions of the model are traced anew in their next call, so that a new
+        loss sees it as it is now.
 
         Args:
           objective: the loss.
@@ -209,7 +212,7 @@ class PipelinedModel:
           TypeError: if the loss closes over variables that are trained.
           ValueError: if the schedule cannot train.
         """
-        check_axes("aux_axes", objective.aux_axes, (MEAN, SUM))
+        check_axes("aux_axes", objective.aux_axes, REDUCTIONS)
         if self.num_stages:
             self.placement.check_trains()
         selection = Trainable(trainable, by_layer=self.model.is_list)

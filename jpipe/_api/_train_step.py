@@ -304,9 +304,9 @@ class TrainStep(LossMethods):
     def _step_for(
         self, signature_index: int, state: TrainState, x: PyTree, targets: PyTree
     ) -> LoweredStep:
-        """Lowers the step for the signature of a state and a batch; checks all shapes.
+        """Returns the step for the signature of a state and a batch, lowered once.
 
-        Each signature is lowered once. XLA compiles the program when it runs first.
+        It checks all shapes. XLA compiles the program when it runs first.
 
         Args:
           signature_index: the index of the state's signature.

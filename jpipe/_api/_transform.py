@@ -13,7 +13,7 @@ from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import adapt_layers, is_model
 from .._layers._layer_group import group_layers
-from .._lower._join import MEAN, SUM
+from .._lower._join import REDUCTIONS
 from .._model._model import Model
 from .._partition import _param_sharding
 from .._partition._options import REMAT, SCHEDULE
@@ -161,7 +161,7 @@ def pipeline(
     axes = Axes(in_axes, target_axes, out_axes)
     check_axes("in_axes", in_axes)
     check_axes("target_axes", target_axes)
-    check_axes("out_axes", out_axes, (MEAN, SUM))
+    check_axes("out_axes", out_axes, REDUCTIONS)
     model = Model(adapters, axes, partition.stage_of_layer)
     forecast = getattr(plan, "forecast", None)
     pipelined = PipelinedModel(model, partition, forecast)

@@ -12,7 +12,7 @@ from .._arguments._trainable import Trainable
 from .._arguments._wrong_call import explain_call
 from .._instructions._transfer import Device
 from .._layers._adapter import is_module
-from .._lower._join import MEAN, SUM
+from .._lower._join import REDUCTIONS
 from .._partition._options import REMAT, SCHEDULE
 from .._partition._param_sharding import ShardingRule
 from .._partition._partition import Partition
@@ -134,7 +134,7 @@ def value_and_grad(
         )
     check_results(has_aux, reduction, aux_axes)
     check_axes("in_axes", in_axes)
-    check_axes("aux_axes", aux_axes, (MEAN, SUM))
+    check_axes("aux_axes", aux_axes, REDUCTIONS)
     options = check_options(value_and_grad, arguments, layers=None)
     return FunctionGradient(
         fun,

@@ -45,7 +45,8 @@ class Instruction:
       donates: the slots that it reads and whose memory its results take over.
       frees: the slots that nobody reads after it.
       executable: the executable of a call; ``None``: a move.
-      run: ``(*leaves) -> leaves``.
+      run: ``(*leaves) -> leaves``; of a move between processes a `Crossing`, until
+        `agree` has opened it.
       take: ``(slots) -> leaves``, the arguments.
       result_slots: the slice of the slots that the results fill.
     """

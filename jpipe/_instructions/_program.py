@@ -40,7 +40,7 @@ Slot = int
 
 
 class Program:
-    """A list of instructions, compiled.
+    """A list of instructions; its first run compiles it.
 
     Args:
       graph: the calls, and where they run.

@@ -189,23 +189,21 @@ def join_once(num_leaves: int) -> list[Join]:
     return [Join(i, _first) for i in range(num_leaves)]
 
 
-def join_marked(column: Sequence[Any], axis: Any, shares: Sequence[float]) -> jax.Array:
+def join_marked(column: Sequence[Any], axis: Any, sizes: Sequence[int]) -> jax.Array:
     """Joins the arrays of a mark: see `_whole_batch`.
 
     Args:
       column: the arrays of all micro-batches.
-      axis: the axis of the examples, `MEAN` or `SUM`; ``None``: all are the same.
-      shares: the share of the examples that each micro-batch has.
+      axis: the axis of the examples, or a reduction; ``None``: all are the same.
+      sizes: the number of examples in each micro-batch.
 
     Raises:
       TypeError: if the axis is none of these.
     """
-    if axis is MEAN:
-        return mean(column, shares)
-    if axis is SUM:
-        return _sum(column)
     if axis is None:
         return column[0]
+    if isinstance(axis, Reduction):
+        return axis.choose_run(column[0], sizes)(column)
     if not isinstance(axis, int):
         raise TypeError(
             f"jpipe.whole_batch: axis={axis!r}; needs the number of an axis, "

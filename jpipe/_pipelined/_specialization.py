@@ -1,4 +1,4 @@
-"""A function on mini-batches of one signature: divided, and lowered to a program."""
+"""A function on mini-batches of one signature, divided, to be written in a graph."""
 
 import itertools
 from collections.abc import Sequence
@@ -173,7 +173,10 @@ class Specialization:
 
     @cached_property
     def program(self) -> Program:
-        """``(*params, *mini-batch) -> (*loss, *aux, *grads)``."""
+        """``(*params, *mini-batch) -> (*loss, *aux, *grads)``; lowered when it is read.
+
+        Of the gradients alone: a training step runs `LoweredStep.program`.
+        """
         return self._make_program([])
 
     @cached_property
@@ -238,13 +241,13 @@ class Specialization:
             )
         batch_leaves = self.write_batch_arguments(graph, self.batch.args)
 
-        step = self.write(graph, params, batch_leaves)
-        metrics = [*step.loss, *step.aux]
-        ordered_grads = [step.grads[i] for i in sorted(step.grads)]
-        new_state = [step.new_state.get(i, params[i]) for i in state_indices]
+        results = self.write(graph, params, batch_leaves)
+        metrics = [*results.loss, *results.aux]
+        ordered_grads = [results.grads[i] for i in sorted(results.grads)]
+        new_state = [results.new_state.get(i, params[i]) for i in state_indices]
         outputs = graph.as_own_arrays([*metrics, *ordered_grads, *new_state])
 
         # Each process gets the metrics of a loss; gradients and state stay in place.
-        num_metrics = len(metrics) if step.loss else 0
+        num_metrics = len(metrics) if results.loss else 0
         copies = [graph.bring_to_processes(value) for value in outputs[:num_metrics]]
         return Program(graph, [*copies, *outputs[num_metrics:]])

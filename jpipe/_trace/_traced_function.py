@@ -105,7 +105,7 @@ class TracedFunction:
 
     `trace_function` makes one, and later steps of `_pipelined/_tracing` complete it. So
     what follows from an attribute is true from the step on that sets it:
-    `vars_of_batch` and `eqn_kinds` from step 3 on.
+    `vars_of_batch` and `eqn_kinds` from pass 3 on.
 
     Attributes:
       closed: its jaxpr: see the head of the file. The loss is the part that follows
@@ -121,16 +121,16 @@ class TracedFunction:
       fixed_eqn_kinds: the kinds of the equations, once they are fixed for all sizes of
         micro-batches, or the equations were moved: see `_eqn_order`; ``None`` before.
       num_model_inputs: the number of leaves of the input of a model, which are the
-        first batch inputs; 0 for a loss function, and before step 3.
+        first batch inputs; 0 for a loss function, and before pass 3.
       num_uncopied_inputs: the number of batch inputs, the first ones, from which no
         equation is copied: the input of a list of layers, which the first stage alone
-        reads, and its targets, which the last stage does; set in step 3.
-      has_pieces: True if parameters are in pieces: see `_layer_scans`; set in step 5.
+        reads, and its targets, which the last stage does; set in pass 3.
+      has_pieces: True if parameters are in pieces: see `_layer_scans`; set in pass 5.
       captures_batch: True if no argument is split by examples, so that these are in the
-        arrays that the function closes over; set in step 3.
-      tail: the loss of the mini-batch at once, if there is one; set in step 7.
+        arrays that the function closes over; set in pass 3.
+      tail: the loss of the mini-batch at once, if there is one; set in pass 7.
       state_inputs: state that it changes, and returns: see `_example_state`; set in
-        step 5.
+        pass 5.
     """
 
     closed: core.ClosedJaxpr

@@ -63,8 +63,8 @@ class Optimizer:
 
     Attributes:
       skips_nonfinite: True if an update depends on a flag.
-      state: specs of the leaves of the state, with their places; a leaf in pieces is
-        as many leaves here as it has pieces.
+      state_leaves: specs of the leaves of the state, with their places; a leaf in
+        pieces is as many leaves here as it has pieces.
       update: ``(params, state, grads) -> (params, state)`` of the trained leaves; with
         ``skip_nonfinite`` the last argument is the flag ``is_finite``.
     """
