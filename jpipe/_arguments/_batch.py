@@ -116,8 +116,8 @@ def _add_sizes(error: Exception, batch: Batch) -> None:
         advice = (
             f"an array of all {num_examples} that is closed over, or made in the "
             f"function, is not split; give it as an argument, of a pipeline in x or "
-            f"in the targets, or type x.shape[0] in place of {num_examples}; behind "
-            f"jpipe.whole_batch mark all that the loss reads of examples"
+            f"in the targets; behind jpipe.whole_batch mark all that the loss reads of "
+            f"examples; or type x.shape[0] in place of {num_examples}"
         )
     else:
         advice = (

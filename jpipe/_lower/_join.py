@@ -198,11 +198,15 @@ def join_marked(column: Sequence[Any], axis: Any, sizes: Sequence[int]) -> jax.A
       sizes: the number of examples in each micro-batch.
 
     Raises:
-      TypeError: if the axis is none of these.
+      TypeError: if the axis is none of these, or the arrays cannot be reduced.
     """
     if axis is None:
         return column[0]
     if isinstance(axis, Reduction):
+        if not axis.takes(column[0]):
+            raise TypeError(
+                f"jpipe.whole_batch: {shape_text(column[0])}: {axis} {axis.advice}"
+            )
         return axis.choose_run(column[0], sizes)(column)
     if not isinstance(axis, int):
         raise TypeError(

@@ -392,7 +392,7 @@ def test_no_tracer_outlives_a_trace(small_heap):
         pipe.value_and_grad(ref.mse)(variables, x, x[:, :3])
 
 
-def test_init_traces_layers_on_a_micro_batch():
+def test_init_traces_layers_on_the_whole_mini_batch():
     shapes = []
 
     def noted(x):
@@ -401,5 +401,5 @@ def test_init_traces_layers_on_a_micro_batch():
 
     x = jnp.ones((10, 5))
     variables = jpipe.pipeline([noted, ref.dense(4)], 4).init(KEY, x)
-    assert set(shapes) == {(3, 5)}
+    assert set(shapes) == {(10, 5)}
     ref.assert_equal(variables, jpipe.sequential([noted, ref.dense(4)]).init(KEY, x))

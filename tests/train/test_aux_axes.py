@@ -87,9 +87,9 @@ def test_joined_aux_is_that_of_the_mini_batch(model):
 )
 def test_axes_that_do_not_fit_are_refused(model, count, axes, says):
     pipe, variables = model
-    find = pipe.value_and_grad(loss_fn, has_aux=True, aux_axes=axes)
+    batch = ref.regression(count)
     with pytest.raises(ValueError, match=re.escape(says)) as error:
-        find(variables, *ref.regression(count))
+        pipe.value_and_grad(loss_fn, has_aux=True, aux_axes=axes)(variables, *batch)
     # Micro-batches of other sizes would not do either.
     assert not hasattr(error.value, "__notes__")
 
