@@ -121,7 +121,6 @@ class Lowering:
             stages=stages,
             batch=batch,
             weights=self._weights,
-            result_value=self._result_value,
         )
         self._loss_divisor = self._prologue.write_loss_divisor(
             batch, self._batch_inputs[self._last_stage]
@@ -428,7 +427,10 @@ class Lowering:
         functions = self._functions(action)
         function = functions.forward_adding(self._sums.accumulation(stage, m))
         inputs = self._inputs(stage, m)
-        operands = [*inputs, *self._sums.accumulation_operands(stage, m)]
+        operands = [
+            *inputs,
+            *self._sums.accumulation_operands(stage, m, self._result_value),
+        ]
         results = self._call(function, action, operands)
         self._keep_forward(action, functions, inputs=inputs, results=results)
 
@@ -447,7 +449,7 @@ class Lowering:
         inputs = self._inputs(stage, m)
         operands = [
             *inputs,
-            *self._sums.accumulation_operands(stage, m),
+            *self._sums.accumulation_operands(stage, m, self._result_value),
             *output_grads,
             *self._grad_sums(action),
         ]

@@ -60,7 +60,6 @@ class MicrobatchSums:
       stages: the stages.
       batch: the mini-batch.
       weights: the weights, as values.
-      result_value: ``(result of the function, micro-batch) -> its value``.
 
     Attributes:
       grad_shardings: for each stage, the shardings of its gradient sums.
@@ -74,10 +73,8 @@ class MicrobatchSums:
         stages: Stages,
         batch: Batch,
         weights: Values,
-        result_value: Callable[[Any, int], Value],
     ) -> None:
         self._graph = graph
-        self._result_value = result_value
         self._placement = placement
         self._stages = stages
         self._batch = batch
@@ -139,12 +136,20 @@ class MicrobatchSums:
             self._outer_terms[key] = [term for term, arg in pairs if arg is None]
         return self._outer_terms[key]
 
-    def accumulation_operands(self, stage: int, m: int) -> Values:
-        """The operands of `StageFunctions.forward_adding` behind the inputs."""
+    def accumulation_operands(
+        self, stage: int, m: int, result_value: Callable[[Any, int], Value]
+    ) -> Values:
+        """The operands of `StageFunctions.forward_adding` behind the inputs.
+
+        Args:
+          stage: the stage.
+          m: the micro-batch.
+          result_value: ``(result of the function, micro-batch) -> its value``.
+        """
         place = self._placement.place_of(stage, m)
         operands = [*self._sums[stage, place].forward]
         for term in self._find_outer_terms(stage, m):
-            operands.append(self._result_value(term, m))
+            operands.append(result_value(term, m))
         if self._stages.states[stage].has_means:
             operands.append(self._share(m, place))
         return operands
