@@ -26,7 +26,7 @@ from .._trace._traced_function import TracedFunction
 from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
 from ._cut_points import CutPoints
-from ._options import DEFAULT_SCHEDULE, Options
+from ._options import Default, Options
 from ._stage_placement import StagePlacement, idle_process_devices
 
 PyTree = Any
@@ -267,7 +267,8 @@ class Partition:
     def _choose_placement(self, num_stages: int, *, has_tail: bool) -> StagePlacement:
         options = self.options
         schedule = options.schedule
-        if has_tail and schedule == DEFAULT_SCHEDULE and options.replicas is None:
+        is_default = isinstance(schedule, Default)
+        if has_tail and is_default and options.replicas is None:
             schedule = "gpipe"
         if options.replicas is not None:
             schedule = choose_replicated(
