@@ -200,7 +200,9 @@ class Pipeline(CustomLoop, Handle):
           donate: True to overwrite the arrays of these collections that are given.
 
         Returns:
-          The output of the last layer for the whole mini-batch, on its device. With
+          The output of the last layer for the whole mini-batch, on its device; of
+          several processes the one of the last stage has its values, and ``pipe.jit``
+          makes numbers of it that all have. With
           ``mutable`` a pair of it and these collections, one entry per layer, each leaf
           on the device of its layer: the next variables are ``[{**old, **new} for old,
           new in zip(variables, state)]``, of one model ``{**variables, **state}``.
