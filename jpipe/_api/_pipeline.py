@@ -507,7 +507,7 @@ class Pipeline(CustomLoop, Handle):
             state. Frozen parameters stay the same arrays.
           donate: True if a step overwrites the memory of its state, which cannot be
             used again; with False a step needs room for both states.
-          skip_nonfinite: True if a step with a NaN or Inf among its gradients leaves
+          skip_nonfinite: True if a step whose loss or gradients are not finite leaves
             parameters, optimizer state and statistics as they are, to the bit;
             ``metrics["skipped"]`` is then 1, else 0. Its number counts all the same.
 

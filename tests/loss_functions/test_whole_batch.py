@@ -537,6 +537,11 @@ def of_counts(w, z, x):
     return size(jpipe.whole_batch(z)) * jpipe.whole_batch(count, jpipe.MEAN)
 
 
+def of_numbers_of_rows(w, z, x):
+    rows = jpipe.whole_batch(jnp.arange(len(x)))
+    return size(jpipe.whole_batch(z)[rows])
+
+
 def of_a_length(w, z, x):
     return size(jpipe.whole_batch(z)) / len(x)
 
@@ -560,6 +565,7 @@ REFUSED = [
     (without_targets, {}, r"mark all that the loss and aux read of examples"),
     (of_targets_with_rows, {}, "behind jpipe.whole_batch mark all"),
     (of_parameters, {}, "follows from parameters and no example"),
+    (of_numbers_of_rows, {}, r"follows from no example.*jnp.arange\(len\(z\)\)"),
     (without_an_axis, {}, "has axis None, as what is the same for all examples"),
     (of_another_axis, {}, "axis='rows'; needs the number of an axis"),
     (of_counts, {}, r"int32\[\]: jpipe.MEAN is for floating dtypes"),
