@@ -315,7 +315,7 @@ class Pipeline(CustomLoop, Handle):
         Args:
           variables: the variables, as `init` returns them.
           x: an input, of two examples at least, such as two micro-batches.
-          rngs: as for `apply`.
+          rngs: as for `apply`; a model with dropout needs any key.
           train: True to run layers as in training.
           microbatch_sizes: the number of examples of each micro-batch, such as
             ``(4, 8)``; default: two of different sizes.

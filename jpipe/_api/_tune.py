@@ -119,7 +119,7 @@ def tune(
       in_axes: as for `jpipe.pipeline`.
       target_axes: likewise.
       rngs: as for `Pipeline.init_train_state`.
-      rounds: the number of turns.
+      rounds: the number of turns of all plans; the even split takes two more before.
 
     Returns:
       The plan. It prints with what was tried: the predicted and the measured seconds of
