@@ -1,7 +1,7 @@
 """A pipeline gives the numbers of one device: every leaf, against plain Flax."""
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe.schedules import Costs, Schedule
+from jpipe.schedules import Costs, Schedule, ScheduleBuilder
 
 from . import reference as ref
 from .house.pages import read_blocks
@@ -60,8 +60,12 @@ class TestBuildersOfThePage:
 
     page = (ROOT / "docs" / "schedules.md").read_text()
 
-    builders: ClassVar[dict[str, Any]] = {}
-    exec(read_blocks("docs/schedules.md", containing="def chimera"), builders)
+    @staticmethod
+    @functools.cache
+    def builder(name: str) -> ScheduleBuilder:
+        names: dict[str, Any] = {}
+        exec(read_blocks("docs/schedules.md", containing="def chimera"), names)
+        return names[name]
 
     @pytest.mark.usefixtures("double")
     @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ class TestBuildersOfThePage:
         self, name, options, num_ranks, balance, num_microbatches
     ):
         layers = [ref.dense(6, jnp.float64) for _ in range(8)]
-        builder = functools.partial(self.builders[name], **options)
+        builder = functools.partial(self.builder(name), **options)
         pipe = jpipe.pipeline(
             layers,
             num_microbatches,
@@ -93,13 +97,13 @@ class TestBuildersOfThePage:
         for name, num_ranks in (("chimera", 4), ("hanayo", 3)):
             spans = []
             for num_microbatches in (4 * num_ranks, 5 * num_ranks):
-                schedule = self.builders[name](num_ranks, num_microbatches)
+                schedule = self.builder(name)(num_ranks, num_microbatches)
                 costs = Costs(1, 1).per_chunk(schedule.num_stages // num_ranks)
                 spans.append(schedule.simulate(costs).makespan)
             assert spans[1] - spans[0] == 2 * num_ranks
 
     def test_chimera_has_two_replicas_of_each_stage(self):
-        schedule = self.builders["chimera"](4, 4)
+        schedule = self.builder("chimera")(4, 4)
         assert schedule.replicas == ((0, 3), (1, 2), (1, 2), (0, 3))
         assert f"```text\n{schedule}\n```" in self.page
 

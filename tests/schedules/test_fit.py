@@ -131,7 +131,7 @@ def test_a_plan_that_cannot_fit_says_the_missing_bytes_and_a_way_out():
 def test_stages_that_the_user_places_get_an_order():
     # Two waves over four ranks: v = 4.
     costs = Costs([0.25] * 16, [0.5] * 16)
-    waves = fit(costs, 4, 4, placement=np.array([0, 1, 2, 3, 3, 2, 1, 0] * 2))
+    waves = fit(costs, 4, 4, placement=[0, 1, 2, 3, 3, 2, 1, 0] * 2)
     timeline = waves.simulate(costs)
     assert timeline.makespan == timeline.lower_bound == 12.75
     assert interleaved(4, 4, 4).simulate(costs).makespan == 14.25
@@ -139,8 +139,8 @@ def test_stages_that_the_user_places_get_an_order():
     uneven = fit(Costs(), 2, 3, 5, placement=[0, 1, 1, 0, 1])
     assert uneven.placement == (0, 1, 1, 0, 1)
     assert max(uneven.validate().simulate().peak_bytes) <= 5
-    # A placement of the catalogue has its schedules among them.
-    assert fit(Costs(), 2, 4, placement=(0, 1)) == fit(Costs(), 2, 4)
+    # An array of NumPy, for which the catalogue has schedules.
+    assert fit(Costs(), 2, 4, placement=np.array([0, 1])) == fit(Costs(), 2, 4)
 
 
 @pytest.mark.parametrize(
