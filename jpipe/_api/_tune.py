@@ -51,7 +51,7 @@ from ..planning._plan_problem import (
 from ..planning._reasons import is_same_run, make_plan
 from ..planning._request import Request
 from ..planning._space import Hardware
-from ..schedules import ScheduleBuilder
+from ..schedules import Schedule, ScheduleBuilder
 from ..schedules._formats import format_bytes, format_count, format_seconds
 from ._transform import pipeline
 
@@ -77,7 +77,7 @@ def tune(
     memory_limit: int | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
-    schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
+    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
     remat: str | Sequence[str] = TRIED_MODES,
     has_aux: bool = False,
     reduction: str = "mean",
