@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe.schedules import Costs, Schedule, ScheduleBuilder
+from jpipe.schedules import Costs, Schedule, ScheduleBuilder, gpipe
 
 from . import reference as ref
 from .house.pages import read_blocks
@@ -41,6 +41,23 @@ class TestSameBits:
         expected = self.grads(schedule="gpipe", remat="full")
         ref.assert_equal(self.grads(schedule="1f1b", remat="full"), expected)
         ref.assert_equal(self.grads(schedule=self.own_order, remat="full"), expected)
+
+    def test_backwards_that_descend_give_the_same_bits_in_every_such_schedule(self):
+        # The first rank runs its backwards as late as it can.
+        own_order = Schedule.from_text(
+            "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0\n"
+            "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0\n"
+            "2F0 2F1 2F2 2F3 2I3 2W3 2I2 2W2 2I1 2W1 2B0"
+        )
+        descending = functools.partial(gpipe, descending=True)
+        expected = self.grads(schedule=descending, remat="full")
+        ascending = self.grads(schedule="gpipe", remat="full")
+        ref.assert_close(ascending, expected, ref.FLOAT32)
+        found = self.grads(schedule=own_order, remat="full")
+        ref.assert_equal(found[1][:4], expected[1][:4])  # of stages without halves
+        ref.assert_close(found, expected, ref.FLOAT32)
+        last = self.grads(schedule=descending, remat="except_last")
+        ref.assert_close(last, expected, ref.FLOAT32)
 
     def test_kept_residuals_give_the_same_bits_where_the_same_programs_run(self):
         # The last stage of 1F1B and of the user's order runs F and B fused.

@@ -6,16 +6,21 @@ from ._build import build_with_warmup
 from ._schedule import Schedule
 
 
-def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+def gpipe(
+    num_ranks: int, num_microbatches: int, *, descending: bool = False
+) -> Schedule:
     """GPipe: all forwards, then all backwards.
 
     Every rank holds all micro-batches between its forwards and its backwards. The
-    backwards run in ascending order (torchgpipe runs them descending; the time is the
-    same).
+    backwards run in ascending order, as in all schedules of the catalogue, so that
+    gradients have the same bits; or descending, as in torchgpipe.
 
     Args:
       num_ranks: the number of ranks, one stage on each.
       num_microbatches: the number of micro-batches, any positive number.
+      descending: True to run the last backward first. It takes as long, and with
+        ``remat="except_last"`` nothing waits for its backward but what that mode
+        stores of the last micro-batch, for a moment.
 
     Returns:
       A valid schedule. With equal stages its idle fraction is
@@ -37,7 +42,17 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return num_microbatches
 
-    return build_with_warmup("gpipe", num_ranks, num_microbatches, warmup=warmup)
+    schedule = build_with_warmup("gpipe", num_ranks, num_microbatches, warmup=warmup)
+    if not descending:
+        return schedule
+    rows = []
+    for row in schedule.rows:
+        forwards = row[:num_microbatches]
+        backwards = row[num_microbatches:]
+        rows.append((*forwards, *reversed(backwards)))
+    return dataclasses.replace(
+        schedule, name="gpipe_descending", rows=tuple(rows)
+    ).validate()
 
 
 def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:

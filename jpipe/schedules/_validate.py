@@ -143,7 +143,8 @@ def _check_cells(schedule: Any) -> Iterator[str]:
 
 
 def _check_order(schedule: Any) -> Iterator[str]:
-    """Yields what runs before what it reads, and sums that do not ascend: E6."""
+    """Yields what runs before what it reads, and sums in another order: E6."""
+    descends = _gradients_descend(schedule)
     for rank, row in enumerate(schedule.rows):
         position_of = {action: position for position, action in enumerate(row)}
         # (FORWARD for losses or BACKWARD for gradients, stage) -> the last summand.
@@ -157,13 +158,33 @@ def _check_order(schedule: Any) -> Iterator[str]:
                 continue
             sum_key = FORWARD if action.op == FORWARD else BACKWARD, action.stage
             before = last.get(sum_key)
-            if before is not None and before.microbatch > action.microbatch:
+            is_descending = descends and action.op != FORWARD
+            if before is not None and is_descending != (
+                before.microbatch > action.microbatch
+            ):
+                order = "descending" if is_descending else "ascending"
                 fault = (
-                    f"E6 {action} runs after {before}: losses and gradients are summed "
-                    f"in ascending order of micro-batches"
+                    f"E6 {action} runs after {before}: losses are summed in ascending "
+                    f"order of micro-batches, gradients of all stages in one order, "
+                    f"ascending or descending; here {order}"
                 )
                 yield _show_in_row(fault, row, rank=rank, position=position)
             last[sum_key] = action
+
+
+def _gradients_descend(schedule: Any) -> bool:
+    """True if a stage adds its first gradient of a later micro-batch than its last."""
+    for row in schedule.rows:
+        first: dict[int, Action] = {}  # stage -> its first summand
+        last: dict[int, Action] = {}
+        for action in row:
+            if action.op not in (FORWARD, INPUT):
+                first.setdefault(action.stage, action)
+                last[action.stage] = action
+        for stage, action in first.items():
+            if action.microbatch != last[stage].microbatch:
+                return action.microbatch > last[stage].microbatch
+    return False
 
 
 def _cells(schedule: Any) -> Iterator[tuple[int, int, Action]]:

@@ -477,7 +477,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "checkpoint": [
         ("        if later_step < step:", "        if True:"),
-        ("return type(like)(restored.item())", "return restored.item()"),
+        ("return type(like)(values.item())", "return values.item()"),
         ("in reversed(steps):", "in steps:"),
     ],
     "_disk/_leaf_entries": [

@@ -6,7 +6,10 @@ from jpipe.schedules import Schedule
 
 from .orders import by_hand, refusal_of
 
-ASCENDING = "losses and gradients are summed in ascending order of micro-batches"
+ASCENDING = (
+    "losses are summed in ascending order of micro-batches, gradients of all stages in "
+    "one order, ascending or descending; here ascending"
+)
 
 REFUSED = {
     "E0 of sizes and cells that are none": (
@@ -48,6 +51,15 @@ Action.parse('2F0')""",
   * E6 0W0 runs after 0B2: {ASCENDING} (rank 0, position 8)
       rank 0: ... 0F4 0I0 0I1 0B2 0W0 0W1 0B3 0B4
                                   ^^^""",
+    ),
+    "E6 of gradients in two orders": (
+        by_hand("0F0 0F1 0B1 0B0\n1F0 1F1 1B0 1B1", 2),
+        """\
+  * E6 1B1 runs after 1B0: losses are summed in ascending order of micro-batches, \
+gradients of all stages in one order, ascending or descending; here descending \
+(rank 1, position 3)
+      rank 1: 1F0 1F1 1B0 1B1
+                          ^^^""",
     ),
     "E7 without the rank that only waits for the cycle": (
         by_hand(
