@@ -396,14 +396,17 @@ class PipelinedModel:
 
         It is traced on all examples at once, as modules of nnx hold a cache for so
         many. Modules of linen make their caches anew, as in an initialization, where
-        attention takes more than one token.
+        attention takes more than one token. Of an input that is none of an
+        initialization, such as a prompt and the mask of a whole text, all write to
+        the caches that are there.
         """
         model = self.model
         sample = model.sample_batch(x, self.partition)
         created = set[str]()
-        for path, axis in axes_of_init(model, sample).items():
-            if axis is not None:
-                created.add(model.collection(path))
+        with suppress(Exception):
+            for path, axis in axes_of_init(model, sample).items():
+                if axis is not None:
+                    created.add(model.collection(path))
         names = set[str]()
         for entry in model.entries(variables):
             names |= entry.keys() - {"params"}
