@@ -38,7 +38,7 @@ def axes_of_init(model: Model, batch: Batch) -> dict[Path, Any]:
       takes no other number of examples.
 
     Raises:
-      Exception: what the model raises, if it is not initialized with such an input.
+      Exception: an error of the model, if such an input does not initialize it.
     """
     size = batch.num_examples
     once = _initial_shapes(model, batch, size)
