@@ -25,7 +25,7 @@ QUERIES = {
     "tensorboard": "recipes",
     "incremental_update": "training",
     "evaluate": "training",
-    "init_train_state": "reference/pipeline",
+    "init_train_state": "reference/pipeline_class",
     "num_cpu_devices": "install",
     "perfetto": "profiling",
     "equinox": "libraries",

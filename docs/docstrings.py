@@ -1,7 +1,8 @@
 """The docstrings of the library as mkdocstrings reads them: an extension of griffe.
 
 Griffe knows the section ``Examples`` and Markdown. The library writes ``Example``,
-and links in the manner of reStructuredText.
+and links in the manner of reStructuredText. A default that has a name inside of the
+library is shown as its value.
 """
 
 import re
@@ -9,6 +10,10 @@ from typing import Any
 
 import griffe
 
+from jpipe._partition._options import REMAT, SCHEDULE
+from jpipe.planning._mode_names import TRIED_MODES
+
+DEFAULTS = {"SCHEDULE": SCHEDULE, "REMAT": REMAT, "TRIED_MODES": TRIED_MODES}
 LINK = re.compile(r"`([^`<]+?)\s+<([^>]+)>`_")
 
 
@@ -22,6 +27,11 @@ class Docstrings(griffe.Extension):
           obj: the object that was read.
           **kwargs: how it was read.
         """
+        if isinstance(obj, griffe.Function):
+            for parameter in obj.parameters:
+                name = str(parameter.default)
+                if name in DEFAULTS:
+                    parameter.default = repr(DEFAULTS[name])
         if obj.docstring is None:
             return
         text = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value)

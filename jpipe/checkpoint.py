@@ -28,7 +28,7 @@ from etils import epath
 from ._arguments import _stacked, _variables
 from ._arguments._stacked import Stacked
 from ._disk._leaf_entries import path_text
-from ._disk._state_reader import DamagedError, list_steps, read_leaves
+from ._disk._state_reader import DamagedError, is_state, list_steps, read_leaves
 from ._disk._state_writer import StateWriter
 from ._messages import raise_all, warn
 from ._processes._arrays import as_key, is_key
@@ -133,9 +133,10 @@ def _check_numbers(*, step: int | None, keep: int, background: bool) -> None:
     for name, number, least in (("step", step, 0), ("keep", keep, 1)):
         is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
         if number is not None and not (is_int and number >= least):
+            example = "step=int(state.step)" if name == "step" else "keep=3"
             raise ValueError(
                 f"{name}={number!r} is no whole number from {least} on; needs one, "
-                f"such as step=int(state.step)"
+                f"such as {example}"
             )
     if background and step is None:
         raise ValueError("background=True needs step=, as in step=int(state.step)")
@@ -273,7 +274,8 @@ def restore_latest(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Raises:
       DamagedError: if all states are damaged: with the reason for each.
-      RuntimeError, TypeError, ValueError: as for `restore`.
+      RuntimeError, TypeError, ValueError: as for `restore`; or if the folder is a
+        state that was saved without ``step=``.
     """
     path = _folder(folder, "restore_latest", "like")
     wait()
@@ -292,6 +294,11 @@ def restore_latest(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
             warn(f"{listed}. Training goes on from {path / str(step)}")
         return state
     raise_all(f"{path} holds no state that is whole", faults, error=DamagedError)
+    if is_state(path):
+        raise ValueError(
+            f"{path} is one state, which was saved without step=; type "
+            f"jpipe.checkpoint.restore(path, like)"
+        )
     return like
 
 
@@ -367,6 +374,8 @@ def _fault_of_leaf(leaf: Any) -> str:
         return f"a {type(leaf).__name__}"
     dtype = leaf.dtype if isinstance(leaf, _ARRAYS) else np.asarray(leaf).dtype
     is_number = any(jnp.issubdtype(dtype, scalar) for scalar in (np.number, np.bool_))
+    if isinstance(leaf, _ARRAYS) and leaf.size == 0:
+        return f"an array of shape {leaf.shape}, without any number"
     if is_number or is_key(leaf):
         return ""
     if isinstance(leaf, int):

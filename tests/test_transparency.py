@@ -1,15 +1,20 @@
 """A pipeline gives the numbers of one device: every leaf, against plain Flax."""
 
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe.schedules import Schedule
+from jpipe.schedules import Costs, Schedule, ScheduleBuilder
 
 from . import reference as ref
+from .house.pages import read_blocks
+from .programs import ROOT
 
 
 class TestSameBits:
@@ -48,6 +53,59 @@ class TestSameBits:
     def test_devices_do_not_change_a_bit(self):
         for numbers in ((5, 2, 7), (0, 0, 0), (1, 0, 1)):
             ref.assert_equal(self.grads(numbers=numbers), self.grads())
+
+
+class TestBuildersOfThePage:
+    """Chimera and Hanayo, as the page on schedules shows them."""
+
+    page = (ROOT / "docs" / "schedules.md").read_text()
+
+    @staticmethod
+    @functools.cache
+    def builder(name: str) -> ScheduleBuilder:
+        names: dict[str, Any] = {}
+        exec(read_blocks("docs/schedules.md", containing="def chimera"), names)
+        return names[name]
+
+    @pytest.mark.usefixtures("double")
+    @pytest.mark.parametrize(
+        ("name", "options", "num_ranks", "balance", "num_microbatches"),
+        [
+            ("chimera", {}, 4, [2, 2, 2, 2], 6),
+            ("hanayo", {"num_waves": 1}, 4, None, 5),
+            ("hanayo", {"num_waves": 2}, 2, None, 4),
+        ],
+    )
+    def test_they_give_the_gradients_of_one_device(
+        self, name, options, num_ranks, balance, num_microbatches
+    ):
+        layers = [ref.dense(6, jnp.float64) for _ in range(8)]
+        builder = functools.partial(self.builder(name), **options)
+        pipe = jpipe.pipeline(
+            layers,
+            num_microbatches,
+            balance=balance,
+            schedule=builder,
+            devices=jax.devices()[:num_ranks],
+        )
+        assert pipe.schedule == builder(num_ranks, num_microbatches)
+        x = jax.random.normal(jax.random.key(1), (12, 6), jnp.float64)
+        ref.compare(pipe, layers, x, jnp.sin(x), ref.FLOAT64)
+
+    def test_no_rank_waits_in_the_middle_of_a_step(self):
+        """Every further micro-batch takes a rank a forward and a backward."""
+        for name, num_ranks in (("chimera", 4), ("hanayo", 3)):
+            spans = []
+            for num_microbatches in (4 * num_ranks, 5 * num_ranks):
+                schedule = self.builder(name)(num_ranks, num_microbatches)
+                costs = Costs(1, 1).per_chunk(schedule.num_stages // num_ranks)
+                spans.append(schedule.simulate(costs).makespan)
+            assert spans[1] - spans[0] == 2 * num_ranks
+
+    def test_chimera_has_two_replicas_of_each_stage(self):
+        schedule = self.builder("chimera")(4, 4)
+        assert schedule.replicas == ((0, 3), (1, 2), (1, 2), (0, 3))
+        assert f"```text\n{schedule}\n```" in self.page
 
 
 def test_a_step_draws_with_a_key_that_no_layer_and_no_other_step_has():

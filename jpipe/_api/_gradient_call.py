@@ -175,7 +175,7 @@ class ValueAndGrad(LossMethods):
           variables: as for a call, or on the host.
           x: an input, of two examples at least, such as two micro-batches.
           targets: its targets.
-          rngs: as for a call.
+          rngs: as for a call; a model with dropout needs any key.
           train: as for a call.
           microbatch_sizes: as for `Pipeline.check`.
           tolerance: as for `Pipeline.check`.

@@ -200,7 +200,9 @@ class Pipeline(CustomLoop, Handle):
           donate: True to overwrite the arrays of these collections that are given.
 
         Returns:
-          The output of the last layer for the whole mini-batch, on its device. With
+          The output of the last layer for the whole mini-batch, on its device; of
+          several processes the one of the last stage has its values, and ``pipe.jit``
+          makes numbers of it that all have. With
           ``mutable`` a pair of it and these collections, one entry per layer, each leaf
           on the device of its layer: the next variables are ``[{**old, **new} for old,
           new in zip(variables, state)]``, of one model ``{**variables, **state}``.
@@ -313,7 +315,7 @@ class Pipeline(CustomLoop, Handle):
         Args:
           variables: the variables, as `init` returns them.
           x: an input, of two examples at least, such as two micro-batches.
-          rngs: as for `apply`.
+          rngs: as for `apply`; a model with dropout needs any key.
           train: True to run layers as in training.
           microbatch_sizes: the number of examples of each micro-batch, such as
             ``(4, 8)``; default: two of different sizes.
@@ -505,7 +507,7 @@ class Pipeline(CustomLoop, Handle):
             state. Frozen parameters stay the same arrays.
           donate: True if a step overwrites the memory of its state, which cannot be
             used again; with False a step needs room for both states.
-          skip_nonfinite: True if a step with a NaN or Inf among its gradients leaves
+          skip_nonfinite: True if a step whose loss or gradients are not finite leaves
             parameters, optimizer state and statistics as they are, to the bit;
             ``metrics["skipped"]`` is then 1, else 0. Its number counts all the same.
 

@@ -185,7 +185,15 @@ class PipelinedModel:
     ) -> Specialization:
         """Returns the forward pass for variables and an input."""
         function = self._forward_function(mutable, train=train)
-        return function.specialize(variables, x, rngs)
+        try:
+            return function.specialize(variables, x, rngs)
+        except (TypeError, ValueError) as error:
+            if missing := sorted(self._find_caches(x) - {*mutable.names}):
+                error.add_note(
+                    f"the model writes state with a row for each example: type "
+                    f"mutable={missing!r}, or leave out what makes it, such as decode="
+                )
+            raise
 
     def _forward_function(self, mutable: Mutable, *, train: bool) -> PipelinedFunction:
         """The forward pass in stages, built once."""
@@ -386,10 +394,25 @@ class PipelinedModel:
             return evaluation.layout(variables, args)
         except errors.ModifyScopeVariableError:  # a module of linen has a cache
             return self._state_division(variables, x).layout(variables, args)
-        except Exception:  # a module of nnx may have one, for all examples
-            with suppress(Exception):  # the first error says what is wrong
+        except Exception:
+            if self._find_caches(x):  # the error is that of a cache of other examples
+                return self._state_division(variables, x).layout(variables, args)
+            # A module of nnx may have a cache, for all examples; if that is not it, the
+            # first error says what is wrong.
+            with suppress(Exception):
                 return self._state_division(variables, x).layout(variables, args)
             raise
+
+    def _find_caches(self, x: PyTree) -> set[str]:
+        """The collections that an initialization makes with rows for the examples."""
+        with suppress(Exception):  # which the call explains
+            axes = axes_of_init(self.model, self.model.sample_batch(x, self.partition))
+            return {
+                self.model.collection(path)
+                for path, axis in axes.items()
+                if axis is not None
+            }
+        return set()
 
     def _state_division(self, variables: PyTree, x: PyTree) -> PipelinedFunction:
         """A forward pass that divides a model which writes state in evaluation.
@@ -401,12 +424,7 @@ class PipelinedModel:
         the caches that are there.
         """
         model = self.model
-        sample = model.sample_batch(x, self.partition)
-        created = set[str]()
-        with suppress(Exception):
-            for path, axis in axes_of_init(model, sample).items():
-                if axis is not None:
-                    created.add(model.collection(path))
+        created = self._find_caches(x)
         names = set[str]()
         for entry in model.entries(variables):
             names |= entry.keys() - {"params"}

@@ -83,8 +83,8 @@ def pipeline(
         ``"1f1b"`` or ``"eager_1f1b"``. Variables stay on the first of them, which sends
         them to the others once in a step and adds up their gradients.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`. Where
-        a loss reads the whole mini-batch, `jpipe.whole_batch`, ``"1f1b"`` is
-        ``"gpipe"``.
+        a loss reads the whole mini-batch (``reduction="batch"``, `jpipe.whole_batch`),
+        the default is ``"gpipe"``.
       remat: the residuals that are stored between forward and backward. ``"min_cut"``:
         the fewest bytes from which all that the backward reads follows without a
         product, a convolution or a loop. ``"dots"``: the results of products and

@@ -51,7 +51,7 @@ from ..planning._plan_problem import (
 from ..planning._reasons import is_same_run, make_plan
 from ..planning._request import Request
 from ..planning._space import Hardware
-from ..schedules import ScheduleBuilder
+from ..schedules import Schedule, ScheduleBuilder
 from ..schedules._formats import format_bytes, format_count, format_seconds
 from ._transform import pipeline
 
@@ -77,7 +77,7 @@ def tune(
     memory_limit: int | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
-    schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
+    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
     remat: str | Sequence[str] = TRIED_MODES,
     has_aux: bool = False,
     reduction: str = "mean",
@@ -119,7 +119,7 @@ def tune(
       in_axes: as for `jpipe.pipeline`.
       target_axes: likewise.
       rngs: as for `Pipeline.init_train_state`.
-      rounds: the number of turns.
+      rounds: the number of turns of all plans; the even split takes two more before.
 
     Returns:
       The plan. It prints with what was tried: the predicted and the measured seconds of

@@ -33,6 +33,11 @@ class DamagedError(ValueError):
     """A file of a state is missing, or is not what was written."""
 
 
+def is_state(folder: epath.Path) -> bool:
+    """True if a folder is one state, and holds none of several steps."""
+    return (folder / _METADATA).exists()
+
+
 def list_steps(folder: epath.Path) -> list[int]:
     """The steps of which a folder holds a state, in order."""
     import orbax.checkpoint as ocp

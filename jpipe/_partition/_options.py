@@ -11,8 +11,6 @@ from ..schedules import Schedule
 from ._cut_points import CutPoints
 from ._param_sharding import ShardingRule
 
-# The schedule where the user types none.
-DEFAULT_SCHEDULE = "1f1b"
 # The shape of each parameter.
 Shapes = tuple[tuple[int, ...], ...]
 

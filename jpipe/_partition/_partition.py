@@ -26,7 +26,7 @@ from .._trace._traced_function import TracedFunction
 from ..schedules._choose import choose_replicated, choose_schedule
 from . import _balanced_cuts, _remat
 from ._cut_points import CutPoints
-from ._options import DEFAULT_SCHEDULE, Options
+from ._options import Default, Options
 from ._stage_placement import StagePlacement, idle_process_devices
 
 PyTree = Any
@@ -267,7 +267,15 @@ class Partition:
     def _choose_placement(self, num_stages: int, *, has_tail: bool) -> StagePlacement:
         options = self.options
         schedule = options.schedule
-        if has_tail and schedule == DEFAULT_SCHEDULE and options.replicas is None:
+        if has_tail and options.replicas is not None:
+            raise ValueError(
+                "replicas= is for schedules whose backwards begin before the last "
+                "forward, and the loss reads the outputs of the whole mini-batch at "
+                "once (jpipe.whole_batch, reduction='batch'): leave replicas= out; a "
+                "mesh with an axis 'data' gives each stage several devices"
+            )
+        is_default = isinstance(schedule, Default)
+        if has_tail and is_default:
             schedule = "gpipe"
         if options.replicas is not None:
             schedule = choose_replicated(

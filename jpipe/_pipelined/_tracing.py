@@ -129,6 +129,7 @@ def trace_sizes(
         traced_functions = _whole_batch.split_tails(
             traced_functions,
             is_split=[axis is not None for axis in batch.axes],
+            has_parts=batch.num_microbatch_shards > 1,
             aux_of=user_function.aux_of,
             without_aux=user_function.without_aux,
         )

@@ -181,6 +181,7 @@ def split_tails(
     traced_functions: Mapping[int, TracedFunction],
     *,
     is_split: Sequence[bool],
+    has_parts: bool,
     aux_of: Callable[[TracedFunction], PyTree],
     without_aux: Callable[[TracedFunction], PyTree],
 ) -> dict[int, TracedFunction]:
@@ -189,6 +190,7 @@ def split_tails(
     Args:
       traced_functions: micro-batch size -> trace; the first micro-batch first.
       is_split: one bool per leaf of the mini-batch; True if it is split by examples.
+      has_parts: True if there is more than one micro-batch.
       aux_of: ``trace -> specs of aux``, without the state that is written.
       without_aux: ``trace -> specs of the results behind aux``, as a tree of aux.
 
@@ -201,7 +203,7 @@ def split_tails(
     """
     fronts = dict[int, TracedFunction]()
     for size, traced in traced_functions.items():
-        splitter = _Splitter(traced, is_split)
+        splitter = _Splitter(traced, is_split, has_parts=has_parts)
         fronts[size] = splitter.split(aux_of(traced), without_aux(traced))
     keys = [_key_of_tail(front.tail) for front in fronts.values()]
     if any(key != keys[0] for key in keys):
@@ -224,11 +226,15 @@ class _Splitter:
     Args:
       traced: the function.
       is_split: one bool per leaf of the mini-batch; True if it is split by examples.
+      has_parts: True if there is more than one micro-batch.
     """
 
-    def __init__(self, traced: TracedFunction, is_split: Sequence[bool]) -> None:
+    def __init__(
+        self, traced: TracedFunction, is_split: Sequence[bool], *, has_parts: bool
+    ) -> None:
         jaxpr = traced.closed.jaxpr
         self._traced = traced
+        self._has_parts = has_parts
         self._eqns = [eqn for eqn in jaxpr.eqns if not _is_mark(eqn)]
         # The variables that differ between micro-batches by their examples.
         roots = list(itertools.compress(traced.batch_inputs, is_split))
@@ -285,6 +291,13 @@ class _Splitter:
                 f"no example, and would be repeated for each micro-batch; read it "
                 f"without a mark, or return it from a model without rows, with None "
                 f"in out_axes="
+            )
+        elif self._has_parts:
+            raise ValueError(
+                f"jpipe.whole_batch: {_describe(operand)} follows from no example, and "
+                f"would be repeated for each micro-batch; make it behind the marks, as "
+                f"in jnp.arange(len(z)) of an array z that is marked (of a pipeline "
+                f"return it with None in out_axes=, or make it in loss_fn)"
             )
         mark = self._joined.setdefault((operand, axis), eqn.outvars[0])
         self._first_marks[eqn.outvars[0]] = mark

@@ -1,4 +1,4 @@
-"""An update that is left out where a gradient holds a NaN or Inf.
+"""An update that is left out where a gradient or the loss is NaN or Inf.
 
 All stages do the same, so all gradients are read before the first update:
 
@@ -93,13 +93,18 @@ def update_if_finite(
     return jax.tree.unflatten(jax.tree.structure(result), selected)
 
 
-def write_flag(graph: Graph, grads: Sequence[Value]) -> FiniteFlag:
-    """Writes into a graph the flag of a step: true if all gradients are finite."""
+def write_flag(graph: Graph, values: Sequence[Value]) -> FiniteFlag:
+    """Writes into a graph the flag of a step: true if all values are finite.
+
+    Args:
+      graph: the graph.
+      values: the gradients and the loss.
+    """
     flags = list[Value]()
-    places = dict.fromkeys(graph.places[value] for value in grads)
+    places = dict.fromkeys(graph.places[value] for value in values)
     for place in places:
-        place_grads = [value for value in grads if graph.places[value] == place]
-        flags += _call(graph, "is_finite", _are_finite, place_grads)
+        place_values = [value for value in values if graph.places[value] == place]
+        flags += _call(graph, "is_finite", _are_finite, place_values)
     return FiniteFlag(*_call(graph, "all_finite", _combine, flags[::-1]))
 
 

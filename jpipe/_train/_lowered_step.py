@@ -123,7 +123,7 @@ class LoweredStep:
         arguments = [inputs[i] for i in updated_indices]
         arguments += [grads[i] for i in layout.param_indices if i in grads]
         if self.optimizer.skips_nonfinite:
-            flag = write_flag(graph, list(grads.values()))
+            flag = write_flag(graph, [*grads.values(), *results.loss])
             arguments.append(flag.is_finite)
             new_variables = write_selection(graph, flag, new_variables, variables)
             skipped.append(flag.num_skipped)

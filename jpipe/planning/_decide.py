@@ -20,7 +20,7 @@ from .._instructions._progress import Progress
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._train._transformation import check_optimizer
-from ..schedules import Costs, ScheduleBuilder
+from ..schedules import Costs, Schedule, ScheduleBuilder
 from ._finalists import rank_candidates
 from ._layer_profile import find_count_faults, find_flag_faults
 from ._mode_names import TRIED_MODES
@@ -71,7 +71,7 @@ def plan(
     overlap: bool | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
-    schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
+    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
     remat: str | Sequence[str] = TRIED_MODES,
     balance: Sequence[int] | None = None,
     profile: Profile | None = None,
@@ -137,8 +137,10 @@ def plan(
         ``num_devices`` and the examples. A stage is in one process: with several
         processes type at most the devices of one, which is the default where
         ``num_devices`` is left out.
-      schedules: a schedule of the catalogue, or several to choose from, by names or
-        builders; default: the catalogue and schedules made to measure.
+      schedules: a schedule, or several to choose from: names of the catalogue,
+        builders ``(num_ranks, num_microbatches) -> Schedule``, or a `Schedule`, whose
+        numbers have to be among those of ``num_microbatches`` and the ranks; default:
+        the catalogue and schedules made to measure.
       remat: a mode, or several that stages may have.
       balance: the balance, if it is decided already. Of one model it counts the
         sections that its profile lists.

@@ -20,11 +20,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
 from .._partition._remat_mode import MIN_CUT
-from ..schedules import BY_NAME, gpipe, one_f_one_b
+from ..schedules import gpipe, one_f_one_b
+from ..schedules._catalogue import find_catalogue_key
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
 from ._plan_search import search
@@ -109,7 +111,7 @@ def find_finalists(problem: PlanProblem) -> list[Candidate]:
       ValueError: if no schedule has an order for these numbers.
     """
     best_of_families: list[Candidate] = []
-    families = _group_by_family(problem.space.schedule_names)
+    families = _group_by_family(problem.space)
     for names in count_items("families of schedules searched", families):
         space = dataclasses.replace(problem.space, schedule_names=names)
         ranked = _rank_candidates(dataclasses.replace(problem, space=space))
@@ -193,13 +195,18 @@ def forecast_again(problem: PlanProblem, lowered: Candidate) -> Candidate:
     return dataclasses.replace(forecast, memory=lowered.memory, plan=lowered.plan)
 
 
-def _group_by_family(schedule_names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The schedules with as many stages on a rank, and backwards whole or in halves."""
-    families: dict[tuple[int, bool], list[str]] = {}
-    for name in schedule_names:
-        small = BY_NAME[name](1, 2)
-        has_halves = any(count_split_shares(small))
-        families.setdefault((small.num_stages, has_halves), []).append(name)
+def _group_by_family(space: SearchSpace) -> list[tuple[str, ...]]:
+    """The schedules with as many stages on a rank, and backwards whole or in halves.
+
+    A schedule of the user's is a family of its own.
+    """
+    families: dict[Any, list[str]] = {}
+    for name in space.schedule_names:
+        family: Any = name
+        if find_catalogue_key(space.builders[name]) is not None:
+            small = space.builders[name](1, 2)
+            family = small.num_stages, any(count_split_shares(small))
+        families.setdefault(family, []).append(name)
     return list(map(tuple, families.values()))
 
 

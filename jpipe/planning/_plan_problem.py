@@ -6,7 +6,7 @@ layers --profile--> seconds and bytes of each layer, for two sizes of micro-batc
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import optax
 from .._layers._adapter import is_model, is_module
 from .._layers._layer_group import check_balance
 from .._train._optimizer import opt_state_bytes
-from ..schedules import BY_NAME
+from ..schedules import BY_NAME, Schedule, ScheduleBuilder
 from ..schedules._catalogue import FORWARDS_FIRST, find_catalogue_key
 from ..schedules._choose import format_argument
 from ._fingerprint import fingerprint
@@ -31,7 +31,7 @@ from ._profiler import profile_sizes
 from ._ran_step import RanStep, scale_to_step
 from ._request import Request
 from ._residual_ratios import scale_residuals
-from ._space import Hardware, SearchSpace
+from ._space import Hardware, SearchSpace, UserSchedule
 from ._traced import TracedLayers
 
 _TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
@@ -49,10 +49,11 @@ class PlanChoices:
     Attributes:
       data: the numbers of devices that may share a micro-batch; ``None``: any.
       num_microbatches: the numbers of micro-batches; ``None``: the default ones.
-      schedule_names: the schedules, by names in `jpipe.schedules.BY_NAME`.
+      schedule_names: the schedules, by names in ``builders``.
       remat_modes: the modes that a stage may have.
       fits_schedules: True if schedules are made to measure too.
-      allowed_schedules: the schedules that the loss allows, likewise.
+      allowed_schedules: the schedules of the catalogue that the loss allows.
+      builders: name -> builder of the schedule.
     """
 
     data: tuple[Any, ...] | None
@@ -61,6 +62,7 @@ class PlanChoices:
     remat_modes: tuple[Any, ...]
     fits_schedules: bool
     allowed_schedules: tuple[str, ...]
+    builders: Mapping[str, ScheduleBuilder]
 
     @classmethod
     def from_options(
@@ -91,14 +93,31 @@ class PlanChoices:
         if num_microbatches is not None:
             microbatch_counts = _as_tuple(num_microbatches)
         allowed = FORWARDS_FIRST if needs_forwards_first else _TRAINING_SCHEDULES
-        builders = _as_tuple(allowed if schedules is None else schedules)
+        names: list[Any] = []
+        builders = dict(BY_NAME)
+        for schedule in _as_tuple(allowed if schedules is None else schedules):
+            name = _catalogue_name(schedule)
+            if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
+                if isinstance(schedule, Schedule):
+                    schedule.validate()
+                user_schedule = UserSchedule(schedule)
+                name = user_schedule.name
+                if builders.get(name, user_schedule) != user_schedule:
+                    raise ValueError(
+                        f"plan: schedules: {name!r} is the name of another schedule; "
+                        f"rename your function, or type "
+                        f"dataclasses.replace(schedule, name='mine')"
+                    )
+                builders[name] = user_schedule
+            names.append(name)
         return cls(
             data=data_counts,
             num_microbatches=microbatch_counts,
-            schedule_names=tuple(map(_catalogue_name, builders)),
+            schedule_names=tuple(names),
             remat_modes=_as_tuple(remat),
             fits_schedules=schedules is None and not needs_forwards_first,
             allowed_schedules=tuple(allowed),
+            builders=builders,
         )
 
     def find_faults(self, memory_limit: Any) -> Iterator[str]:
@@ -113,9 +132,17 @@ class PlanChoices:
         for option, listed_names in names.items():
             if not listed_names:
                 yield f"{option}=(): name one or more, or leave it out"
+        user_names = [name for name in self.builders if name not in BY_NAME]
         for name in self.schedule_names:
             key = find_catalogue_key(name)
-            if key not in self.allowed_schedules:
+            is_of_user = name in user_names
+            if is_of_user and self.allowed_schedules == FORWARDS_FIRST:
+                yield (
+                    f"schedules: {name} is none of those that are planned for "
+                    f"reduction='batch': choose from "
+                    f"{', '.join(map(repr, FORWARDS_FIRST))}"
+                )
+            elif not is_of_user and key not in self.allowed_schedules:
                 listed = ", ".join(map(repr, self.allowed_schedules))
                 fault = "is unknown"
                 if key in _TRAINING_SCHEDULES:
@@ -239,6 +266,7 @@ def pose_plan_problem(
         fits_schedules=choices.fits_schedules,
         balance=checked_balance,
         mesh_shapes=shapes,
+        builders=choices.builders,
     )
     return PlanProblem(space, request, model, profile)
 

@@ -25,7 +25,8 @@ import numpy as np
 
 from .. import schedules
 from .._instructions._progress import count_items
-from ..schedules import BY_NAME, Schedule, ScheduleError
+from ..schedules import Schedule, ScheduleBuilder, ScheduleError
+from ..schedules._catalogue import find_catalogue_key
 from ..schedules._placement import place_in_loop, place_in_v
 from ._bottleneck_cut import minimize_max
 from ._climb import Ends
@@ -61,6 +62,7 @@ class _Outline(NamedTuple):
       shape: the numbers of micro-batches, and of devices that share one.
       num_ranks: the number of ranks.
       schedule_name: the name of the schedule.
+      placement: the rank of each stage.
       split_share: the share of backwards that run in halves, 0 or 1; ``None`` if it
         depends on the numbers.
     """
@@ -69,6 +71,7 @@ class _Outline(NamedTuple):
     shape: MeshShape
     num_ranks: int
     schedule_name: str
+    placement: tuple[int, ...]
     split_share: float | None
 
 
@@ -134,7 +137,7 @@ def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
         if least_seconds * (1 - _ROUNDING) > best_seconds:
             continue
         try:
-            schedule = BY_NAME[outline.schedule_name](
+            schedule = space.builders[outline.schedule_name](
                 outline.num_ranks, outline.shape.num_microbatches
             )
         except ScheduleError:  # it has no order for these numbers
@@ -150,10 +153,7 @@ def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
 
 def _pose_free_problem(outline: _Outline, space: SearchSpace) -> PartitionProblem:
     """The problem of an outline while memory has no limit, which needs no actions."""
-    small = BY_NAME[outline.schedule_name](2, 4)
-    placement = place_in_loop(outline.num_ranks, small.num_stages // 2)
-    if small.placement == place_in_v(2):
-        placement = place_in_v(outline.num_ranks)
+    placement = outline.placement
     without_actions = Schedule(
         name=outline.schedule_name,
         num_stages=len(placement),
@@ -190,23 +190,64 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
 
     outlines = []
     for name, shape in itertools.product(space.schedule_names, space.mesh_shapes):
-        small = BY_NAME[name](1, 2)
-        num_chunks = small.num_stages
-        shares = set(count_split_shares(small))
-        split_share = shares.pop() if len(shares) == 1 else None
         num_ranks = space.hardware.num_devices // shape.num_shards
-        for ranks in range(1, min(num_ranks, space.num_layers // num_chunks) + 1):
-            if space.balance is not None and len(space.balance) != ranks * num_chunks:
+        for ranks in range(1, min(num_ranks, space.num_layers) + 1):
+            try:
+                placement, split_share = _find_stages(
+                    space.builders[name], ranks, shape.num_microbatches
+                )
+            except ScheduleError:  # a user's has no order for these numbers
                 continue
+            num_stages = len(placement)
+            if num_stages > space.num_layers:
+                continue
+            if space.balance is not None and len(space.balance) != num_stages:
+                continue
+            num_chunks = -(-num_stages // ranks)
             outline = _Outline(
                 least_seconds=least_seconds(shape, ranks, num_chunks, split_share),
                 shape=shape,
                 num_ranks=ranks,
                 schedule_name=name,
+                placement=placement,
                 split_share=split_share,
             )
             outlines.append(outline)
     return sorted(outlines, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
+
+
+@functools.cache
+def _build_small(
+    builder: ScheduleBuilder, num_ranks: int, num_microbatches: int
+) -> Schedule:
+    """A schedule of the catalogue, built once for all numbers of ranks."""
+    return builder(num_ranks, num_microbatches)
+
+
+def _find_stages(
+    builder: ScheduleBuilder, num_ranks: int, num_microbatches: int
+) -> tuple[tuple[int, ...], float | None]:
+    """The placement of a schedule, and the share of backwards that run in halves.
+
+    A builder of the catalogue shows both in small schedules, which are quick to make.
+
+    Returns:
+      The rank of each stage; and the share, ``None`` if it is not that of all stages.
+
+    Raises:
+      ScheduleError: if a builder of the user's has no order for these numbers.
+    """
+    if find_catalogue_key(builder) is None:
+        schedule = builder(num_ranks, num_microbatches)
+        placement = schedule.placement
+        shares = set(count_split_shares(schedule))
+    else:
+        two_ranks = _build_small(builder, 2, 4)
+        placement = place_in_loop(num_ranks, two_ranks.num_stages // 2)
+        if two_ranks.placement == place_in_v(2):
+            placement = place_in_v(num_ranks)
+        shares = set(count_split_shares(_build_small(builder, 1, 2)))
+    return placement, shares.pop() if len(shares) == 1 else None
 
 
 def _least_seconds(

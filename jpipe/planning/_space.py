@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..schedules import Schedule
+from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
+from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
 from ._mesh_shapes import MeshShape
 from ._plan import mesh_text
@@ -37,6 +39,50 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class UserSchedule:
+    """A builder of the user's, or a `Schedule` as the builder of itself.
+
+    Attributes:
+      schedule: the builder or schedule.
+    """
+
+    schedule: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule, or of the function that builds it."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.name
+        return format_argument(self.schedule)
+
+    def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """The valid schedule for these numbers.
+
+        Raises:
+          ScheduleError: if there is none.
+          ValueError: if it is one that no plan has.
+          TypeError: if the builder makes something else.
+        """
+        schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            schedule = call_builder(schedule, num_ranks, num_microbatches)
+        sizes = schedule.num_ranks, schedule.num_microbatches
+        if sizes != (num_ranks, num_microbatches):
+            raise ScheduleError(
+                f"{self.name} is for {sizes[0]} ranks and {sizes[1]} micro-batches"
+            )
+        if schedule.replicas or schedule.forward_only:
+            feature = "is forward_only"
+            if schedule.replicas:
+                feature = "has replicas of stages"
+            raise ValueError(
+                f"plan: schedules: {self.name} {feature}, which is not planned; type "
+                f"jpipe.pipeline(layers, num_microbatches, schedule=...)"
+            )
+        return schedule.validate()
+
+
+@dataclass(frozen=True)
 class SearchSpace:
     """The choices that a plan has.
 
@@ -45,12 +91,13 @@ class SearchSpace:
         the state of layers includes that of the optimizer.
       optimizer_bytes: the bytes of the optimizer's state of each layer.
       hardware: the devices.
-      schedule_names: the schedules, by names in `jpipe.schedules.BY_NAME`.
+      schedule_names: the schedules, by names in ``builders``.
       remat_modes: the modes that a stage may have, the one that stores most first.
       fits_schedules: True if schedules are made to measure too.
       balance: the only balance that is allowed; ``None``: any.
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
+      builders: name -> builder of a schedule, of the catalogue or the user's.
     """
 
     profiles: Mapping[int, Profile]
@@ -61,6 +108,7 @@ class SearchSpace:
     fits_schedules: bool
     balance: tuple[int, ...] | None
     mesh_shapes: tuple[MeshShape, ...]
+    builders: Mapping[str, ScheduleBuilder] = field(default_factory=lambda: BY_NAME)
 
     @property
     def num_layers(self) -> int:

@@ -64,17 +64,11 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
         if num_stages % num_ranks:
             continue
         try:
-            schedule = builder(num_ranks, num_microbatches)
+            schedule = call_builder(builder, num_ranks, num_microbatches)
         except ScheduleError as error:
             # The builder has no order for these numbers.
             refusals.append(f"{num_ranks} ranks: {error}")
             continue
-        if not isinstance(schedule, Schedule):
-            raise TypeError(
-                f"schedule={format_argument(builder)} returned a "
-                f"{type(schedule).__name__}; a builder is (num_ranks, "
-                f"num_microbatches) -> Schedule"
-            )
         if schedule.num_stages == num_stages:
             return _check_fit(schedule, num_stages, num_microbatches)
     raise ScheduleError(
@@ -82,6 +76,18 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
         f"{num_microbatches} micro-batches"
         + "".join(f"\n  * {line}" for line in refusals)
     )
+
+
+def call_builder(builder: Any, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Calls a builder of the user's; raises a TypeError if it makes no schedule."""
+    schedule = builder(num_ranks, num_microbatches)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule={format_argument(builder)} returned a "
+            f"{type(schedule).__name__}; a builder is (num_ranks, num_microbatches) -> "
+            f"Schedule"
+        )
+    return schedule
 
 
 def choose_replicated(

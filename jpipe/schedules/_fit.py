@@ -1,7 +1,8 @@
 """Fits a schedule to costs and memory: the fastest that a search finds.
 
-Stages are placed in a loop and, if there are two per rank, in a V; of the orders that
-`search_orders` tries for each placement, the fastest that keeps to the limit is taken.
+Unless the user places them, stages are placed in a loop and, if there are two per rank,
+in a V; of the orders that `search_orders` tries for each placement, the fastest that
+keeps to the limit is taken.
 """
 
 import dataclasses
@@ -24,6 +25,8 @@ def fit(
     num_ranks: int,
     num_microbatches: int,
     max_bytes: float | Sequence[float] | None = None,
+    *,
+    placement: Sequence[int] | None = None,
 ) -> Schedule:
     """The fastest valid schedule that is found for these costs under this memory limit.
 
@@ -40,6 +43,8 @@ def fit(
       num_microbatches: the number of micro-batches.
       max_bytes: the most that a rank may hold, counted as `Timeline.peak_bytes` is; one
         number, or one for each rank. Default: no limit.
+      placement: the rank of each stage, any number of stages on each rank, such as
+        ``[0, 1, 1, 0, 0, 1, 1, 0]`` for two waves on two ranks. Default: those above.
 
     Returns:
       A valid schedule, the same for the same costs. Its name is the key in `BY_NAME` if
@@ -47,10 +52,11 @@ def fit(
 
     Raises:
       ScheduleError: if a number is less than 1, the stages do not divide among the
-        ranks, costs are negative or not finite, or nothing fits: then the message shows
-        how much each rank lacks and which limit would do. With one stage per rank no
-        schedule needs less than that, if all actions take time and the first stage
-        stores no less than its input.
+        ranks, the placement is for other ranks or another number of stages, costs are
+        negative or not finite, or nothing fits: then the message shows how much each
+        rank lacks and which limit would do. With one stage per rank no schedule needs
+        less than that, if all actions take time and the first stage stores no less
+        than its input.
 
     Example:
       >>> from jpipe.schedules import zb_h1
@@ -70,31 +76,27 @@ def fit(
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     check_counts("fit", counts)
     check_costs("fit", costs, num_microbatches)
-    num_stages = num_ranks if costs.num_stages is None else costs.num_stages
-    if num_stages < 1 or num_stages % num_ranks:
-        raise ScheduleError(
-            f"fit: costs are for {num_stages} stages, num_ranks={num_ranks}: give "
-            f"costs for {num_ranks} stages, or for a multiple of it"
-        )
+    if placement is None:
+        placements = _list_placements(costs, num_ranks)
+    else:
+        placements = [_check_placement(placement, costs, num_ranks)]
+    num_stages = len(placements[0])
     # Again, now that the number of stages is known to which skips may go.
     check_costs("fit", costs, num_microbatches, num_stages)
-    num_chunks = num_stages // num_ranks
     limits = _check_max_bytes(max_bytes, num_ranks)
 
-    placements = [place_in_loop(num_ranks, num_chunks)]
-    if num_chunks == 2:
-        placements.insert(0, place_in_v(num_ranks))
     # placement -> a schedule without actions
     empty_schedules = {
-        placement: Schedule(
+        ranks: Schedule(
             name="fit",
             num_stages=num_stages,
             num_microbatches=num_microbatches,
-            placement=placement,
+            placement=ranks,
             rows=((),) * num_ranks,
         )
-        for placement in placements
+        for ranks in placements
     }
+    num_chunks = -(-num_stages // num_ranks)
     catalogue = list_catalogue(num_ranks, num_microbatches, num_chunks)
     orders: list[SimulatedOrder] = []
     for empty in empty_schedules.values():
@@ -112,6 +114,43 @@ def fit(
         if schedule.rows == rows:
             return schedule
     return dataclasses.replace(empty_schedules[best.tables.placement], rows=rows)
+
+
+def _list_placements(costs: Costs, num_ranks: int) -> list[tuple[int, ...]]:
+    """The placements that are tried if the user leaves them out."""
+    num_stages = num_ranks if costs.num_stages is None else costs.num_stages
+    if num_stages < 1 or num_stages % num_ranks:
+        raise ScheduleError(
+            f"fit: costs are for {num_stages} stages, num_ranks={num_ranks}: give "
+            f"costs for {num_ranks} stages, or for a multiple of it, or placement="
+        )
+    num_chunks = num_stages // num_ranks
+    placements = [place_in_loop(num_ranks, num_chunks)]
+    if num_chunks == 2:
+        placements.insert(0, place_in_v(num_ranks))
+    return placements
+
+
+def _check_placement(placement: Any, costs: Costs, num_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage as the user types it: every rank has a stage."""
+    if hasattr(placement, "tolist"):
+        placement = placement.tolist()  # an array of NumPy
+    is_complete = (
+        isinstance(placement, Sequence)
+        and all(isinstance(rank, int) for rank in placement)
+        and {*placement} == {*range(num_ranks)}
+    )
+    if not is_complete:
+        raise ScheduleError(
+            f"fit: placement={placement!r}: needs the rank of each stage, in which "
+            f"each of the {num_ranks} ranks occurs"
+        )
+    if costs.num_stages not in (None, len(placement)):
+        raise ScheduleError(
+            f"fit: placement={placement!r} is for {len(placement)} stages, costs are "
+            f"for {costs.num_stages}"
+        )
+    return tuple(placement)
 
 
 def _check_max_bytes(max_bytes: Any, num_ranks: int) -> list[float] | None:

@@ -11,7 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ._action import Action
+from ._action import FORWARD, Action
 
 
 def place_in_v(num_ranks: int) -> tuple[int, ...]:
@@ -37,6 +37,27 @@ def list_ranks(
 ) -> Sequence[Sequence[int]]:
     """All ranks of each stage."""
     return replicas or [(rank,) for rank in placement]
+
+
+def infer_replicas(
+    rows: Sequence[Sequence[Action]], num_stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """Infers all ranks of each stage, in ascending order, from its forwards.
+
+    A backward elsewhere is a fault. A stage without forwards, which is one too, has the
+    first rank of its other actions, or rank 0.
+    """
+    forward_ranks: dict[int, dict[int, None]] = defaultdict(dict)
+    first_rank: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for op, stage, _ in row:
+            first_rank.setdefault(stage, rank)
+            if op == FORWARD:
+                forward_ranks[stage][rank] = None
+    return tuple(
+        tuple(forward_ranks[stage]) or (first_rank.get(stage, 0),)
+        for stage in range(num_stages)
+    )
 
 
 def find_ranks(

@@ -14,6 +14,7 @@ from ._action_tables import ActionTables, SimulatedOrder
 from ._costs import Costs
 from ._formats import format_count, format_percent
 from ._json import decode, parse_json
+from ._placement import infer_replicas
 from ._schedule_data import ScheduleData
 from ._simulate import (
     TOO_LONG,
@@ -38,7 +39,6 @@ class Schedule(ScheduleData):
       forward_only: True for inference, without any backward.
       replicas: the ranks of each stage, if several take turns at one; else empty. The
         rows tell which of them runs a micro-batch; ``placement`` has the first.
-        `to_json` keeps it, `to_text` does not.
 
     Example:
       >>> from jpipe.schedules import one_f_one_b
@@ -66,8 +66,9 @@ class Schedule(ScheduleData):
           name: the name of the schedule.
 
         Returns:
-          A valid schedule; its sizes and placement are those of the cells. Without any
-          backward it is for inference.
+          A valid schedule; its sizes and placement are those of the cells. Where the
+          forwards of a stage are on several ranks, these are its ``replicas``, in
+          ascending order. Without any backward it is for inference.
 
         Raises:
           ScheduleError: if a cell is not an action or the schedule cannot run.
@@ -75,6 +76,8 @@ class Schedule(ScheduleData):
         Example:
           >>> Schedule.from_text("0F0 0B0\n1F0 1B0").placement
           (0, 1)
+          >>> Schedule.from_text("0F0 1F1 1B1 0B0\n1F0 0F1 1B0 0B1").replicas
+          ((0, 1), (0, 1))
         """
         lines = [line.partition("#")[0].split() for line in text.splitlines()]
         rows = _parse_rows(name, [line for line in lines if line])
@@ -82,19 +85,17 @@ class Schedule(ScheduleData):
         if not actions:
             raise ScheduleError("an empty text holds no schedule")
 
-        # stage -> the first rank that runs it; `validate` refuses others.
-        rank_of: dict[int, int] = {}
-        for rank, row in enumerate(rows):
-            for action in row:
-                rank_of.setdefault(action.stage, rank)
-        num_stages = max(rank_of) + 1
+        num_stages = max(action.stage for action in actions) + 1
+        replicas = infer_replicas(rows, num_stages)
+        has_replicas = any(len(ranks) > 1 for ranks in replicas)
         schedule = cls(
             name=name,
             num_stages=num_stages,
             num_microbatches=max(action.microbatch for action in actions) + 1,
-            placement=tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
+            placement=tuple(ranks[0] for ranks in replicas),
             rows=rows,
             forward_only=all(action.op == FORWARD for action in actions),
+            replicas=replicas if has_replicas else (),
         )
         return schedule.validate()
 

@@ -20,10 +20,16 @@ from typing import Self
 from ..programs import ROOT, accelerated, environment
 
 
-def read_blocks(page: str) -> str:
-    """All Python of a page, as one program; its path is relative to the checkout."""
+def read_blocks(page: str, containing: str = "") -> str:
+    """The Python of a page, as one program; its path is relative to the checkout.
+
+    Args:
+      page: the path.
+      containing: a text that is in each block; by default all blocks are read.
+    """
     text = (ROOT / page).read_text()
-    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return "\n".join(block for block in blocks if containing in block)
 
 
 class Interpreter:

@@ -113,6 +113,7 @@ def test_errors_that_are_explained_are_errors_of_the_library():
         "Received incompatible devices for jitted computation",
         "Array has been deleted",
         "Found an unbound axis name",
+        "spans non-addressable (non process local) devices",
         "missing 1 required keyword-only argument: 'value'",
         "pytree structure error: different types at key path",
         'needs PRNG for "dropout"',

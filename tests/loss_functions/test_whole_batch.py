@@ -380,7 +380,7 @@ def similarity(z, targets):
 @pytest.mark.parametrize(
     ("remat", "schedule", "balance"),
     [
-        ("full", "1f1b", [2, 3]),
+        ("full", "gpipe", [2, 3]),
         slow("min_cut", "gpipe", [2, 1, 2]),
         slow("none", "looped_bfs", [1, 1, 2, 1]),
     ],
@@ -418,11 +418,15 @@ def test_print_says_that_forwards_run_first(quick):
     pipe = jpipe.pipeline(wide_layers(), 4, balance=[2, 3])
     f = pipe.value_and_grad(similarity, reduction="batch")
     f(pipe.init(jax.random.key(0), x), x, targets)
-    assert pipe.schedule.name == "1f1b"
+    assert pipe.schedule.name == "1f1b"  # of other losses
     assert f.plan.schedule.name == "gpipe"
     assert "the loss runs once per step, on cpu:1, on 544 B" in str(f)
     assert "so gpipe runs all forwards first" in str(f)
     assert "not checked" not in str(f)
+    typed = jpipe.pipeline(wide_layers(), 4, balance=[2, 3], schedule="1f1b")
+    g = typed.value_and_grad(similarity, reduction="batch")
+    with pytest.raises(ValueError, match=r"'1f1b' runs backwards before.*'gpipe' or"):
+        g(typed.init(jax.random.key(0), x), x, targets)
     names = [
         program.name
         for program in f.compile(pipe.init(jax.random.key(0), x), x, targets).programs
@@ -533,6 +537,11 @@ def of_counts(w, z, x):
     return size(jpipe.whole_batch(z)) * jpipe.whole_batch(count, jpipe.MEAN)
 
 
+def of_numbers_of_rows(w, z, x):
+    rows = jpipe.whole_batch(jnp.arange(len(x)))
+    return size(jpipe.whole_batch(z)[rows])
+
+
 def of_a_length(w, z, x):
     return size(jpipe.whole_batch(z)) / len(x)
 
@@ -556,6 +565,7 @@ REFUSED = [
     (without_targets, {}, r"mark all that the loss and aux read of examples"),
     (of_targets_with_rows, {}, "behind jpipe.whole_batch mark all"),
     (of_parameters, {}, "follows from parameters and no example"),
+    (of_numbers_of_rows, {}, r"follows from no example.*jnp.arange\(len\(z\)\)"),
     (without_an_axis, {}, "has axis None, as what is the same for all examples"),
     (of_another_axis, {}, "axis='rows'; needs the number of an axis"),
     (of_counts, {}, r"int32\[\]: jpipe.MEAN is for floating dtypes"),

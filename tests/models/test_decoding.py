@@ -409,6 +409,15 @@ def test_a_call_that_would_lose_a_cache_says_what_to_type():
         pipe.apply(variables, token)
 
 
+def test_errors_of_models_with_caches_are_those_of_the_user():
+    with pytest.raises(ValueError, match=r"9 stages need 9 devices, there are \d"):
+        jpipe.pipeline(GPT(), 2, num_stages=9).init(KEY, TOKENS)
+    pipe = jpipe.pipeline(GPT(), 2, num_stages=2)
+    variables = pipe.init(KEY, TOKENS)
+    with pytest.raises(Exception, match=r"mutable=\['cache'\]"):
+        pipe.apply(variables, TOKENS[:, :1])
+
+
 def test_a_cache_is_no_mean_over_micro_batches():
     layers = [Embed(), Block(), nn.Dense(VOCAB)]
     pipe = jpipe.pipeline(layers, 2, balance=[1, 2])

@@ -520,10 +520,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "peak - forecast.parameters - forecast.gradients",
             "peak - forecast.gradients",
         ),
-        (
-            "families.setdefault((small.num_stages, has_halves), [])",
-            "families.setdefault(0, [])",
-        ),
+        ("families.setdefault(family, [])", "families.setdefault(0, [])"),
     ],
     "planning/_fingerprint": [
         ("if precision == default_precision:", "if False:"),
@@ -563,6 +560,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "least_seconds = problem.num_microbatches * busiest",
             "least_seconds = 2 * problem.num_microbatches * busiest",
         ),
+        ("if find_catalogue_key(builder) is None:", "if False:"),
     ],
     "planning/_problem": [
         ("2 * self.stage_costs.param_bytes +", "self.stage_costs.param_bytes +"),
@@ -609,6 +607,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "schedules/_improve": [
         ("if shifted.makespan >= simulated.makespan:", "if True:"),
+    ],
+    "schedules/_placement": [
+        ("if op == FORWARD:", "if True:"),
     ],
     "schedules/_simulate": [
         ("end=start + seconds)", "end=start + 2 * seconds)"),

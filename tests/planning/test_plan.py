@@ -43,6 +43,37 @@ def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
     ref.assert_close(found, expected, ref.FLOAT32)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "interleaved"])
+def test_a_builder_of_a_user_gets_the_plan_that_the_same_order_gets_by_name(name):
+    def mine(num_ranks, num_microbatches):
+        return schedules.BY_NAME[name](num_ranks, num_microbatches)
+
+    options = {"memory_limit": 2_000_000, "num_devices": 4}
+    plan, expected = (
+        planned(schedules=("gpipe", schedule), **options) for schedule in (mine, name)
+    )
+    assert plan.schedule == expected.schedule
+    assert plan.balance == expected.balance
+    assert plan.remat == expected.remat
+    assert plan.forecast.seconds == expected.forecast.seconds
+    assert plan.forecast.memory == expected.forecast.memory
+
+
+def test_a_schedule_of_a_user_is_planned_and_gives_the_numbers_of_one_device():
+    # No schedule of the catalogue has five stages on two ranks.
+    wave = schedules.fit(schedules.Costs(), 2, 4, placement=[0, 1, 1, 0, 1])
+    wave = dataclasses.replace(wave, name="wave")
+    plan = planned(schedules=wave, num_microbatches=4, num_devices=2)
+    assert plan.schedule == wave
+    pipe, twin = jpipe.pipeline(model(), plan=plan), jpipe.sequential(model(), 4)
+    x = jax.random.normal(jax.random.key(0), SAMPLE.shape)
+    found, expected = (
+        p.value_and_grad(ref.mse)(p.init(jax.random.key(1), x), x, jnp.ones((16, 4)))
+        for p in (pipe, twin)
+    )
+    ref.assert_close(found, expected, ref.FLOAT32)
+
+
 def test_a_plan_prints_its_reasons():
     forecast = planned().forecast
     assert [line.partition(":")[0] for line in forecast.reasons] == [
@@ -101,6 +132,9 @@ def test_a_plan_is_refused_beside_other_options_and_for_other_layers():
         jpipe.pipeline(model(), plan=[5, 6])
 
 
+CHIMERA = schedules.Schedule.from_text("0F0 1F1 1B1 0B0\n1F0 0F1 1B0 0B1")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -108,7 +142,11 @@ def test_a_plan_is_refused_beside_other_options_and_for_other_layers():
         ({"num_microbatches": "8"}, "num_microbatches='8': needs an int of at least 1"),
         ({"num_microbatches": 17}, r"=\(17,\) leave nothing to choose for 16 examples"),
         ({"bandwidth": 5e-324}, "longer than a float can hold"),
-        ({"schedules": schedules.compare}, "compare is unknown: choose from"),
+        ({"schedules": "compare"}, "'?compare'? is unknown: choose from"),
+        ({"schedules": schedules.forward_only}, "forward_only'? is unknown: choose"),
+        ({"schedules": schedules.gpipe(2, 4)}, "'gpipe' is the name of another sch"),
+        ({"schedules": CHIMERA, "num_microbatches": 2}, "custom has replicas of stage"),
+        ({"schedules": CHIMERA, "num_microbatches": 4}, "no order for 11 layers on"),
         ({"schedules": "dualpipe_v", "num_microbatches": 1}, "no order for 11 layers"),
         ({"remat": "most"}, "remat: 'most' is unknown: choose"),
         ({"data": 3, "num_devices": 3}, r"data=\(3,\) and .* data divides the 3 dev"),

@@ -4,10 +4,19 @@ import dataclasses
 import re
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
-from jpipe.schedules import BY_NAME, Costs, Schedule, ScheduleError, Skip, fit
+from jpipe.schedules import (
+    BY_NAME,
+    Costs,
+    Schedule,
+    ScheduleError,
+    Skip,
+    fit,
+    interleaved,
+)
 
 from .predictions import any_time
 
@@ -117,6 +126,38 @@ def test_a_plan_that_cannot_fit_says_the_missing_bytes_and_a_way_out():
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
         fit(costs, 2, 4, 24)
+
+
+def test_stages_that_the_user_places_get_an_order():
+    # Two waves over four ranks: v = 4.
+    costs = Costs([0.25] * 16, [0.5] * 16)
+    waves = fit(costs, 4, 4, placement=[0, 1, 2, 3, 3, 2, 1, 0] * 2)
+    timeline = waves.simulate(costs)
+    assert timeline.makespan == timeline.lower_bound == 12.75
+    assert interleaved(4, 4, 4).simulate(costs).makespan == 14.25
+    # Not as many stages on every rank, and one number for all.
+    uneven = fit(Costs(), 2, 3, 5, placement=[0, 1, 1, 0, 1])
+    assert uneven.placement == (0, 1, 1, 0, 1)
+    assert max(uneven.validate().simulate().peak_bytes) <= 5
+    # An array of NumPy, for which the catalogue has schedules.
+    assert fit(Costs(), 2, 4, placement=np.array([0, 1])) == fit(Costs(), 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "says"),
+    [
+        ([0, 1, 2], ": needs the rank of each stage, in which each of the 2 ranks"),
+        ([0, 0], ": needs the rank of each stage, in which each of the 2 ranks"),
+        ([0, [1]], ": needs the rank of each stage, in which"),
+        ("01", ": needs the rank of each stage, in which"),
+        (2, ": needs the rank of each stage, in which"),
+        ([0, 1, 1], " is for 3 stages, costs are for 2"),
+    ],
+)
+def test_placements_for_something_else_are_refused(placement, says):
+    refusal = re.escape(f"fit: placement={placement!r}{says}")
+    with pytest.raises(ScheduleError, match=refusal):
+        fit(Costs([1, 1]), 2, 4, placement=placement)
 
 
 def test_stages_that_do_not_divide_among_the_ranks_are_refused():

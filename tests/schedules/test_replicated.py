@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
@@ -78,12 +79,31 @@ def test_numbers_of_ranks_may_be_an_array():
     assert replicated(np.array([2, 1]), 4) == replicated([2, 1], 4)
 
 
-def test_json_keeps_who_shares_a_stage():
+def test_json_and_text_keep_who_shares_a_stage():
     schedule = replicated([3, 1, 2], 7)
     assert Schedule.from_json(schedule.to_json()) == schedule
-    # A text does not say it, so it is refused and not guessed.
-    with pytest.raises(ScheduleError, match="E4 0F1: stage 0 is placed on rank 0"):
-        Schedule.from_text(replicated([2, 1], 2).to_text())
+    assert Schedule.from_text(schedule.to_text(), schedule.name) == schedule
+    # Two pipelines in opposite directions, as in Chimera, and inference.
+    text = "0F0 1F1 1B1 0B0\n1F0 0F1 1B0 0B1"
+    assert Schedule.from_text(text).replicas == ((0, 1), (0, 1))
+    assert Schedule.from_text(text).forwards().replicas == ((0, 1), (0, 1))
+    forwards = Schedule.from_text("0F0 1F1\n1F0 0F1")
+    assert (forwards.placement, forwards.replicas) == ((0, 0), ((0, 1), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        # A rank that runs no forward of a stage does not share it.
+        ("0F0 0F1 0B0 1B1 0B1\n1F0 1B0 1F1", "E4 1B1: stage 1 is placed on rank 1"),
+        ("0F0 0B0\n1I0 1W0", "E5 stage 1 runs I W on micro-batch 0, needs F B or"),
+        # These do, and each runs the backwards of its forwards.
+        ("0F0 0B1\n0F1 0B0", "E8 0B1: its forward runs on rank 1 (rank 0, position 1)"),
+    ],
+)
+def test_a_text_in_which_a_backward_is_not_with_its_forward_is_refused(text, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        Schedule.from_text(text)
 
 
 @pytest.mark.parametrize(

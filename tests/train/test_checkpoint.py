@@ -102,6 +102,15 @@ def test_the_last_step_is_restored_and_the_oldest_deleted(tmp_path):
     ref.assert_equal(checkpoint.restore(folder / "10", like), {"w": jnp.full(2, 10.0)})
 
 
+def test_a_state_without_a_step_is_not_taken_for_none(tmp_path):
+    path = tmp_path / "state"
+    checkpoint.save(path, {"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"one state.*checkpoint\.restore\(path, like"):
+        checkpoint.restore_latest(path, {"w": jnp.zeros(2)})
+    with pytest.raises(TypeError, match=r"\['e'\] .* shape \(0, 3\), without any"):
+        checkpoint.save(tmp_path / "empty", {"e": np.zeros((0, 3)), "w": jnp.ones(2)})
+
+
 def test_what_is_whole_is_never_overwritten(tmp_path):
     path, values = tmp_path / "state", [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}]
     checkpoint.save(path, values[0])

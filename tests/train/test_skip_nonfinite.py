@@ -1,4 +1,4 @@
-"""A step with a NaN or Inf among its gradients changes nothing, in any stage."""
+"""A step with a NaN or Inf in loss or gradients changes nothing, in any stage."""
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,37 @@ def test_frozen_parameters_and_aux_are_as_without_it(quick):
     state, metrics = step(state, X, TARGETS.at[0].set(jnp.nan))
     assert int(metrics["skipped"]) == 1
     assert bits(state.params[0]) == kernel
+
+
+def masked_mean(y, targets):
+    """The total and the weight of a loss of examples with a target that is not 0."""
+    is_counted = targets[:, 0] != 0
+    return jnp.sum(jnp.mean((y - targets) ** 2, 1) * is_counted), jnp.sum(is_counted)
+
+
+def test_a_step_without_any_weight_is_skipped(quick):
+    """Its loss is NaN; its gradients may be 0, as XLA multiplies by a mask."""
+    tx = optax.adamw(1e-2)
+    pipe = jpipe.pipeline([nn.Dense(8), jnp.tanh, nn.Dense(4)], 4, balance=[2, 1])
+    state = pipe.init_train_state(KEY, X, tx)
+    options = {"reduction": "weighted", "skip_nonfinite": True, "donate": False}
+    step = pipe.train_step(masked_mean, tx, **options)
+    state, metrics = step(state, X, TARGETS)
+    assert int(metrics["skipped"]) == 0
+    after, metrics = step(state, X, 0 * TARGETS)
+    assert int(metrics["skipped"]) == 1
+    assert bits(after.params) == bits(state.params)
+    assert bits(after.opt_state) == bits(state.opt_state)
+
+
+def test_a_model_without_parameters_has_nothing_to_skip(quick):
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([jnp.sin], 2)
+    with pytest.warns(UserWarning, match="nothing here has parameters"):
+        state = pipe.init_train_state(KEY, X, tx)
+    step = pipe.train_step(lambda y, t: jnp.mean(y), tx, skip_nonfinite=True)
+    _, metrics = step(state, X, TARGETS)
+    assert int(metrics["skipped"]) == 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
