@@ -419,7 +419,9 @@ class PipelinedModel:
 
         It is traced on all examples at once, as modules of nnx hold a cache for so
         many. Modules of linen make their caches anew, as in an initialization, where
-        attention takes more than one token.
+        attention takes more than one token. Of an input that is none of an
+        initialization, such as a prompt and the mask of a whole text, all write to
+        the caches that are there.
         """
         model = self.model
         created = self._find_caches(x)

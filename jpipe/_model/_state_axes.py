@@ -36,6 +36,9 @@ def axes_of_init(model: Model, batch: Batch) -> dict[Path, Any]:
     Returns:
       The path of each leaf -> its axis; ``None`` if it has none. Nothing, if the model
       takes no other number of examples.
+
+    Raises:
+      Exception: an error of the model, if such an input does not initialize it.
     """
     size = batch.num_examples
     once = _initial_shapes(model, batch, size)
@@ -89,10 +92,14 @@ def find_axes(
       ValueError: if an axis is not known, or has another length.
     """
     axes = dict[Path, Any]()
+    advice = ""
     if mutable.axes is not None:
         axes = _typed_axes(model, variables, mutable.axes)
     elif jax.tree.leaves(model.collections(variables, mutable.names)):
-        axes = axes_of_init(model, batch)
+        try:
+            axes = axes_of_init(model, batch)
+        except Exception as error:  # such as a prompt and the mask of a whole text
+            advice = f"\nThe initialization with this input says: {error}"
 
     axes_of_leaves = list[int | None]()
     unknown = list[str]()
@@ -118,6 +125,7 @@ def find_axes(
         f"known, as no initialization makes it; type it, as in "
         f"mutable={dict.fromkeys(mutable.names, 0)}, or num_microbatches=1",
         unknown,
+        advice=advice,
     )
     raise_all(
         f"x has {batch.num_examples} examples, and state needs a row for each; make it "

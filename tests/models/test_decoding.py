@@ -244,13 +244,12 @@ def test_activations_alone_cross_and_caches_are_overwritten(model):
     assert all(leaf.is_deleted() for leaf in old)
 
 
-def test_no_token_but_the_first_traces_or_compiles():
+def test_after_compile_no_token_compiles():
     pipe = jpipe.pipeline(GPT(), 2, num_stages=2)
     variables = pipe.init(KEY, TOKENS)
     report = pipe.compile(variables, TOKENS[:, :1], mutable=CACHE, donate=True)
     assert sum(x.calls for x in report.programs if "forward" in x.name) == 4
-    _, variables = decode(pipe, variables, length=1, donate=True)
-    tokens = [TOKENS[:, i : i + 1] for i in range(2)]
+    tokens = [TOKENS[:, i : i + 1] for i in range(3)]
     with log_compiled() as compiled:
         for token in tokens:
             y, state = pipe.apply(variables, token, mutable=CACHE, donate=True)
@@ -267,6 +266,44 @@ def test_stages_of_several_devices(axis):
     expected = decode_alone(GPT(), jax.device_get(variables))
     found = decode(pipe, variables)
     ref.assert_close(found, expected, ref.FLOAT32)
+
+
+class Averaged(nn.Module):
+    """The mean of all vectors so far; the mask is as long as the cache, if it has one.
+
+    So a prompt and the mask of a whole text are no input of an initialization.
+    """
+
+    @nn.compact
+    def __call__(self, tokens, mask):
+        x = nn.Embed(VOCAB, WIDTH)(tokens)
+        is_made = self.has_variable("cache", "vectors")
+        vectors = self.variable("cache", "vectors", jnp.zeros, x.shape)
+        count = self.variable("cache", "count", lambda: jnp.zeros((), jnp.int32))
+        if is_made:
+            start = (0, count.value, 0)
+            x = jax.lax.dynamic_update_slice(vectors.value, x, start)
+            vectors.value = x
+            count.value += tokens.shape[1]
+        x = x * mask[..., None]
+        return nn.Dense(VOCAB)(x.sum(axis=1))
+
+
+def test_a_prompt_and_the_mask_of_a_whole_text():
+    mask = jnp.arange(LENGTH) < jnp.array([[3], [5], [4], [2]])
+    pipe = jpipe.pipeline(Averaged(), 2, num_stages=2)
+    alone = jax.device_get(Averaged().init(KEY, TOKENS, mask))
+    embed, dense = (alone["params"][name] for name in ("Embed_0", "Dense_0"))
+    x = jpipe.inputs(TOKENS[:, :3], mask)
+    empty = jax.tree.map(jnp.zeros_like, alone["cache"])
+    variables = pipe.place({"params": alone["params"], "cache": empty}, x)
+    for stop, inputs in ((3, x), (4, jpipe.inputs(TOKENS[:, 3:4], mask))):
+        y, state = pipe.apply(variables, inputs, mutable={"cache": 0})
+        variables = merge(variables, state)
+        vectors = embed["embedding"][TOKENS[:, :stop]] * mask[:, :stop, None]
+        expected = vectors.sum(1) @ dense["kernel"] + dense["bias"]
+        ref.assert_close(y, expected, ref.FLOAT32)
+    assert int(variables["cache"]["count"]) == 4
 
 
 @slow
@@ -335,6 +372,16 @@ def test_the_axis_of_a_cache_of_nnx_is_not_guessed():
     options = eval(f"dict({typed[1]})")
     y, _ = pipe.apply(variables, TOKENS[:, :1], **options)
     assert y.shape == (PROMPTS, 1, VOCAB)
+
+
+def test_an_input_that_is_none_of_an_initialization_is_told_with_its_error():
+    mask = jnp.ones((PROMPTS, LENGTH), bool)
+    pipe = jpipe.pipeline(Averaged(), 2, num_stages=2)
+    variables = pipe.init(KEY, jpipe.inputs(TOKENS, mask))
+    says = r"type it, as in mutable=\{'cache': 0\}.*\['vectors'\] of shape \(4, 5, 8\)"
+    why = r"The initialization with this input says: mul got incompatible shapes"
+    with pytest.raises(ValueError, match=f"(?s){says}.*{why}"):
+        pipe.apply(variables, jpipe.inputs(TOKENS[:, :3], mask), mutable=CACHE)
 
 
 def test_a_cache_has_a_row_for_each_example():

@@ -5,6 +5,7 @@ own. The configurations are small and the weights random: nothing is downloaded.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import jpipe
 
 from .. import reference as ref
+from ..compiling import log_compiled
+from ..programs import ROOT, run
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "FlaxGPT2LMHeadModel"):
@@ -212,3 +216,132 @@ def test_a_loss_function_of_the_model(double, clip, name, rate):
     assert len({leaf.device for leaf in jax.tree.leaves(placed)}) == 3
     expected = by_hand(name, model, params, COUNT if rate else 1)
     ref.assert_close(find(placed, *args), expected, CASES[name].close, SCALE)
+
+
+# ------------------------------------------------------------------------------- text
+
+PROMPTS, TEXT_LENGTH = TOKENS[:4, :3], 10
+# Of three, two, one and three tokens, behind those that are no text.
+TEXT_MASK = np.arange(TEXT_LENGTH) >= np.array([[0], [1], [2], [0]])
+TEXT_POSITIONS = np.maximum(TEXT_MASK.cumsum(axis=1) - 1, 0)
+
+
+@functools.cache
+def writer():
+    """A GPT-2 whose greedy text has many tokens, and that text by itself alone."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=16,
+        n_embd=16,
+        n_layer=4,
+        n_head=2,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    model = transformers.FlaxGPT2LMHeadModel(config, seed=0)
+    mask = TEXT_MASK[:, : PROMPTS.shape[1]]
+    options = {"max_length": TEXT_LENGTH, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = jnp.asarray(mask, jnp.int32)
+    text = np.asarray(model.generate(PROMPTS, **options).sequences)
+    assert len(np.unique(text[:, PROMPTS.shape[1] :])) > 5
+    return model, text
+
+
+def text_inputs(tokens, start, *more):
+    """A prompt, or the last tokens, with the mask of the whole text."""
+    positions = TEXT_POSITIONS[:, start : start + tokens.shape[1]]
+    return jpipe.inputs(tokens, TEXT_MASK.astype(np.int32), positions, *more)
+
+
+def write(step, state):
+    """A greedy text, and what each call of a step compiled.
+
+    Args:
+      step: ``(state, tokens, start) -> (logits, state)``.
+      state: the first one.
+    """
+    text, compiled, start = [PROMPTS], [], 0
+    while start < TEXT_LENGTH - 1:
+        with log_compiled() as names:
+            logits, state = step(state, text[-1], start)
+        compiled.append(names)
+        start += text[-1].shape[1]
+        text.append(np.asarray(logits[:, -1:].argmax(-1)))
+    return np.concatenate(text, axis=1), compiled
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_greedy_text_with_caches_as_variables(count):
+    model, expected = writer()
+    calls = []
+
+    def count_calls(call, args, kwargs, context):
+        calls.extend([1] * isinstance(context.module, type(model.module)))
+        return call(*args, **kwargs)
+
+    def step(variables, tokens, start):
+        calls.clear()
+        x = text_inputs(tokens, start)
+        out, state = pipe.apply(variables, x, mutable={"cache": 0}, donate=True)
+        num_calls.append(len(calls))
+        return out.logits, {**variables, **state}
+
+    num_calls = []
+    pipe = jpipe.pipeline(model.module, count, num_stages=2)
+    cache = model.init_cache(len(PROMPTS), TEXT_LENGTH)
+    variables = {"params": model.params, "cache": cache}
+    with nn.intercept_methods(count_calls):
+        variables = pipe.place(variables, text_inputs(PROMPTS, 0))
+        blocks = variables["cache"]["transformer"]["h"]
+        devices = [blocks[f"{i}"]["attn"]["cached_key"].device for i in range(4)]
+        assert devices == [jax.devices()[i] for i in (0, 0, 1, 1)]
+        text, compiled = write(step, variables)
+    assert text.tolist() == expected.tolist()
+    # The prompt is traced and compiled, the first token alone, and no more.
+    assert all(num_calls[:2])
+    assert all(compiled[:2])
+    assert not any(num_calls[2:])
+    assert not any(compiled[2:])
+
+
+class WithCaches(nn.Module):
+    """The model as it is called outside Flax: it takes caches, and returns them."""
+
+    model: Any
+
+    @nn.compact
+    def __call__(self, tokens, mask, positions, caches):
+        params = self.param("model", lambda _: self.model.params)
+        options = {"params": params, "past_key_values": caches}
+        outputs = self.model(tokens, mask, positions, **options)
+        return outputs.logits, outputs.past_key_values
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_greedy_text_with_caches_as_inputs_and_outputs(count):
+    model, expected = writer()
+    caches = model.init_cache(len(PROMPTS), TEXT_LENGTH)
+    axes = jax.tree.map(lambda leaf: 0 if leaf.ndim else None, caches)
+    pipe = jpipe.pipeline(
+        WithCaches(model),
+        count,
+        num_stages=2,
+        in_axes=jpipe.inputs(0, 0, 0, axes),
+        out_axes=(0, axes),
+    )
+    params = {"params": {"model": model.params}}
+    variables = pipe.place(params, text_inputs(PROMPTS, 0, caches))
+
+    def step(caches, tokens, start):
+        return pipe.apply(variables, text_inputs(tokens, start, caches))
+
+    text, compiled = write(step, caches)
+    assert text.tolist() == expected.tolist()
+    assert not any(compiled[2:])
+
+
+def test_the_program_of_the_page_writes_the_text_of_one_device():
+    page = (ROOT / "docs" / "generate.md").read_text()
+    (program,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    printed = run("-c", program, devices=2)
+    assert re.search(r"all 36 tokens are those of one device", printed)
