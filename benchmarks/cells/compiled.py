@@ -56,11 +56,11 @@ class Way:
     """How to run an experiment: what it was published with, or what is better.
 
     Attributes:
-      schedule: its name.
+      schedule: its name, or its builder.
       remat: what stages keep.
     """
 
-    schedule: str
+    schedule: Any
     remat: str
 
     def pipe(self, setting: Setting, devices: Sequence[Any] = ()) -> jpipe.Pipeline:
