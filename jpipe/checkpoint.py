@@ -208,6 +208,8 @@ def _run_in_all_processes(
         result = function()
     except BaseException as raised:
         error = raised
+        if isinstance(raised, jax.errors.JaxRuntimeError):  # of a transfer
+            group().raise_fault("a leaf of the state")
     facts = {
         "fault": "" if error is None else f"{type(error).__name__}: {error}",
         "is_damage": isinstance(error, DamagedError),

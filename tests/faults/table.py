@@ -67,16 +67,19 @@ ROWS = [
         Row(num_processes, f"{process}:{moment}:kill", _GONE, status=-9)
         for num_processes, process, moment in (
             *((2, 1, moment) for moment in ("joined", "compile", "step", "save")),
-            *((3, 0, moment) for moment in ("joined", "compile", "step", "save")),
             *((3, 2, moment) for moment in ("joined", "compile", "step", "save")),
-            *((2, 0, "end"), (2, 1, "end"), (2, 1, "exit")),
-            *((8, process, "step") for process in (0, 5)),
-            (8, 7, "joined"),
+            *((2, 1, "end"), (2, 1, "exit"), (8, 5, "step"), (8, 7, "joined")),
         )
     ),
     Row(2, "1:step:orphan", _GONE, status=-9),
-    # All have come to their end: without its store JAX aborts, before anything else.
-    Row(2, "0:exit:kill", f"({_GONE}|{_OF_JAX})", status=-9),
+    # Process 0 has JAX's store: without it JAX aborts, which may be before all else.
+    *(
+        Row(num_processes, f"0:{moment}:kill", f"({_GONE}|{_OF_JAX})", status=-9)
+        for num_processes, moment in (
+            *((3, moment) for moment in ("joined", "compile", "step", "save")),
+            *((2, "end"), (2, "exit"), (8, "step")),
+        )
+    ),
     Row(2, "1:step:raise", _RAISED, status=1),
     Row(3, "0:step:raise", _RAISED, status=1),
     Row(2, "1:step:interrupt", "has failed: KeyboardInterrupt", status=1),
