@@ -16,8 +16,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
-
 from jpipe.schedules import BY_NAME, ScheduleBuilder
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -72,6 +70,8 @@ def _write_example(path: Path) -> str:
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the generated files."""
+    from mkdocs.structure.files import File  # which the test of the rows does not need
+
     for name, build in BY_NAME.items():
         content = json.dumps(tabulate(build), separators=(",", ":"))
         path = f"explorer/{name}.json"

@@ -34,6 +34,7 @@ from ._messages import raise_all, warn
 from ._processes._arrays import as_key, is_key
 from ._processes._gather import agree_on_tree, gather_to_first
 from ._processes._group import group
+from ._processes._watch import await_fault
 
 __all__ = ["DamagedError", "restore", "restore_latest", "save", "wait"]
 PyTree = Any
@@ -208,8 +209,9 @@ def _run_in_all_processes(
         result = function()
     except BaseException as raised:
         error = raised
-        if isinstance(raised, jax.errors.JaxRuntimeError):  # of a transfer
-            group().raise_fault("a leaf of the state")
+        # A transfer failed, as its other end is gone: all know that by their lines.
+        if isinstance(raised, jax.errors.JaxRuntimeError) and await_fault():
+            raise
     facts = {
         "fault": "" if error is None else f"{type(error).__name__}: {error}",
         "is_damage": isinstance(error, DamagedError),

@@ -257,9 +257,8 @@ def _wait(
       0; or the status of the first process that failed, as shells count. A process that
       ended for a fault of another one is not the first.
     """
-    failures: dict[
-        int, int
-    ] = {}  # process -> its status, in the order in which they end
+    # process -> its status, in the order in which they end
+    failures: dict[int, int] = {}
     running = dict(enumerate(processes))
     num_passed_on = 0
     until = float("inf")
@@ -282,10 +281,8 @@ def _wait(
                 process.send_signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
         time.sleep(_POLL_SECONDS)
 
-    if signals and running:  # they did not end in time
-        failures = {-1: -signals[0]}
-    if signals and signals[0] == signal.SIGINT:
-        return 128 + signal.SIGINT
+    if signals and (running or signals[0] == signal.SIGINT):  # too late, or Ctrl-C
+        return 128 + signals[0]
     if not failures:
         return 0
     roots = [index for index in failures if failures[index] != FAILED] or [*failures]

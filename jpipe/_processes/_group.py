@@ -251,26 +251,6 @@ class Group:
         """Tells all that this process runs nothing more: see `_lines.Departure`."""
         self.lines.leave(Departure(self.runs, end, fault))
 
-    def raise_fault(self, purpose: str, seconds: float = 5.0) -> None:
-        """Raises the fault of another process, if one is known or found out soon.
-
-        Who reads of a process that has gone may know it before the others tell.
-
-        Args:
-          purpose: the name of what failed in this process.
-          seconds: the time in which it may be found out.
-
-        Raises:
-          PeerError: if a process has failed.
-        """
-        until = time.monotonic() + seconds
-        while self.lines.fault is None and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-        if fault := self.lines.fault:
-            raise PeerError(
-                f"process {self.process_index} awaited {purpose}; {fault}", fault
-            )
-
     def wait_until(self, find_late: Callable[[], list[int]], purpose: str) -> None:
         """Waits until no process is late.
 

@@ -144,8 +144,8 @@ def _call(
     )
 
 
-def _are_finite(*grads: jax.Array) -> list[jax.Array]:
-    flags = [jnp.isfinite(grad).all() for grad in grads]
+def _are_finite(*values: jax.Array) -> list[jax.Array]:
+    flags = [jnp.isfinite(value).all() for value in values]
     return [jnp.stack(flags).all()]
 
 

@@ -27,7 +27,6 @@ COSTS = [(2.0, 0.0), (3.0, 0.5)]  # of a backward, of a transfer
 def test_the_page_predicts_what_the_library_predicts():
     if not shutil.which("node"):
         pytest.skip("there is no node, which runs the program of the page")
-    pytest.importorskip("mkdocs")
     tabulate = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))["tabulate"]
     requests = []
     expected = []
