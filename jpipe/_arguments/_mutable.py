@@ -24,7 +24,9 @@ class Mutable(NamedTuple):
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal collections and axes."""
-        axes = None if self.axes is None else dict(self.axes)
+        if self.axes is None:
+            return self.names
+        axes = dict(self.axes)
         leaves, structure = jax.tree.flatten(axes, is_leaf=lambda node: node is None)
         return self.names, structure, tuple(leaves)
 

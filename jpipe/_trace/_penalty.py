@@ -56,7 +56,11 @@ _SUMS = {
 _SCALES = {"div", "dot_general", "mul"}
 # Primitives that put numbers into an array.
 _STACKS = {"concatenate", "stack"}
-_CALLS = {*_jaxpr.CHECKPOINTS, "closed_call", "core_call", "jit", "pjit"}
+# Primitives that call a jaxpr, with the names of all supported versions of JAX.
+_CALLS = {
+    *_jaxpr.CHECKPOINTS,
+    *("closed_call", "core_call", "eval_jaxpr", "jit", "pjit"),
+}
 
 # The data and the penalty of a value, whose sum it is.
 Pair = tuple[Any, Any]

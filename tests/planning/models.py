@@ -73,7 +73,7 @@ def profile(name: str, **options: Any) -> jpipe.Profile:
     return jpipe.profile(model.layers(), model.x, **(given | options))
 
 
-SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
+SAMPLE = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 
 
 def dense(blocks: int) -> list[Any]:

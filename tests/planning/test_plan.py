@@ -167,7 +167,7 @@ TINY = [nn.Dense(4) for _ in range(16)]
 def test_tiny_layers_are_not_spread_over_devices():
     def tiny(**options):
         given = {"num_devices": 4, "data": 1, "measure": False, **options}
-        sample = jax.ShapeDtypeStruct((64, 4), float)
+        sample = jax.ShapeDtypeStruct((64, 4), jnp.float32)
         return jpipe.plan(TINY, sample, optax.sgd(0.1), schedules="1f1b", **given)
 
     free, real = tiny(action_seconds=0.0), tiny()

@@ -69,7 +69,7 @@ def test_costs_of_other_sizes_are_between_or_beyond_those_of_the_two_around_them
 
 def test_no_cost_beyond_the_profiled_sizes_is_less_than_such_a_size_can_cost():
     """16 examples take 1 s, and four times as many seven times as long."""
-    layers, x = dense(3), jax.ShapeDtypeStruct((256, 8), float)
+    layers, x = dense(3), jax.ShapeDtypeStruct((256, 8), jnp.float32)
     small = jpipe.profile(layers, x, num_microbatches=(4, 16), measure=False)
 
     def timed(profile, seconds, **fields):
@@ -141,7 +141,7 @@ def test_the_precision_of_all_products_belongs_to_the_place():
 
 def test_a_profile_is_of_any_mini_batch_but_of_no_other_model():
     profile = estimate()
-    larger = jax.ShapeDtypeStruct((64, 8), float)
+    larger = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     assert plan(profile, sample=larger, num_microbatches=16).forecast.seconds > 0
     layers = dense(3)
     layers[4] = nn.Dense(31)
@@ -157,7 +157,7 @@ def test_a_profile_is_of_any_mini_batch_but_of_no_other_model():
         ValueError, match=r"(?s)\* layer 6: .*the same loss_fn=, targets="
     ):
         plan(profile, loss_fn=lambda y, _: jnp.mean(y))
-    narrow = jax.ShapeDtypeStruct((16, 7), float)
+    narrow = jax.ShapeDtypeStruct((16, 7), jnp.float32)
     with pytest.raises(ValueError, match=r"\* input: 'float32\[1,8\]' in the profile"):
         plan(profile, sample=narrow)
     with pytest.raises(ValueError, match="train: 'False' in the profile, 'True' here"):
