@@ -15,7 +15,7 @@ import numpy as np
 
 from .._instructions import _transfer
 from .._instructions._transfer import Device
-from ._layer_profile import Link
+from ._layer_profile import MeasuredLink
 
 # The number of transfers that wait for each other, as those of micro-batches do.
 _HOPS = 30
@@ -25,14 +25,14 @@ _REPEATS = 5
 _BYTES = 1 << 24
 
 
-def measure_neighbor_link(device: Device) -> Link | None:
+def measure_neighbor_link(device: Device) -> MeasuredLink | None:
     """Measures transfers to another device of this process; ``None`` if it has none."""
     devices = jax.local_devices(backend=device.platform)
     neighbor = next((other for other in devices if other != device), None)
     return None if neighbor is None else measure_link(device, neighbor)
 
 
-def measure_link(source: Device, target: Device) -> Link:
+def measure_link(source: Device, target: Device) -> MeasuredLink:
     """Measures transfers between two devices: small ones both ways, a large one."""
     hop_seconds = _hop_seconds(source, target)
     latency = max(hop_seconds - _hop_seconds(source, source), 0.0)
@@ -40,7 +40,7 @@ def measure_link(source: Device, target: Device) -> Link:
     seconds = _shortest_seconds(lambda: _transfer.put([large], target))
     if seconds > latency:
         seconds -= latency
-    return Link(latency, _BYTES / seconds, str(source), str(target))
+    return MeasuredLink(latency, _BYTES / seconds, str(source), str(target))
 
 
 def _hop_seconds(source: Device, target: Device) -> float:

@@ -21,10 +21,9 @@ from ..schedules._catalogue import FORWARDS_FIRST, find_catalogue_key
 from ..schedules._choose import format_argument
 from ._fingerprint import fingerprint
 from ._interpolate import interpolate
-from ._layer_profile import Link, find_count_faults
+from ._layer_profile import LinkOptions, MeasuredLink, find_count_faults
 from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, format_unknown_mode, sort_modes
-from ._origin import can_overlap
 from ._planned_model import PlannedModel
 from ._profile import Profile, check_fingerprint
 from ._profiler import profile_sizes
@@ -189,11 +188,11 @@ def pose_plan_problem(
     *,
     profile: Profile | None,
     hardware: Hardware,
-    latency: float | None,
-    overlap: bool | None,
+    link_options: LinkOptions,
     choices: PlanChoices,
     balance: Sequence[int] | None = None,
     ran: RanStep | None = None,
+    measured_link: MeasuredLink | None = None,
 ) -> PlanProblem:
     """Profiles a model, unless a profile is given, and poses the problem of its plan.
 
@@ -202,13 +201,13 @@ def pose_plan_problem(
       request: the mini-batch and the loss; the request of a profile.
       tx: as for `plan`.
       profile: as for `plan`.
-      hardware: the devices; without what the profile says of transfers.
-      latency: as for `plan`.
-      overlap: as for `plan`.
+      hardware: the devices, without their link.
+      link_options: the options of `plan` on transfers.
       choices: the choices that the user leaves.
       balance: as for `plan`.
       ran: a step that ran, whose stages took the times that its layers should have;
         ``None``: none did.
+      measured_link: the link that was measured, if the profile has none.
     """
     with explain_loss_functions(layers):
         num_examples = request.batch().sizes[0]
@@ -245,10 +244,10 @@ def pose_plan_problem(
         profile = profile_sizes(model, traced, requests)
     if ran is not None:
         profile = scale_to_step(profile, ran, traced.names, num_examples)
-    hardware = _with_link(hardware, latency, profile.link)
-    if overlap is None:
-        overlap = can_overlap(profile.origin)
-    hardware = dataclasses.replace(hardware, overlap=overlap)
+    if hardware.num_devices > 1:
+        measured_link = profile.link or measured_link
+    link = link_options.choose_link(profile.origin, measured_link)
+    hardware = dataclasses.replace(hardware, link=link)
     profiles = {
         count: interpolate(profile, -(-num_examples // count)) for count in shard_counts
     }
@@ -313,38 +312,6 @@ def _profiled_counts(shard_counts: Sequence[int]) -> set[int]:
     """
     split_counts = (count for count in shard_counts[:-1] if count > 1)
     return {next(split_counts, shard_counts[0]), shard_counts[-1]}
-
-
-def _with_link(
-    hardware: Hardware, latency: float | None, link: Link | None
-) -> Hardware:
-    """Hardware with the link of a profile, as far as the user describes none.
-
-    Args:
-      hardware: the devices.
-      latency: the latency that the user gives.
-      link: the link of the profile.
-    """
-    if link is None or hardware.num_devices == 1:
-        return hardware
-    if hardware.bandwidth is not None and latency is not None:
-        return hardware
-    which = ""
-    if latency is not None:
-        which = "the latter "
-    elif hardware.bandwidth is not None:
-        which = "the former "
-    if latency is None:
-        latency = link.latency
-    bandwidth = hardware.bandwidth
-    if bandwidth is None:
-        bandwidth = link.bandwidth
-    return dataclasses.replace(
-        hardware,
-        latency=latency,
-        bandwidth=bandwidth,
-        link_text=f"{which}measured from {link.source} to {link.target}",
-    )
 
 
 def _optimizer_bytes(

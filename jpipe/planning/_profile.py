@@ -7,16 +7,14 @@ import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from ..schedules import Costs
 from ..schedules._json import decode, parse_json
 from . import _layer_profile
 from ._layer_profile import LayerProfile as LayerProfile
-from ._layer_profile import Link
+from ._layer_profile import LinkOptions, MeasuredLink
 from ._layer_profile import SkipProfile as SkipProfile
-from ._origin import can_overlap
 from ._stage_costs import StageCosts
 from ._table import format_profile
 
@@ -51,7 +49,7 @@ class Profile:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     action_seconds: float = 0.0
-    link: Link | None = None
+    link: MeasuredLink | None = None
     larger: "Profile | None" = None
 
     @property
@@ -115,12 +113,10 @@ class Profile:
         """
         sizes = list(balance)
         modes = modes_of_stages(remat, len(sizes))
-        if overlap is None:
-            overlap = can_overlap(self.origin)
+        link_options = LinkOptions(bandwidth, latency, overlap)
         stage_costs = self._stage_costs
         faults = [
-            *find_speed_faults(bandwidth, latency),
-            *_layer_profile.find_flag_faults("overlap", overlap),
+            *link_options.find_faults(),
             *stage_costs.find_remat_faults(modes),
         ]
         num_layers = len(self.layers)
@@ -144,9 +140,7 @@ class Profile:
         param_bytes = [int(stage_costs.param_bytes[stage]) for stage in stages]
         state_bytes = [int(stage_costs.state_bytes[stage]) for stage in stages]
         return dataclasses.replace(
-            stage_costs.times(
-                ends, modes, bandwidth=bandwidth, latency=latency, overlap=overlap
-            ),
+            stage_costs.times(ends, modes, link_options.choose_link(self.origin)),
             residual_bytes=residual_bytes(modes),
             pending_bytes=residual_bytes(map(stage_costs.pending_mode, modes)),
             parameter_bytes=list(map(operator.add, param_bytes, state_bytes)),
@@ -226,8 +220,8 @@ def find_profile_faults(profile: Profile) -> list[str]:
                 f"ties[{i}]={tuple(group)}: needs numbers of layers, 0 to {last}"
             )
     if profile.link is not None:
-        speed_faults = find_speed_faults(profile.link.bandwidth, profile.link.latency)
-        faults += [f"link.{fault}" for fault in speed_faults]
+        options = LinkOptions(profile.link.bandwidth, profile.link.latency, None)
+        faults += [f"link.{fault}" for fault in options.find_faults()]
     if profile.larger is not None:
         faults += [f"larger: {fault}" for fault in find_profile_faults(profile.larger)]
         faults += _find_larger_faults(profile, profile.larger)
@@ -305,10 +299,3 @@ def check_profile(function_name: str, profile: Any) -> None:
             f"{function_name} needs a jpipe.Profile, such as jpipe.profile(layers, x) "
             f"returns; this is a {type(profile).__name__}"
         )
-
-
-def find_speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
-    """The faults in bandwidth and latency, one line each."""
-    yield from _layer_profile.find_number_faults("latency", latency)
-    if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
-        yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"

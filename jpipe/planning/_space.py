@@ -8,6 +8,7 @@ from typing import Any
 from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
+from ._layer_profile import Link
 from ._mesh_shapes import MeshShape
 from ._plan import mesh_text
 from ._profile import Profile
@@ -22,20 +23,12 @@ class Hardware:
     Attributes:
       num_devices: the number of devices.
       memory_limit: the bytes that a device has; ``None``: no limit.
-      bandwidth: bytes per second between two devices; ``None``: transfers take no time
-        but ``latency``.
-      latency: seconds that a transfer takes whatever its size.
-      overlap: True if a device computes while it sends and receives.
-      link_text: the devices between which latency, bandwidth or both were measured, in
-        words; empty if none was.
+      link: the transfers between two devices.
     """
 
     num_devices: int
     memory_limit: int | None = None
-    bandwidth: float | None = None
-    latency: float = 0.0
-    overlap: bool = True
-    link_text: str = ""
+    link: Link = field(default_factory=Link)
 
 
 @dataclass(frozen=True)

@@ -564,7 +564,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_problem": [
         ("2 * self.stage_costs.param_bytes +", "self.stage_costs.param_bytes +"),
-        ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
+        ("            + self.link.seconds(layer.cotangent_bytes)\n", ""),
         ("num_bytes - self.max_bytes[rank]", "num_bytes"),
         ("& (solution.times < best.times)", "& (solution.times > best.times)"),
         (
