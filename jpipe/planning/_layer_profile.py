@@ -158,10 +158,10 @@ class LinkOptions(NamedTuple):
         """The faults of the options, one line each."""
         if self.latency is not None:
             yield from find_number_faults("latency", self.latency)
-        bandwidth = self.bandwidth
-        is_number = isinstance(bandwidth, numbers.Real)
-        if bandwidth is not None and not (is_number and bandwidth > 0):
-            yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
+        number: Any = self.bandwidth
+        is_number = isinstance(self.bandwidth, numbers.Real)
+        if number is not None and not (is_number and number > 0):
+            yield f"bandwidth={number!r}; needs bytes per second, more than 0"
         if self.overlap is not None:
             yield from find_flag_faults("overlap", self.overlap)
 

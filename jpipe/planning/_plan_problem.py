@@ -16,8 +16,13 @@ import optax
 from .._layers._adapter import is_model, is_module
 from .._layers._layer_group import check_balance
 from .._train._optimizer import opt_state_bytes
-from ..schedules import BY_NAME, Schedule, ScheduleBuilder
-from ..schedules._catalogue import FORWARDS_FIRST, find_catalogue_key
+from ..schedules import Schedule
+from ..schedules._catalogue import (
+    CATALOGUE,
+    FORWARDS_FIRST,
+    TRAINING,
+    find_catalogue_key,
+)
 from ..schedules._choose import format_argument
 from ._fingerprint import fingerprint
 from ._interpolate import interpolate
@@ -30,10 +35,9 @@ from ._profiler import profile_sizes
 from ._ran_step import RanStep, scale_to_step
 from ._request import Request
 from ._residual_ratios import scale_residuals
-from ._space import Hardware, SearchSpace, UserSchedule
+from ._space import Hardware, NamedSchedule, SearchSpace, UserSchedule
 from ._traced import TracedLayers
 
-_TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
 _LOSS_FUNCTION = (
     "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
     "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, "
@@ -52,7 +56,7 @@ class PlanChoices:
       remat_modes: the modes that a stage may have.
       fits_schedules: True if schedules are made to measure too.
       allowed_schedules: the schedules of the catalogue that the loss allows.
-      builders: name -> builder of the schedule.
+      builders: name -> the schedule.
     """
 
     data: tuple[Any, ...] | None
@@ -61,7 +65,7 @@ class PlanChoices:
     remat_modes: tuple[Any, ...]
     fits_schedules: bool
     allowed_schedules: tuple[str, ...]
-    builders: Mapping[str, ScheduleBuilder]
+    builders: Mapping[str, NamedSchedule]
 
     @classmethod
     def from_options(
@@ -91,9 +95,9 @@ class PlanChoices:
         microbatch_counts = None
         if num_microbatches is not None:
             microbatch_counts = _as_tuple(num_microbatches)
-        allowed = FORWARDS_FIRST if needs_forwards_first else _TRAINING_SCHEDULES
+        allowed = FORWARDS_FIRST if needs_forwards_first else TRAINING
         names: list[Any] = []
-        builders = dict(BY_NAME)
+        builders: dict[str, NamedSchedule] = dict(CATALOGUE)
         for schedule in _as_tuple(allowed if schedules is None else schedules):
             name = _catalogue_name(schedule)
             if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
@@ -131,7 +135,7 @@ class PlanChoices:
         for option, listed_names in names.items():
             if not listed_names:
                 yield f"{option}=(): name one or more, or leave it out"
-        user_names = [name for name in self.builders if name not in BY_NAME]
+        user_names = [name for name in self.builders if name not in CATALOGUE]
         for name in self.schedule_names:
             key = find_catalogue_key(name)
             is_of_user = name in user_names
@@ -144,7 +148,7 @@ class PlanChoices:
             elif not is_of_user and key not in self.allowed_schedules:
                 listed = ", ".join(map(repr, self.allowed_schedules))
                 fault = "is unknown"
-                if key in _TRAINING_SCHEDULES:
+                if key in TRAINING:
                     fault = (
                         "does not run all forwards first, as reduction='batch' needs"
                     )

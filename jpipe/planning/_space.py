@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
+from ..schedules import Schedule, ScheduleError
+from ..schedules._catalogue import CATALOGUE, CatalogueEntry
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
 from ._layer_profile import Link
 from ._mesh_shapes import MeshShape
 from ._plan import mesh_text
+from ._problem import count_split_shares
 from ._profile import Profile
 from ._sums import Matrix
 from ._workspace import stage_workspaces
@@ -35,6 +37,8 @@ class Hardware:
 class UserSchedule:
     """A builder of the user's, or a `Schedule` as the builder of itself.
 
+    It has the methods of a `CatalogueEntry`, and builds the schedule to answer.
+
     Attributes:
       schedule: the builder or schedule.
     """
@@ -48,7 +52,24 @@ class UserSchedule:
             return self.schedule.name
         return format_argument(self.schedule)
 
-    def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
+    @property
+    def family(self) -> str:
+        """Its name: it is compared with no other schedule."""
+        return self.name
+
+    def outline(
+        self, num_ranks: int, num_microbatches: int
+    ) -> tuple[tuple[int, ...], float | None]:
+        """The rank of each stage, and the share of backwards that run in halves.
+
+        Raises:
+          ScheduleError: if there is no order for these numbers.
+        """
+        schedule = self.build(num_ranks, num_microbatches)
+        shares = set(count_split_shares(schedule))
+        return schedule.placement, shares.pop() if len(shares) == 1 else None
+
+    def build(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The valid schedule for these numbers.
 
         Raises:
@@ -75,6 +96,9 @@ class UserSchedule:
         return schedule.validate()
 
 
+NamedSchedule = CatalogueEntry | UserSchedule
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """The choices that a plan has.
@@ -90,7 +114,7 @@ class SearchSpace:
       balance: the only balance that is allowed; ``None``: any.
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
-      builders: name -> builder of a schedule, of the catalogue or the user's.
+      builders: name -> a schedule of the catalogue or the user's.
     """
 
     profiles: Mapping[int, Profile]
@@ -101,7 +125,7 @@ class SearchSpace:
     fits_schedules: bool
     balance: tuple[int, ...] | None
     mesh_shapes: tuple[MeshShape, ...]
-    builders: Mapping[str, ScheduleBuilder] = field(default_factory=lambda: BY_NAME)
+    builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
 
     @property
     def num_layers(self) -> int:
