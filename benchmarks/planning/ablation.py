@@ -35,7 +35,7 @@ import jpipe
 from jpipe.planning._interpolate import interpolate
 from jpipe.planning._mesh_shapes import MeshShape, mesh_shapes
 from jpipe.planning._plan_search import search
-from jpipe.planning._profile import LayerProfile
+from jpipe.planning._profile_record import LayerProfile
 from jpipe.planning._space import Hardware, SearchSpace
 from jpipe.schedules import BY_NAME
 

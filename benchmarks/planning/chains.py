@@ -2,7 +2,7 @@
 
 import random
 
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
+from jpipe.planning._profile_record import LayerProfile, Profile, SkipProfile
 
 
 def random_chain(

@@ -1,6 +1,6 @@
 """`jpipe.tune`: runs the best plans on paper, and takes the fastest.
 
-estimate    the share of each layer in the work, by its jaxpr     (`planning/_profiler`)
+estimate    the share of each layer in the work, by its jaxpr     (`planning/_profile`)
 even split  compiled and run: shares of the work become seconds
 search      the best of each family of schedules                 (`planning/_finalists`)
 compile     their steps; one that needs more than a device has is dropped
@@ -41,13 +41,13 @@ from ..planning._layer_profile import find_count_faults
 from ..planning._link import measure_neighbor_link
 from ..planning._measure import measure_action
 from ..planning._mode_names import TRIED_MODES
-from ..planning._plan import Plan, TriedPlan
 from ..planning._plan_problem import (
     PlanChoices,
     PlanProblem,
     explain_loss_functions,
     pose_plan_problem,
 )
+from ..planning._plan_record import Plan, TriedPlan
 from ..planning._reasons import is_same_run, make_plan
 from ..planning._request import Request
 from ..planning._space import Hardware

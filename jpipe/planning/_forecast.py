@@ -19,8 +19,8 @@ from ..schedules._schedule import simulate_rows
 from ._fused import find_fused_microbatches, fused_costs
 from ._in_flight import list_stages
 from ._mode_names import stores_only_inputs
-from ._plan import Memory, Plan
-from ._profile import Profile, costs_of_stages
+from ._plan_record import Memory, Plan
+from ._profile_record import Profile, costs_of_stages
 from ._space import Choice, Hardware, SearchSpace
 
 

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ._profile import Profile
+from ._profile_record import Profile
 
 
 def interpolate(profile: Profile, size: int) -> Profile:

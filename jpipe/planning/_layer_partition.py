@@ -23,7 +23,7 @@ from ._layer_profile import (
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
 from ._origin import can_overlap
 from ._problem import PartitionProblem, count_split_shares
-from ._profile import (
+from ._profile_record import (
     Profile,
     costs_of_stages,
     find_profile_faults,

@@ -26,8 +26,8 @@ from ._mesh_shapes import mesh_shapes
 from ._mode_names import MODE_NAMES, format_unknown_mode, sort_modes
 from ._origin import can_overlap
 from ._planned_model import PlannedModel
-from ._profile import Profile, check_fingerprint
-from ._profiler import profile_sizes
+from ._profile import profile_sizes
+from ._profile_record import Profile, check_fingerprint
 from ._ran_step import RanStep, scale_to_step
 from ._request import Request
 from ._residual_ratios import scale_residuals

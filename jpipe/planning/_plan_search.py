@@ -40,7 +40,7 @@ from ._forecast import (
 from ._mesh_shapes import MeshShape
 from ._mode_names import stores_only_inputs
 from ._problem import PartitionProblem, count_split_shares
-from ._profile import Profile
+from ._profile_record import Profile
 from ._space import Choice, SearchSpace
 from ._sums import sum_stages
 

@@ -17,8 +17,8 @@ from ..schedules import Costs
 from ._fused import fused_costs
 from ._interpolate import interpolate
 from ._mode_names import stores_only_inputs
-from ._plan import Plan
-from ._profile import Profile, costs_of_stages
+from ._plan_record import Plan
+from ._profile_record import Profile, costs_of_stages
 
 
 class RanStep(NamedTuple):

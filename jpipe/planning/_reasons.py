@@ -11,8 +11,8 @@ from ..schedules._formats import format_bytes, format_seconds
 from ._fingerprint import describe_origin
 from ._forecast import Candidate, rank_transfers, stage_costs
 from ._origin import format_differences, format_origin
-from ._plan import Forecast, Plan
-from ._profile import Profile
+from ._plan_record import Forecast, Plan
+from ._profile_record import Profile
 from ._space import Hardware, SearchSpace
 
 # Steps whose seconds differ by a smaller part are called as long.

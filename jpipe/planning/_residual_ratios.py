@@ -19,7 +19,7 @@ from ._layer_partition import partition
 from ._layer_profile import LayerProfile
 from ._mode_names import stores_only_inputs
 from ._planned_model import PlannedModel
-from ._profile import Profile, costs_of_stages
+from ._profile_record import Profile, costs_of_stages
 from ._request import Request
 from ._space import Choice
 

@@ -9,8 +9,8 @@ from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
 from ._mesh_shapes import MeshShape
-from ._plan import mesh_text
-from ._profile import Profile
+from ._plan_record import mesh_text
+from ._profile_record import Profile
 from ._sums import Matrix
 from ._workspace import stage_workspaces
 

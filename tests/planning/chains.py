@@ -6,7 +6,7 @@ Private names are imported because profiles by hand have no public one.
 import itertools
 
 from benchmarks.planning.chains import random_chain
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
+from jpipe.planning._profile_record import LayerProfile, Profile, SkipProfile
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "every_cut", "random_chain"]
 
