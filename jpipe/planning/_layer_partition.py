@@ -19,15 +19,15 @@ from ._layer_profile import (
     find_count_faults,
     find_flag_faults,
     find_number_faults,
+    find_speed_faults,
 )
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
-from ._origin import can_overlap
 from ._problem import PartitionProblem, count_split_shares
 from ._profile_record import (
     Profile,
+    can_overlap,
     costs_of_stages,
     find_profile_faults,
-    find_speed_faults,
     modes_of_stages,
 )
 

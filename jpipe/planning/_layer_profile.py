@@ -157,3 +157,12 @@ def find_number_faults(name: str, value: Any) -> Iterator[str]:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number and 0 <= number <= sys.float_info.max):
         yield f"{name}={value!r}; needs a number, finite and not negative"
+
+
+def find_speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
+    """The faults in bandwidth and latency, one line each."""
+    yield from find_number_faults("latency", latency)
+    if bandwidth is not None and not (
+        isinstance(bandwidth, numbers.Real) and bandwidth > 0
+    ):
+        yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"

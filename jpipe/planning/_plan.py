@@ -1,10 +1,11 @@
 """`jpipe.plan`: decides the mesh, balance, schedule and remat modes of a pipeline.
 
-layers --profile--> seconds and bytes of each layer, for two sizes of micro-batch
---interpolate--> seconds and bytes for each number of micro-batches
---search---> candidates with forecasts              (`_plan_search`)
---lower----> candidates with counted bytes          (`_finalists`)
---explain--> the `Plan`, with reasons               (`_reasons`)
+profile    seconds and bytes of each layer, for two sizes of micro-batch  (`_profile`)
+pose       those for each number of micro-batches, and what may be chosen
+                                                                     (`_plan_problem`)
+search     choices that are simulated: candidates                     (`_plan_search`)
+finalists  the best of them lowered, their bytes counted                (`_finalists`)
+reasons    the fastest that fits, as a `Plan`, and why it is              (`_reasons`)
 
 `jpipe.tune` poses the same problem of estimated layers, and runs the finalists.
 """
@@ -22,15 +23,14 @@ from .._placed._mesh_context import outside_of_meshes
 from .._train._transformation import check_optimizer
 from ..schedules import Costs, Schedule, ScheduleBuilder
 from ._finalists import rank_candidates
-from ._layer_profile import find_count_faults, find_flag_faults
+from ._layer_profile import find_count_faults, find_flag_faults, find_speed_faults
 from ._mode_names import TRIED_MODES
-from ._plan_problem import PlanChoices, explain_loss_functions, pose_plan_problem
+from ._plan_problem import explain_loss_functions, pose_plan_problem
 from ._plan_record import Plan
-from ._profile_record import Profile, check_profile, find_speed_faults
-from ._ran_step import check_ran_step
+from ._profile_record import Profile
 from ._reasons import check_fits, describe_profile, make_plan
 from ._request import Request
-from ._space import Hardware
+from ._space import Hardware, PlanChoices
 
 PyTree = Any
 _ON_PAPER = (
@@ -64,19 +64,13 @@ def plan(
     x: PyTree,
     tx: optax.GradientTransformation,
     *,
+    # the machine
     num_devices: int | None = None,
     memory_limit: int | None = None,
     bandwidth: float | None = None,
     latency: float | None = None,
     overlap: bool | None = None,
-    num_microbatches: int | Sequence[int] | None = None,
-    data: int | Sequence[int] | None = None,
-    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
-    remat: str | Sequence[str] = TRIED_MODES,
-    balance: Sequence[int] | None = None,
-    profile: Profile | None = None,
-    ran: Plan | None = None,
-    costs: Costs | None = None,
+    # the model
     loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
     targets: PyTree = (),
     has_aux: bool = False,
@@ -85,6 +79,16 @@ def plan(
     in_axes: Any = 0,
     target_axes: Any = 0,
     rngs: _rng.Rngs = None,
+    profile: Profile | None = None,
+    ran: Plan | None = None,
+    costs: Costs | None = None,
+    # what may be chosen
+    num_microbatches: int | Sequence[int] | None = None,
+    data: int | Sequence[int] | None = None,
+    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
+    remat: str | Sequence[str] = TRIED_MODES,
+    balance: Sequence[int] | None = None,
+    # estimates
     measure: bool = True,
     peak_flops: float | None = None,
     memory_bandwidth: float | None = None,
@@ -112,12 +116,17 @@ def plan(
     layer; state of parameters that layers share, with the first of these. The memory
     that `tx.update` needs while it runs is not counted.
 
+    The options say what you know of the machine (``num_devices`` to ``overlap``) and of
+    the model (``loss_fn`` to ``costs``); what the plan may choose (``num_microbatches``
+    to ``balance``); and how times are estimated (``measure`` to ``action_seconds``).
+
     Args:
       layers: as `jpipe.pipeline` takes them; one model is cut where few bytes cross.
       x: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       tx: the optax optimizer, whose state takes memory.
       num_devices: the number of devices; default: that of `jax.devices`.
-      memory_limit: the bytes that a device has; ``None``: no limit.
+      memory_limit: the bytes that a device has, for all that is on it at once;
+        ``None``: no limit.
       bandwidth: bytes per second between two devices; default: as the profile has it,
         which was measured where there were two; else transfers take no time but
         ``latency``.
@@ -127,6 +136,22 @@ def plan(
         GPUs; False if a transfer keeps both devices from computing, each for half of
         its time, as it does those of a CPU. Default: False if the profile was measured
         on a CPU, else True, also for an estimate.
+      loss_fn: ``(outputs, targets) -> scalar``, a part of the last layer; left out,
+        what it takes is not counted.
+      targets: the targets of the mini-batch, in arrays or specs.
+      has_aux: as for `Pipeline.value_and_grad`.
+      reduction: likewise.
+      trainable: likewise.
+      in_axes: as for `jpipe.pipeline`.
+      target_axes: likewise.
+      rngs: as for `Pipeline.apply`; left out in training, a key, as in a training step.
+      profile: a profile of ``layers``, made anywhere, in place of measuring: no device
+        is needed. Of one size of micro-batches it fixes the product of ``data`` and
+        ``num_microbatches``; by default it has two.
+      ran: the plan of a step that ran, ``step.plan``, with its measured ``costs``: each
+        layer takes its share of the time of its stage. Layers are then estimated, if
+        there is no ``profile``. Of one model, the plan of which it was built.
+      costs: the costs of that step, ``step.profile(state, x, targets).costs``.
       num_microbatches: the number of micro-batches, or several to choose from; default:
         one, two, four and eight times the number of stages that all devices make, as
         far as there are examples, and one. Layers are profiled for the smallest shard
@@ -144,22 +169,6 @@ def plan(
       remat: a mode, or several that stages may have.
       balance: the balance, if it is decided already. Of one model it counts the
         sections that its profile lists.
-      profile: a profile of ``layers``, made anywhere, in place of measuring: no device
-        is needed. Of one size of micro-batches it fixes the product of ``data`` and
-        ``num_microbatches``; by default it has two.
-      ran: the plan of a step that ran, ``step.plan``, with its measured ``costs``: each
-        layer takes its share of the time of its stage. Layers are then estimated, if
-        there is no ``profile``. Of one model, the plan of which it was built.
-      costs: the costs of that step, ``step.profile(state, x, targets).costs``.
-      loss_fn: ``(outputs, targets) -> scalar``, a part of the last layer; left out,
-        what it takes is not counted.
-      targets: the targets of the mini-batch, in arrays or specs.
-      has_aux: as for `Pipeline.value_and_grad`.
-      reduction: likewise.
-      trainable: likewise.
-      in_axes: as for `jpipe.pipeline`.
-      target_axes: likewise.
-      rngs: as for `Pipeline.apply`; left out in training, a key, as in a training step.
       measure: True to measure layers, on the first device; else their times are
         estimated.
       peak_flops: operations per second for an estimate; see `jpipe.profile`.
@@ -187,14 +196,18 @@ def plan(
     """
     with explain_loss_functions(layers):
         check_optimizer(tx)
-    if profile is not None:
-        check_profile("plan", profile)
-    ran_step = check_ran_step(ran, costs)
+    if not isinstance(profile, Profile | None):
+        raise TypeError(
+            f"plan needs a jpipe.Profile, such as jpipe.profile(layers, x) returns; "
+            f"this is a {type(profile).__name__}"
+        )
+    _check_ran_step(ran, costs)
     choices = PlanChoices.from_options(
         data=data,
         num_microbatches=num_microbatches,
         schedules=schedules,
         remat=remat,
+        balance=balance,
         is_here=num_devices is None,
         needs_forwards_first=reduction == "batch",
     )
@@ -235,7 +248,7 @@ def plan(
         in_axes=in_axes,
         target_axes=target_axes,
         rngs=rngs,
-        measure=measure and profile is None and ran_step is None,
+        measure=measure and profile is None and ran is None,
         peak_flops=peak_flops,
         memory_bandwidth=memory_bandwidth,
         action_seconds=action_seconds,
@@ -250,24 +263,51 @@ def plan(
             latency=latency,
             overlap=overlap,
             choices=choices,
-            balance=balance,
-            ran=ran_step,
+            ran=ran,
+            ran_costs=costs,
         )
         candidates = rank_candidates(problem)
 
-    size = candidates[0].profile.microbatch_size
+    best = candidates[0]
+    check_fits(best, hardware)
+    shard = problem.space.profile(best.choice.schedule, best.choice.num_shards)
     is_size_fixed = (
         profile is not None and profile.larger is None and num_microbatches is None
     )
     notes = [
         _ON_PAPER,
-        describe_profile(problem.profile, size, is_size_fixed=is_size_fixed),
+        describe_profile(
+            problem.profile, shard.microbatch_size, is_size_fixed=is_size_fixed
+        ),
     ]
-    if ran_step is not None:
+    if ran is not None:
         notes.append(_RAN)
     if loss_fn is None:
         notes.append(_NO_LOSS)
     elif reduction == "batch":
         notes.append(_LOSS_OF_BATCH)
-    check_fits(candidates[0], problem.space.hardware)
     return make_plan(candidates, problem.space, notes)
+
+
+def _check_ran_step(plan: Any, costs: Any) -> None:
+    """Checks the arguments ``ran`` and ``costs`` of `jpipe.plan`.
+
+    Raises:
+      ValueError: if one is missing, or they are of different stages.
+      TypeError: if one is nothing such.
+    """
+    if plan is None and costs is None:
+        return
+    usage = "type ran=step.plan, costs=step.profile(state, x, targets).costs"
+    if plan is None or costs is None:
+        raise ValueError(f"plan: ran= and costs= belong together: {usage}")
+    if not isinstance(plan, Plan) or not isinstance(costs, Costs):
+        raise TypeError(
+            f"plan: ran= is a {type(plan).__name__} and costs= a "
+            f"{type(costs).__name__}: {usage}"
+        )
+    if costs.num_stages != len(plan.stages) or not costs.in_seconds:
+        raise ValueError(
+            f"plan: costs= are of {costs.num_stages} stages, ran= of "
+            f"{len(plan.stages)}; they are measured seconds of its stages: {usage}"
+        )

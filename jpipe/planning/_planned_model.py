@@ -38,7 +38,7 @@ from ._describe import describe, describe_function
 from ._plan_record import Plan
 from ._request import Request, sum_outputs
 from ._space import Choice
-from ._traced import TracedLayers
+from ._traced_layers import TracedLayers
 
 PyTree = Any
 _NO_TARGETS = (

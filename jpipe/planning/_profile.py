@@ -1,8 +1,13 @@
 """`jpipe.profile`: the costs of each layer of a model."""
 
 import dataclasses
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import flax
+import jax
 
 from .._arguments._wrong_call import explain_call
 from .._instructions._progress import Progress, count_items
@@ -16,16 +21,30 @@ from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
 from ._estimate import Rates, estimate_seconds, estimate_workspace
-from ._fingerprint import describe_origin, fingerprint
-from ._link import measure_neighbor_link
-from ._measure import Times, layer_computations, measure_layers
+from ._layer_profile import LayerProfile, SkipProfile
+from ._measure import (
+    Times,
+    layer_computations,
+    measure_layers,
+    measure_neighbor_link,
+)
 from ._mode_names import MODE_NAMES
 from ._planned_model import PlannedModel
-from ._profile_record import LayerProfile, Profile, SkipProfile
+from ._profile_record import (
+    DEFAULT_PRECISION,
+    DEVICE,
+    ESTIMATED,
+    MEASURED,
+    PRECISION,
+    RATE_NAMES,
+    Profile,
+)
 from ._request import Request
-from ._traced import TracedLayers
+from ._traced_layers import TracedLayers, fingerprint
 
 PyTree = Any
+# To a type checker it has no attributes.
+_config: Any = jax.config
 # The numbers of micro-batches whose sizes are profiled by default.
 _DEFAULT_COUNTS = (4, 16)
 
@@ -222,6 +241,35 @@ def _profile_layers(model: TracedLayers, request: Request) -> Profile:
         origin=describe_origin(request.device_or_rates),
         action_seconds=action_seconds,
     )
+
+
+def describe_origin(device_or_rates: Device | Rates) -> dict[str, str]:
+    """The origin of what is made here and now, by name.
+
+    Args:
+      device_or_rates: the device that layers are measured on, or the rates of an
+        estimate.
+    """
+    if isinstance(device_or_rates, Rates):
+        origin = {"how": ESTIMATED}
+        for name, rate in zip(RATE_NAMES, device_or_rates, strict=True):
+            origin[name] = f"{rate:g}"
+    else:
+        origin = {"how": MEASURED, DEVICE: _describe_device(device_or_rates)}
+    settings = {
+        PRECISION: str(_config.jax_default_matmul_precision or DEFAULT_PRECISION),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+    }
+    return origin | settings
+
+
+def _describe_device(device: Device) -> str:
+    """The kind of a device, and of a CPU also its cores."""
+    if device.platform == "cpu":  # to JAX they are all of one kind
+        cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+        return f"{device.device_kind} ({cpu})"
+    return device.device_kind
 
 
 def _estimate_times(functions: StageFunctions, rates: Rates) -> Times:

@@ -1,24 +1,52 @@
-"""The costs of each layer of a model: times and bytes of one micro-batch."""
+"""The costs of each layer of a model: seconds and bytes of one micro-batch.
+
+A profile prints as a table, is saved as JSON, and gives the costs of stages. It is used
+wherever its model is: another device or version is no fault. Its *origin* says how it
+was made, on what device, with which versions. No JAX is imported here.
+"""
 
 import dataclasses
 import functools
 import itertools
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from ..schedules import Costs
+from ..schedules._costs import TIME_FIELDS
+from ..schedules._formats import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_table,
+)
 from ..schedules._json import decode, parse_json
-from . import _layer_profile
-from ._layer_profile import LayerProfile as LayerProfile
-from ._layer_profile import Link
-from ._layer_profile import SkipProfile as SkipProfile
-from ._origin import can_overlap
+from ._layer_profile import (
+    LayerProfile,
+    Link,
+    SkipProfile,
+    find_flag_faults,
+    find_layer_faults,
+    find_number_faults,
+    find_speed_faults,
+)
 from ._stage_costs import StageCosts
-from ._table import format_profile
+
+MEASURED = "measured"
+ESTIMATED = "estimated"
+# The entries of an origin: the arguments of `jpipe.profile` with the rates of an
+# estimate; the device that was measured; and settings and versions.
+RATE_NAMES = ("peak_flops", "memory_bandwidth", "action_seconds")
+DEVICE = "device"
+PRECISION = "matmul precision"
+DEFAULT_PRECISION = "default"
+_SETTINGS = (PRECISION, "jax", "flax")
+# Field of a layer -> the head of its column, where that is another.
+_COLUMN_NAMES = {"input_grad": "I", "weight_grad": "W"}
+# Columns whose numbers have no sum.
+_WITHOUT_SUM = ("output", "workspace")
 
 
 @dataclass(frozen=True)
@@ -61,7 +89,7 @@ class Profile:
         return [self.microbatch_size, *larger_sizes]
 
     def __str__(self) -> str:
-        return format_profile(self)
+        return _format_profile(self)
 
     @functools.cached_property
     def _stage_costs(self) -> StageCosts:
@@ -120,7 +148,7 @@ class Profile:
         stage_costs = self._stage_costs
         faults = [
             *find_speed_faults(bandwidth, latency),
-            *_layer_profile.find_flag_faults("overlap", overlap),
+            *find_flag_faults("overlap", overlap),
             *stage_costs.find_remat_faults(modes),
         ]
         num_layers = len(self.layers)
@@ -201,7 +229,7 @@ def modes_of_stages(remat: Any, num_stages: int) -> tuple[Any, ...]:
 def find_profile_faults(profile: Profile) -> list[str]:
     """The faults in the numbers of a profile, one line each."""
     faults = [
-        *_layer_profile.find_layer_faults(
+        *find_layer_faults(
             profile.layers,
             input_bytes=profile.input_bytes,
             microbatch_size=profile.microbatch_size,
@@ -219,7 +247,7 @@ def find_profile_faults(profile: Profile) -> list[str]:
             )
         sizes = {"bytes": skip.bytes, "cotangent_bytes": skip.cotangent_bytes}
         for name, number in sizes.items():
-            faults += _layer_profile.find_number_faults(f"skips[{i}].{name}", number)
+            faults += find_number_faults(f"skips[{i}].{name}", number)
     for i, group in enumerate(profile.ties):
         if not group or not all(0 <= layer <= last for layer in group):
             faults.append(
@@ -290,25 +318,141 @@ def _plain(number: Any) -> int | float:
     return operator.index(number) if hasattr(number, "__index__") else float(number)
 
 
-def check_profile(function_name: str, profile: Any) -> None:
-    """Checks that an argument is a profile.
+def format_origin(origin: Mapping[str, str]) -> str:
+    """Says how and where a profile was made; empty if it does not say."""
+    settings = [
+        f"{name} {origin[name]}"
+        for name in _SETTINGS
+        if name in origin and (name, origin[name]) != (PRECISION, DEFAULT_PRECISION)
+    ]
+    if origin.get("how") == ESTIMATED:
+        flops, bandwidth, seconds = (origin[name] for name in RATE_NAMES)
+        names = ", ".join(f"{name}=" for name in RATE_NAMES)
+        rates = (
+            f"estimated for a device of {flops} flops and {bandwidth} bytes of memory "
+            f"per second, and {seconds} s for each action ({names})"
+        )
+        return ", ".join([rates, *settings])
+    if origin.get("how") == MEASURED:
+        return ", ".join([f"measured on {origin[DEVICE]}", *settings])
+    return ", ".join(settings)
+
+
+def format_differences(origin: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Says in what the place where a profile is used differs from its origin.
 
     Args:
-      function_name: the name of the called function, for errors.
-      profile: the argument.
+      origin: the origin of the profile.
+      here: the origin of what would be measured here.
 
-    Raises:
-      TypeError: if it is none.
+    Returns:
+      The device and the settings here that differ; empty if none does.
+
+    Example:
+      >>> measured = {"device": "NVIDIA H100", "jax": "0.10.2", "flax": "0.12"}
+      >>> format_differences(measured, measured | {"device": "cpu", "jax": "0.11"})
+      'on cpu, jax 0.11'
+      >>> format_differences(measured, measured | {"jax": "0.11"})
+      'with jax 0.11'
     """
-    if not isinstance(profile, Profile):
-        raise TypeError(
-            f"{function_name} needs a jpipe.Profile, such as jpipe.profile(layers, x) "
-            f"returns; this is a {type(profile).__name__}"
+    texts: list[str] = []
+    for name in (DEVICE, *_SETTINGS):
+        if name in origin and origin[name] != here.get(name):
+            text = here.get(name, "unknown")
+            texts.append(text if name == DEVICE else f"{name} {text}")
+    if not texts:
+        return ""
+    preposition = "with" if origin.get(DEVICE) == here.get(DEVICE) else "on"
+    return f"{preposition} {', '.join(texts)}"
+
+
+def is_measured_on_cpu(origin: Mapping[str, str]) -> bool:
+    """True if a profile was measured, and on a CPU."""
+    is_measured = origin.get("how") == MEASURED
+    return is_measured and origin.get(DEVICE, "").startswith("cpu (")
+
+
+def can_overlap(origin: Mapping[str, str]) -> bool:
+    """True if devices are taken to compute while they send and receive.
+
+    The cores of a CPU, on which a profile may have been measured, copy themselves.
+    """
+    return not is_measured_on_cpu(origin)
+
+
+def _format_profile(profile: Profile) -> str:
+    """Formats a profile: what it was made on, a line for each layer, and sums."""
+    layers = profile.layers
+    num_layers = len(layers)
+    columns = [
+        ["", *map(str, range(num_layers)), ""],
+        ["layer", *(layer.name for layer in layers), "sum"],
+    ]
+    for name, (write, numbers) in _number_columns(layers).items():
+        cells = ["" if number is None else write(number) for number in numbers]
+        total = ""
+        if None not in numbers and name not in _WITHOUT_SUM:
+            total = write(sum(numbers))
+        columns.append([name, *cells, total])
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    lines = [*_describe_measurement(profile), *_connections(profile)]
+    return "\n".join([*lines, format_table(rows, left={1})])
+
+
+def _number_columns(
+    layers: Sequence[LayerProfile],
+) -> dict[str, tuple[Callable[[Any], str], list[Any]]]:
+    """The columns of numbers: name -> (how to write a number, one per layer)."""
+    columns: dict[str, tuple[Callable[[Any], str], list[Any]]] = {}
+    for name in TIME_FIELDS.values():
+        seconds = [getattr(layer, name) for layer in layers]
+        columns[_COLUMN_NAMES.get(name, name)] = (format_seconds, seconds)
+    columns["parameters"] = ("{:,}".format, [layer.num_params for layer in layers])
+    columns["output"] = (format_bytes, [layer.output_bytes for layer in layers])
+    modes: dict[str, None] = {}  # in order
+    for layer in layers:
+        modes |= dict.fromkeys(layer.residual_bytes)
+    for mode in modes:
+        residuals = [layer.residual_bytes.get(mode) for layer in layers]
+        columns[f"residuals by {mode}"] = (format_bytes, residuals)
+    workspace = [layer.workspace_bytes for layer in layers]
+    columns["workspace"] = (format_bytes, workspace)
+    return columns
+
+
+def _describe_measurement(profile: Profile) -> Iterator[str]:
+    """Lines on how and where the profile was made, and the micro-batch."""
+    if origin := format_origin(profile.origin):
+        yield origin
+    fingerprint = profile.fingerprint
+    examples = f"a micro-batch of {format_count(profile.microbatch_size, 'example')}"
+    if "input" in fingerprint:
+        examples += f" ({fingerprint['input']})"
+    if profile.larger is not None:
+        sizes = " and ".join(map(str, profile.larger.sizes))
+        examples += f"; the costs of {sizes} examples are stored too"
+    yield examples
+    if is_measured_on_cpu(profile.origin):
+        yield (
+            "cores: each layer had all of them to itself; devices that share them take "
+            "longer than predicted, with halves of backwards above all"
+        )
+    if profile.link is not None:
+        link = profile.link
+        yield (
+            f"transfers: {format_seconds(link.latency)} for each and "
+            f"{format_bytes(int(link.bandwidth))} per second, as measured from "
+            f"{link.source} to {link.target}"
         )
 
 
-def find_speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
-    """The faults in bandwidth and latency, one line each."""
-    yield from _layer_profile.find_number_faults("latency", latency)
-    if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
-        yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
+def _connections(profile: Profile) -> Iterator[str]:
+    """A line for each group of tied layers and for each skip connection."""
+    for group in profile.ties:
+        owner, *readers = map(str, group)
+        yield f"tied: parameters of layer {owner} are used by {', '.join(readers)}"
+    for skip in profile.skips:
+        yield (
+            f"skip connection {skip.name}: layer {skip.source} to {skip.target}, "
+            f"{format_bytes(skip.bytes)}"
+        )
