@@ -35,11 +35,11 @@ if _TYPE_CHECKING:
     from ._trace._boundaries import boundary as boundary
     from ._trace._whole_batch import whole_batch as whole_batch
     from ._train._train_state import TrainState as TrainState
-    from .planning._decide import plan as plan
     from .planning._layer_partition import partition as partition
-    from .planning._plan import Plan as Plan
-    from .planning._profile import Profile as Profile
-    from .planning._profiler import profile as profile
+    from .planning._plan import plan as plan
+    from .planning._plan_record import Plan as Plan
+    from .planning._profile import profile as profile
+    from .planning._profile_record import Profile as Profile
 
 # Public name -> the module that defines it. A module is imported when one of its names
 # is first used: the command line draws schedules without JAX, and a step draws nothing
@@ -51,8 +51,8 @@ _HOME = {
     "FunctionGradient": "._api._function_gradient",
     "Layer": "._layers._adapter",
     "Pipeline": "._api._pipeline",
-    "Plan": ".planning._plan",
-    "Profile": ".planning._profile",
+    "Plan": ".planning._plan_record",
+    "Profile": ".planning._profile_record",
     "Report": "._api._compile_report",
     "Stacked": "._arguments._stacked",
     "TrainState": "._train._train_state",
@@ -66,10 +66,10 @@ _HOME = {
     "microbatch_key": "._layers._rng",
     "partition": ".planning._layer_partition",
     "pipeline": "._api._transform",
-    "plan": ".planning._decide",
+    "plan": ".planning._plan",
     "pop": "._layers._skip",
     "preempted": "._processes._preemption",
-    "profile": ".planning._profiler",
+    "profile": ".planning._profile",
     "sequential": "._api._transform",
     "stash": "._layers._skip",
     "tune": "._api._tune",

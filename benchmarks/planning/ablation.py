@@ -32,12 +32,10 @@ from flax import linen as nn
 from rich.progress import track
 
 import jpipe
-from jpipe.planning._interpolate import interpolate
-from jpipe.planning._layer_profile import Link
-from jpipe.planning._mesh_shapes import MeshShape, mesh_shapes
+from jpipe.planning._layer_profile import LayerProfile, Link
 from jpipe.planning._plan_search import search
-from jpipe.planning._profile import LayerProfile
-from jpipe.planning._space import Hardware, SearchSpace
+from jpipe.planning._scaled_profiles import interpolate
+from jpipe.planning._space import Hardware, MeshShape, SearchSpace, mesh_shapes
 from jpipe.schedules import BY_NAME
 
 from ..markdown import table

@@ -2,7 +2,8 @@
 
 import random
 
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
+from jpipe import Profile
+from jpipe.planning._layer_profile import LayerProfile, SkipProfile
 
 
 def random_chain(

@@ -29,7 +29,7 @@ from .._pipelined._pipelined_function import PipelinedFunction
 from .._pipelined._user_function import PlainFunction
 from .._placed._mesh_context import outside_of_meshes
 from ..planning._describe import describe, describe_function, describe_tail
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ..schedules import Timeline
 from . import _loss_function_check
 from ._compile_report import Report, compile_report

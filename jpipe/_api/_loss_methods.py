@@ -8,7 +8,7 @@ from .._layers._rng import Rngs
 from .._placed._mesh_context import outside_of_meshes
 from .._train._pipelined_loss import PipelinedLoss
 from ..planning._describe import describe_tail
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ._handle import Handle
 from ._pipelined_model import UNKNOWN, PipelinedModel
 

@@ -25,7 +25,7 @@ from .._messages import raise_all, warn
 from .._partition._options import Options
 from .._partition._remat import find_settings
 from .._processes._start import check_threads
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ..schedules import Schedule
 from ..schedules._choose import find_schedule
 from ..schedules._formats import format_type

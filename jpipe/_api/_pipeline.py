@@ -23,7 +23,7 @@ from .._pipelined._specialization import Specialization
 from .._placed._mesh_context import outside_of_meshes
 from .._train._train_state import TrainState
 from .._train._transformation import check_optimizer
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ..schedules import Schedule
 from . import _train_states
 from ._compile_report import Report, compile_report

@@ -36,7 +36,7 @@ from .._processes._arrays import is_here
 from .._processes._group import agree_on_keys
 from .._train._pipelined_loss import PipelinedLoss
 from ..planning._describe import PipelineInfo, describe, describe_function
-from ..planning._plan import Forecast, Plan
+from ..planning._plan_record import Forecast, Plan
 from ._variable_checks import VariableChecks
 
 PyTree = Any

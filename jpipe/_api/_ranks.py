@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from .._instructions import _transfer
 from .._instructions._sharding import DATA, StageMesh
 from .._instructions._transfer import Device
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ..schedules._formats import format_type
 
 # The axis of a mesh along which the stages are placed.

@@ -19,7 +19,7 @@ from .._partition import _param_sharding
 from .._partition._options import REMAT, SCHEDULE
 from .._partition._partition import Partition
 from .._processes._start import check_joined
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ..schedules import Schedule, ScheduleBuilder
 from . import _option_checks
 from ._pipeline import Pipeline

@@ -1,6 +1,6 @@
 """`jpipe.tune`: runs the best plans on paper, and takes the fastest.
 
-estimate    the share of each layer in the work, by its jaxpr     (`planning/_profiler`)
+estimate    the share of each layer in the work, by its jaxpr     (`planning/_profile`)
 even split  compiled and run: shares of the work become seconds
 search      the best of each family of schedules                 (`planning/_finalists`)
 compile     their steps; one that needs more than a device has is dropped
@@ -38,19 +38,17 @@ from ..planning._finalists import (
 )
 from ..planning._forecast import Candidate
 from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
-from ..planning._link import measure_neighbor_link
-from ..planning._measure import measure_action
+from ..planning._measure import measure_action, measure_neighbor_link
 from ..planning._mode_names import TRIED_MODES
-from ..planning._plan import Plan, TriedPlan
 from ..planning._plan_problem import (
-    PlanChoices,
     PlanProblem,
     explain_loss_functions,
     pose_plan_problem,
 )
-from ..planning._reasons import is_same_run, make_plan
+from ..planning._plan_record import Plan, TriedPlan
+from ..planning._reasons import make_plan
 from ..planning._request import Request
-from ..planning._space import Hardware
+from ..planning._space import Hardware, PlanChoices
 from ..schedules import Schedule, ScheduleBuilder
 from ..schedules._formats import format_bytes, format_count, format_seconds
 from ._transform import pipeline
@@ -155,8 +153,8 @@ def tune(
         remat=remat,
         is_here=True,
         needs_forwards_first=reduction == "batch",
+        fits_schedules=False,
     )
-    choices = dataclasses.replace(choices, fits_schedules=False)
     faults = [
         *find_count_faults("rounds", rounds),
         *find_count_faults("the number of devices", len(user_devices)),
@@ -462,7 +460,7 @@ class _Contest:
         for _ in range(_MAX_SEARCHES):
             new_steps: list[_RunningStep] = []
             for candidate in count_items("steps compiled", find_finalists(problem)):
-                if not any(is_same_run(candidate, x.candidate) for x in self._steps):
+                if not any(candidate.is_same_run(x.candidate) for x in self._steps):
                     new_steps.append(self._compile(candidate))
             if self._limit is None or self._list_fitting() or not new_steps:
                 return

@@ -17,7 +17,7 @@ from .._partition._options import REMAT, SCHEDULE
 from .._partition._param_sharding import ShardingRule
 from .._partition._partition import Partition
 from .._processes._start import check_joined
-from ..planning._plan import Plan
+from ..planning._plan_record import Plan
 from ._function_gradient import FunctionGradient
 from ._handle import Handle
 from ._option_checks import check_options

@@ -24,7 +24,7 @@ from .._stage._stages import Stages
 from .._trace import _boundaries
 from ..schedules import Action
 from ..schedules._formats import format_bytes
-from ._plan import Forecast, Plan, StagePlan
+from ._plan_record import Forecast, Plan, StagePlan
 
 
 class PipelineInfo(NamedTuple):

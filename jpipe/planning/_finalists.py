@@ -29,8 +29,7 @@ from ..schedules import gpipe, one_f_one_b
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
 from ._plan_search import search
-from ._ran_step import scale_layers
-from ._reasons import is_same_run
+from ._scaled_profiles import scale_layers
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
@@ -119,7 +118,7 @@ def find_finalists(problem: PlanProblem) -> list[Candidate]:
     finalists: list[Candidate] = []
     for candidate in sorted(best_of_families, key=lambda x: x.objective(hardware)):
         # On one device all schedules of a micro-batch are one.
-        if not any(is_same_run(candidate, finalist) for finalist in finalists):
+        if not any(candidate.is_same_run(finalist) for finalist in finalists):
             finalists.append(candidate)
     return finalists[:_NUM_FAMILIES]
 

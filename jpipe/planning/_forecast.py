@@ -13,14 +13,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..schedules import Costs, Schedule, Skip, Timeline
+from ..schedules import Action, Costs, Schedule, Skip, Timeline
+from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._schedule import simulate_rows
 from ._fused import find_fused_microbatches, fused_costs
 from ._in_flight import list_stages
 from ._layer_profile import Link
 from ._mode_names import stores_only_inputs
-from ._plan import Memory, Plan
-from ._profile import Profile, costs_of_stages
+from ._plan_record import Memory, Plan
+from ._profile_record import costs_of_stages
 from ._space import Choice, Hardware, SearchSpace
 
 
@@ -30,7 +31,6 @@ class Candidate:
 
     Attributes:
       choice: the choice.
-      profile: the profile of the layers, from which all of this was predicted.
       costs: the costs of the stages, as they run.
       makespan: the seconds of the simulated schedule.
       memory: the bytes of each rank at its peak, on each of its devices.
@@ -40,7 +40,6 @@ class Candidate:
     """
 
     choice: Choice
-    profile: Profile
     costs: Costs
     makespan: float
     memory: tuple[Memory, ...]
@@ -73,6 +72,33 @@ class Candidate:
             return 1, self.max_bytes, self.seconds
         # Of two that are as fast, the smaller comes first.
         return 0, self.seconds, self.max_bytes
+
+    def is_same_run(self, other: "Candidate") -> bool:
+        """True if both differ at most in remat modes and names."""
+        choice = self.choice
+        other_choice = other.choice
+        has_same_stages = (
+            choice.num_shards == other_choice.num_shards
+            and choice.balance == other_choice.balance
+        )
+        if not has_same_stages:
+            return False
+        return _executed_rows(choice.schedule) == _executed_rows(other_choice.schedule)
+
+
+def _executed_rows(schedule: Schedule) -> list[list[Action]]:
+    """The rows without halves of the first stage: its W is all of its backward."""
+    rows = []
+    for row in schedule.rows:
+        executed = []
+        for action in row:
+            if action.stage == 0 and action.op == INPUT:
+                continue
+            if action.stage == 0 and action.op == WEIGHT:
+                action = action._replace(op=BACKWARD)
+            executed.append(action)
+        rows.append(executed)
+    return rows
 
 
 def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
@@ -160,7 +186,6 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
     num_dispatched = _count_dispatched(schedule, costs) + num_exchanges
     return Candidate(
         choice=choice,
-        profile=profile,
         costs=costs,
         makespan=simulated.makespan,
         memory=_rank_memory(

@@ -1,4 +1,4 @@
-"""Measures the programs of layers on a device.
+"""Measures the programs of layers on a device, and transfers between two devices.
 
 The device holds the arrays of one program, and only while it runs. Others may use the
 machine too, which makes calls longer, some for a moment and some for a while. So of a
@@ -9,11 +9,16 @@ several rounds, and of these the median:
 
 where *nothing* is a program that computes nothing. Its time in a row of calls, none of
 which is waited for, is measured too: an action takes at least that.
+
+A hop is a small program and the transfer of its result, in a chain of them:
+
+    latency   = seconds of a hop between two devices - seconds of a hop on one
+    bandwidth = bytes of a large array / (seconds of its transfer - latency)
 """
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +34,9 @@ from .._jaxprs._computation import Computation
 from .._stage._stage_functions import StageFunctions
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import TIME_FIELDS
+from ._layer_profile import MeasuredLink
 from ._request import Request
-from ._traced import TracedLayers
+from ._traced_layers import TracedLayers
 
 # In a round a program is called for about so many seconds, at most so many times.
 _ROUND_SECONDS = 0.05
@@ -40,6 +46,12 @@ _MAX_CALLS = 30
 _NUM_LEAVES = 8
 # Random numbers that are repeated: to draw as many as an activation has takes long.
 _NORMAL = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+# The number of transfers that wait for each other, as those of micro-batches do.
+_HOPS = 30
+# The number of times that they are timed; the first one is not counted.
+_REPEATS = 5
+# Large enough for its latency to be no matter, on a host or a fast link.
+_BYTES = 1 << 24
 
 
 class Times(NamedTuple):
@@ -283,3 +295,44 @@ def _value(leaf: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return np.zeros(leaf.shape, leaf.dtype)
     return np.resize(_NORMAL, leaf.shape).astype(leaf.dtype)
+
+
+def measure_neighbor_link(device: Device) -> MeasuredLink | None:
+    """Measures transfers to another device of this process; ``None`` if it has none."""
+    devices = jax.local_devices(backend=device.platform)
+    neighbor = next((other for other in devices if other != device), None)
+    return None if neighbor is None else measure_link(device, neighbor)
+
+
+def measure_link(source: Device, target: Device) -> MeasuredLink:
+    """Measures transfers between two devices: small ones both ways, a large one."""
+    hop_seconds = _hop_seconds(source, target)
+    latency = max(hop_seconds - _hop_seconds(source, source), 0.0)
+    (large,) = _transfer.put([np.zeros(_BYTES, np.uint8)], source)
+    seconds = _shortest_seconds(lambda: _transfer.put([large], target))
+    if seconds > latency:
+        seconds -= latency
+    return MeasuredLink(latency, _BYTES / seconds, str(source), str(target))
+
+
+def _hop_seconds(source: Device, target: Device) -> float:
+    """The seconds of a hop to and fro between two devices, or on one."""
+    add = jax.jit(lambda x: x + 1)
+
+    def run_hops() -> Any:
+        x = _transfer.put([np.float32(0)], source)
+        for i in range(_HOPS):
+            device = source if i % 2 else target
+            x = _transfer.put([add(*x)], device)
+        return x
+
+    return _shortest_seconds(run_hops) / _HOPS
+
+
+def _shortest_seconds(run: Callable[[], Any]) -> float:
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

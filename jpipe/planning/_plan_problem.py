@@ -6,7 +6,7 @@ layers --profile--> seconds and bytes of each layer, for two sizes of micro-batc
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,147 +16,23 @@ import optax
 from .._layers._adapter import is_model, is_module
 from .._layers._layer_group import check_balance
 from .._train._optimizer import opt_state_bytes
-from ..schedules import Schedule
-from ..schedules._catalogue import (
-    CATALOGUE,
-    FORWARDS_FIRST,
-    TRAINING,
-    find_catalogue_key,
-)
-from ..schedules._choose import format_argument
-from ._fingerprint import fingerprint
-from ._interpolate import interpolate
-from ._layer_profile import LinkOptions, MeasuredLink, find_count_faults
-from ._mesh_shapes import mesh_shapes
-from ._mode_names import MODE_NAMES, format_unknown_mode, sort_modes
+from ..schedules import Costs
+from ._layer_profile import LinkOptions, MeasuredLink
+from ._mode_names import sort_modes
+from ._plan_record import Plan
 from ._planned_model import PlannedModel
-from ._profile import Profile, check_fingerprint
-from ._profiler import profile_sizes
-from ._ran_step import RanStep, scale_to_step
+from ._profile import profile_sizes
+from ._profile_record import Profile, can_overlap, check_fingerprint
 from ._request import Request
-from ._residual_ratios import scale_residuals
-from ._space import Hardware, NamedSchedule, SearchSpace, UserSchedule
-from ._traced import TracedLayers
+from ._scaled_profiles import interpolate, scale_residuals, scale_to_step
+from ._space import Hardware, PlanChoices, SearchSpace, mesh_shapes
+from ._traced_layers import TracedLayers, fingerprint
 
 _LOSS_FUNCTION = (
     "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
     "model: plan the model that it calls, plan = jpipe.plan(model, x, tx, "
     "loss_fn=..., targets=...), and build it with jpipe.value_and_grad(fun, plan=plan)"
 )
-
-
-@dataclass(frozen=True)
-class PlanChoices:
-    """The choices that a user leaves to a plan.
-
-    Attributes:
-      data: the numbers of devices that may share a micro-batch; ``None``: any.
-      num_microbatches: the numbers of micro-batches; ``None``: the default ones.
-      schedule_names: the schedules, by names in ``builders``.
-      remat_modes: the modes that a stage may have.
-      fits_schedules: True if schedules are made to measure too.
-      allowed_schedules: the schedules of the catalogue that the loss allows.
-      builders: name -> the schedule.
-    """
-
-    data: tuple[Any, ...] | None
-    num_microbatches: tuple[Any, ...] | None
-    schedule_names: tuple[Any, ...]
-    remat_modes: tuple[Any, ...]
-    fits_schedules: bool
-    allowed_schedules: tuple[str, ...]
-    builders: Mapping[str, NamedSchedule]
-
-    @classmethod
-    def from_options(
-        cls,
-        *,
-        data: Any,
-        num_microbatches: Any,
-        schedules: Any,
-        remat: Any,
-        is_here: bool,
-        needs_forwards_first: bool,
-    ) -> "PlanChoices":
-        """The choices of the arguments of `jpipe.plan` of these names.
-
-        Args:
-          data: the argument.
-          num_microbatches: likewise.
-          schedules: likewise.
-          remat: likewise.
-          is_here: True if the plan is for the devices of these processes: a stage is in
-            one process.
-          needs_forwards_first: True if each backward has to follow all forwards.
-        """
-        data_counts = None if data is None else _as_tuple(data)
-        if data is None and is_here:
-            data_counts = _counts_in_a_process()
-        microbatch_counts = None
-        if num_microbatches is not None:
-            microbatch_counts = _as_tuple(num_microbatches)
-        allowed = FORWARDS_FIRST if needs_forwards_first else TRAINING
-        names: list[Any] = []
-        builders: dict[str, NamedSchedule] = dict(CATALOGUE)
-        for schedule in _as_tuple(allowed if schedules is None else schedules):
-            name = _catalogue_name(schedule)
-            if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
-                if isinstance(schedule, Schedule):
-                    schedule.validate()
-                user_schedule = UserSchedule(schedule)
-                name = user_schedule.name
-                if builders.get(name, user_schedule) != user_schedule:
-                    raise ValueError(
-                        f"plan: schedules: {name!r} is the name of another schedule; "
-                        f"rename your function, or type "
-                        f"dataclasses.replace(schedule, name='mine')"
-                    )
-                builders[name] = user_schedule
-            names.append(name)
-        return cls(
-            data=data_counts,
-            num_microbatches=microbatch_counts,
-            schedule_names=tuple(names),
-            remat_modes=_as_tuple(remat),
-            fits_schedules=schedules is None and not needs_forwards_first,
-            allowed_schedules=tuple(allowed),
-            builders=builders,
-        )
-
-    def find_faults(self, memory_limit: Any) -> Iterator[str]:
-        """The faults of the choices and of a limit of bytes."""
-        for count in self.data or ():
-            yield from find_count_faults("data", count)
-        for count in self.num_microbatches or ():
-            yield from find_count_faults("num_microbatches", count)
-        if memory_limit is not None:
-            yield from find_count_faults("memory_limit", memory_limit)
-        names = {"schedules": self.schedule_names, "remat": self.remat_modes}
-        for option, listed_names in names.items():
-            if not listed_names:
-                yield f"{option}=(): name one or more, or leave it out"
-        user_names = [name for name in self.builders if name not in CATALOGUE]
-        for name in self.schedule_names:
-            key = find_catalogue_key(name)
-            is_of_user = name in user_names
-            if is_of_user and self.allowed_schedules == FORWARDS_FIRST:
-                yield (
-                    f"schedules: {name} is none of those that are planned for "
-                    f"reduction='batch': choose from "
-                    f"{', '.join(map(repr, FORWARDS_FIRST))}"
-                )
-            elif not is_of_user and key not in self.allowed_schedules:
-                listed = ", ".join(map(repr, self.allowed_schedules))
-                fault = "is unknown"
-                if key in TRAINING:
-                    fault = (
-                        "does not run all forwards first, as reduction='batch' needs"
-                    )
-                yield (
-                    f"schedules: {format_argument(name)} {fault}: choose from {listed}"
-                )
-        unknown_modes = [mode for mode in self.remat_modes if mode not in MODE_NAMES]
-        yield from map(format_unknown_mode, unknown_modes)
 
 
 @dataclass(frozen=True)
@@ -194,8 +70,8 @@ def pose_plan_problem(
     hardware: Hardware,
     link_options: LinkOptions,
     choices: PlanChoices,
-    balance: Sequence[int] | None = None,
-    ran: RanStep | None = None,
+    ran: Plan | None = None,
+    ran_costs: Costs | None = None,
     measured_link: MeasuredLink | None = None,
 ) -> PlanProblem:
     """Profiles a model, unless a profile is given, and poses the problem of its plan.
@@ -208,9 +84,9 @@ def pose_plan_problem(
       hardware: the devices, without their link.
       link_options: the options of `plan` on transfers.
       choices: the choices that the user leaves.
-      balance: as for `plan`.
-      ran: a step that ran, whose stages took the times that its layers should have;
-        ``None``: none did.
+      ran: the plan of a step that ran, whose stages took the times that its layers
+        should have; ``None``: none did.
+      ran_costs: the measured costs of that step.
       measured_link: the link that was measured, if the profile has none.
     """
     with explain_loss_functions(layers):
@@ -236,9 +112,9 @@ def pose_plan_problem(
         traced = model.traced(traced_request)
     if profile is not None:
         check_fingerprint(profile, fingerprint(traced, train=True))
-    checked_balance = None
-    if balance is not None:
-        checked_balance = check_balance(balance, len(traced.names))
+    balance = None
+    if choices.balance is not None:
+        balance = check_balance(choices.balance, len(traced.names))
     optimizer_bytes = _optimizer_bytes(tx, traced)
     if profile is None:
         requests = [
@@ -246,11 +122,15 @@ def pose_plan_problem(
             for count in _profiled_counts(shard_counts)
         ]
         profile = profile_sizes(model, traced, requests)
-    if ran is not None:
-        profile = scale_to_step(profile, ran, traced.names, num_examples)
-    if hardware.num_devices > 1:
-        measured_link = profile.link or measured_link
-    link = link_options.choose_link(profile.origin, measured_link)
+    if ran is not None and ran_costs is not None:
+        profile = scale_to_step(
+            profile, ran, ran_costs, names=traced.names, num_examples=num_examples
+        )
+    measured_link = profile.link or measured_link
+    link = link_options.choose_link(
+        overlap=can_overlap(profile.origin),
+        measured=measured_link if hardware.num_devices > 1 else None,
+    )
     hardware = dataclasses.replace(hardware, link=link)
     profiles = {
         count: interpolate(profile, -(-num_examples // count)) for count in shard_counts
@@ -267,7 +147,7 @@ def pose_plan_problem(
         schedule_names=choices.schedule_names,
         remat_modes=sort_modes(choices.remat_modes),
         fits_schedules=choices.fits_schedules,
-        balance=checked_balance,
+        balance=balance,
         mesh_shapes=shapes,
         builders=choices.builders,
     )
@@ -283,27 +163,6 @@ def explain_loss_functions(layers: Any) -> Iterator[None]:
         if is_model(layers) and not is_module(layers):
             error.add_note(_LOSS_FUNCTION)
         raise
-
-
-def _as_tuple(argument: Any) -> tuple[Any, ...]:
-    """A sequence as a tuple; a number, text or function as a tuple of one."""
-    if isinstance(argument, Iterable) and not isinstance(argument, str):
-        return tuple(argument)
-    return (argument,)
-
-
-def _counts_in_a_process() -> tuple[int, ...] | None:
-    """The numbers of devices of a stage if there are several processes."""
-    if jax.process_count() == 1:
-        return None
-    local_count = jax.local_device_count()
-    return tuple(x for x in range(1, local_count + 1) if local_count % x == 0)
-
-
-def _catalogue_name(schedule: Any) -> Any:
-    """The name of a schedule or builder in the catalogue; unchanged if it has none."""
-    name = find_catalogue_key(schedule)
-    return schedule if name is None else name
 
 
 def _profiled_counts(shard_counts: Sequence[int]) -> set[int]:

@@ -35,11 +35,10 @@ from ._forecast import (
     residual_budgets,
     schedule_free_costs,
 )
-from ._mesh_shapes import MeshShape
 from ._mode_names import stores_only_inputs
 from ._problem import PartitionProblem, count_split_shares
-from ._profile import Profile
-from ._space import Choice, SearchSpace
+from ._profile_record import Profile
+from ._space import Choice, MeshShape, SearchSpace
 from ._sums import sum_stages
 
 # The number of candidates that are improved, and of actions in all their schedules: of

@@ -35,10 +35,10 @@ from .._stage._stage_names import name_stages
 from .._trace._layer_scans import UNDIVIDED
 from ..schedules import gpipe
 from ._describe import describe, describe_function
-from ._plan import Plan
+from ._plan_record import Plan
 from ._request import Request, sum_outputs
 from ._space import Choice
-from ._traced import TracedLayers
+from ._traced_layers import TracedLayers
 
 PyTree = Any
 _NO_TARGETS = (

@@ -36,7 +36,7 @@ from ._fused import find_fused_microbatches
 from ._in_flight import Counts, Held, count_in_flight, list_stages
 from ._layer_profile import Link
 from ._mode_names import stores_only_inputs
-from ._profile import Profile, costs_of_stages
+from ._profile_record import Profile, costs_of_stages
 from ._stage_costs import StageCosts
 from ._sums import Matrix, sum_stages
 

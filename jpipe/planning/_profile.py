@@ -1,301 +1,348 @@
-"""The costs of each layer of a model: times and bytes of one micro-batch."""
+"""`jpipe.profile`: the costs of each layer of a model."""
 
 import dataclasses
-import functools
-import itertools
-import json
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..schedules import Costs
-from ..schedules._json import decode, parse_json
-from . import _layer_profile
-from ._layer_profile import LayerProfile as LayerProfile
-from ._layer_profile import LinkOptions, MeasuredLink
-from ._layer_profile import SkipProfile as SkipProfile
-from ._stage_costs import StageCosts
-from ._table import format_profile
+import flax
+import jax
+
+from .._arguments._wrong_call import explain_call
+from .._instructions._progress import Progress, count_items
+from .._instructions._transfer import Device
+from .._jaxprs._flops import count_flops
+from .._jaxprs._jaxpr import is_inexact, nbytes
+from .._jaxprs._min_cut import total_bytes
+from .._layers import _rng
+from .._partition._remat_mode import MODES, NONE, Stored
+from .._placed._mesh_context import outside_of_meshes
+from .._stage._stage_functions import StageFunctions
+from ..schedules._costs import TIME_FIELDS
+from ._estimate import Rates, estimate_seconds, estimate_workspace
+from ._layer_profile import LayerProfile, SkipProfile
+from ._measure import (
+    Times,
+    layer_computations,
+    measure_layers,
+    measure_neighbor_link,
+)
+from ._mode_names import MODE_NAMES
+from ._planned_model import PlannedModel
+from ._profile_record import (
+    DEFAULT_PRECISION,
+    DEVICE,
+    ESTIMATED,
+    MEASURED,
+    PRECISION,
+    RATE_NAMES,
+    Profile,
+)
+from ._request import Request
+from ._traced_layers import TracedLayers, fingerprint
+
+PyTree = Any
+# To a type checker it has no attributes.
+_config: Any = jax.config
+# The numbers of micro-batches whose sizes are profiled by default.
+_DEFAULT_COUNTS = (4, 16)
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The costs of the layers of a model; made by `jpipe.profile`.
+@outside_of_meshes
+@explain_call("jpipe.profile(layers, x)")
+def profile(
+    layers: Any,
+    x: PyTree,
+    *,
+    num_microbatches: int | Sequence[int] | None = None,
+    loss_fn: Callable[[PyTree, PyTree], Any] | None = None,
+    targets: PyTree = (),
+    has_aux: bool = False,
+    reduction: str = "mean",
+    trainable: Any = None,
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    rngs: _rng.Rngs = None,
+    train: bool = True,
+    measure: bool = True,
+    rounds: int = 5,
+    device: Device | None = None,
+    peak_flops: float | None = None,
+    memory_bandwidth: float | None = None,
+    action_seconds: float | None = None,
+) -> Profile:
+    """Finds the costs of each layer, or section of a model, on one micro-batch.
 
-    Attributes:
-      layers: one entry per layer, in order.
-      input_bytes: the bytes of the input of the first layer.
-      skips: the long skip connections.
-      ties: groups of indices of layers that use the same parameters.
-      microbatch_size: the number of examples of a micro-batch.
-      fingerprint: the model, by name: the shapes of its inputs, and a digest of each
-        layer.
-      origin: how and where the profile was made, by name: measured or estimated, the
-        device or its rates, and versions.
-      action_seconds: seconds that any action takes, whatever it computes: to have a
-        program run from Python.
-      link: the measured speed of transfers between two devices; ``None`` if there was
-        one device, or nothing was measured.
-      larger: the profile of a larger micro-batch, if several sizes were profiled: from
-        both follow the costs of other sizes.
-    """
+    From the costs of micro-batches of two sizes follow those of others, so that
+    `jpipe.plan` may choose the number of micro-batches from a profile. A profile holds
+    numbers and names only, and may be used on any machine.
 
-    layers: tuple[LayerProfile, ...]
-    input_bytes: int = 0
-    skips: tuple[SkipProfile, ...] = ()
-    ties: tuple[tuple[int, ...], ...] = ()
-    microbatch_size: int = 1
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
-    origin: Mapping[str, str] = field(default_factory=dict)
-    action_seconds: float = 0.0
-    link: MeasuredLink | None = None
-    larger: "Profile | None" = None
+    The programs of each layer are measured by themselves: its forward, its backward
+    from residuals, and the halves of that; and a program that computes nothing, whose
+    time is taken off. Equal layers are measured once. The device holds one layer at a
+    time; its parameters, and its inputs from the layers before it, are drawn: normal
+    numbers, and zeros of other dtypes.
 
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of examples of the micro-batches that were profiled."""
-        larger_sizes = [] if self.larger is None else self.larger.sizes
-        return [self.microbatch_size, *larger_sizes]
-
-    def __str__(self) -> str:
-        return format_profile(self)
-
-    @functools.cached_property
-    def _stage_costs(self) -> StageCosts:
-        return StageCosts(
-            self.layers,
-            input_bytes=self.input_bytes,
-            skips=self.skips,
-            ties=self.ties,
-            action_seconds=self.action_seconds,
-        )
-
-    def costs(
-        self,
-        balance: Sequence[int],
-        *,
-        remat: str | Sequence[str] = "min_cut",
-        bandwidth: float | None = None,
-        latency: float = 0.0,
-        overlap: bool | None = None,
-    ) -> Costs:
-        """The costs of the stages of a cut, for the simulation of schedules.
-
-        Each action of a stage takes the time of its layers and ``action_seconds``, and
-        a stage stores what its layers store. With ``remat="full"`` it stores its input
-        and what skip connections bring to it, and its backward computes the forward
-        again; what other modes compute again is taken to cost nothing. Between the
-        halves of a backward a stage is taken to store what ``"min_cut"`` stores, if the
-        profile has that mode.
-
-        Args:
-          balance: the number of layers of each stage.
-          remat: the residuals between forward and backward, one mode or one per stage:
-            ``"full"``, or one that ``residual_bytes`` of the layers names.
-          bandwidth: bytes per second between two ranks; ``None``: transfers take no
-            time but ``latency``.
-          latency: seconds that a transfer takes whatever its size.
-          overlap: True if ranks compute while they send and receive; False if a
-            transfer keeps both ranks from computing, each for half of its time.
-            Default: False if the profile was measured on a CPU, else True.
-
-        Returns:
-          Costs with one entry per stage, in seconds and bytes of one micro-batch.
-
-        Raises:
-          ValueError: with every fault of the arguments.
-
-        Example:
-          >>> layers = (LayerProfile("a", 1.0, 2.0), LayerProfile("b", 2.0, 4.0))
-          >>> Profile(layers).costs([1, 1], remat="full").backward
-          [3.0, 6.0]
-        """
-        sizes = list(balance)
-        modes = modes_of_stages(remat, len(sizes))
-        link_options = LinkOptions(bandwidth, latency, overlap)
-        stage_costs = self._stage_costs
-        faults = [
-            *link_options.find_faults(),
-            *stage_costs.find_remat_faults(modes),
-        ]
-        num_layers = len(self.layers)
-        if min(sizes, default=0) < 1 or sum(sizes) != num_layers:
-            faults.append(
-                f"balance={sizes}: its sum is {sum(sizes)}, there are {num_layers} "
-                f"layers, of which every stage needs at least one"
-            )
-        if faults:
-            raise ValueError(f"profile: {'; '.join(faults)}")
-
-        ends = [0, *itertools.accumulate(sizes)]
-        stages = list(itertools.pairwise(ends))
-
-        def residual_bytes(modes: Iterable[str]) -> list[int]:
-            pairs = zip(modes, stages, strict=True)
-            return [
-                int(stage_costs.residual_bytes[mode][stage]) for mode, stage in pairs
-            ]
-
-        param_bytes = [int(stage_costs.param_bytes[stage]) for stage in stages]
-        state_bytes = [int(stage_costs.state_bytes[stage]) for stage in stages]
-        return dataclasses.replace(
-            stage_costs.times(ends, modes, link_options.choose_link(self.origin)),
-            residual_bytes=residual_bytes(modes),
-            pending_bytes=residual_bytes(map(stage_costs.pending_mode, modes)),
-            parameter_bytes=list(map(operator.add, param_bytes, state_bytes)),
-            accumulator_bytes=param_bytes,
-        )
-
-    def to_json(self) -> str:
-        """The profile as a JSON object; `from_json` reads it."""
-        return json.dumps(dataclasses.asdict(self), indent=1, default=_plain)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Profile":
-        """Reads what `to_json` wrote.
-
-        Raises:
-          ValueError: if the text is something else.
-
-        Example:
-          >>> profile = Profile((LayerProfile("a", 1.0, 2.0),))
-          >>> Profile.from_json(profile.to_json()) == profile
-          True
-        """
-        with parse_json("no profile as Profile.to_json writes it", text) as fields:
-            profile: Profile = decode(cls, fields)
-            if faults := find_profile_faults(profile):
-                raise ValueError("; ".join(faults))
-            str(profile)  # it needs some entries of the origin
-        return profile
-
-
-def costs_of_stages(profile: Profile) -> StageCosts:
-    """The costs of every stage of a profile, which are computed once."""
-    return profile._stage_costs
-
-
-def modes_of_stages(remat: Any, num_stages: int) -> tuple[Any, ...]:
-    """One mode per stage, from one for all or a sequence of them.
-
-    Raises:
-      ValueError: if there are not as many.
-    """
-    is_sequence = isinstance(remat, Iterable) and not isinstance(remat, str)
-    modes = tuple(remat) if is_sequence else (remat,) * num_stages
-    if len(modes) != num_stages:
-        raise ValueError(
-            f"remat has {len(modes)} entries for {num_stages} stages; give one for "
-            f"all or one per stage"
-        )
-    return modes
-
-
-def find_profile_faults(profile: Profile) -> list[str]:
-    """The faults in the numbers of a profile, one line each."""
-    faults = [
-        *_layer_profile.find_layer_faults(
-            profile.layers,
-            input_bytes=profile.input_bytes,
-            microbatch_size=profile.microbatch_size,
-            action_seconds=profile.action_seconds,
-        )
-    ]
-    if profile.microbatch_size == 0:
-        faults.append("microbatch_size=0; needs at least one example")
-    last = len(profile.layers) - 1
-    for i, skip in enumerate(profile.skips):
-        if not 0 <= skip.source < skip.target <= last:
-            faults.append(
-                f"skips[{i}] goes from layer {skip.source} to {skip.target}, needs "
-                f"a later one; the last is {last}"
-            )
-        sizes = {"bytes": skip.bytes, "cotangent_bytes": skip.cotangent_bytes}
-        for name, number in sizes.items():
-            faults += _layer_profile.find_number_faults(f"skips[{i}].{name}", number)
-    for i, group in enumerate(profile.ties):
-        if not group or not all(0 <= layer <= last for layer in group):
-            faults.append(
-                f"ties[{i}]={tuple(group)}: needs numbers of layers, 0 to {last}"
-            )
-    if profile.link is not None:
-        options = LinkOptions(profile.link.bandwidth, profile.link.latency, None)
-        faults += [f"link.{fault}" for fault in options.find_faults()]
-    if profile.larger is not None:
-        faults += [f"larger: {fault}" for fault in find_profile_faults(profile.larger)]
-        faults += _find_larger_faults(profile, profile.larger)
-    return faults
-
-
-def _find_larger_faults(profile: Profile, larger: Profile) -> Iterator[str]:
-    """Faults of the profile of more examples, which is of the same model."""
-    if larger.microbatch_size <= profile.microbatch_size:
-        yield (
-            f"larger.microbatch_size={larger.microbatch_size}: needs more than "
-            f"{profile.microbatch_size}"
-        )
-    if _outline(larger) != _outline(profile):
-        yield "larger has other layers, remat modes or skip connections"
-
-
-def check_fingerprint(profile: Profile, fingerprint: Mapping[str, str]) -> None:
-    """Refuses a profile of another model.
+    Estimated times are those of a roofline, of all that XLA does not fuse: the longer
+    of the time for floating-point operations and the time for bytes read and written.
+    They need no device, compile nothing, and are the same each time. The estimated
+    workspace of a layer is the most that is alive at once in its programs besides their
+    arguments and results: more than what XLA leaves of it where it fuses.
 
     Args:
-      profile: the profile.
-      fingerprint: the fingerprint of the model that it is used for.
+      layers: as `jpipe.pipeline` takes them; of one model its sections are profiled, at
+        whose ends few bytes cross.
+      x: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      num_microbatches: the number of micro-batches, of which the first is used; or
+        several numbers, so that micro-batches of several sizes are profiled: then the
+        costs are those of the smallest, and `Profile.larger` has the others. Default: 4
+        and 16, or fewer if there are fewer examples.
+      loss_fn: ``(outputs, targets) -> scalar``, which is then a part of the last layer;
+        left out, the gradient of the output of the last layer is drawn.
+      targets: the targets of the mini-batch, in arrays or specs.
+      has_aux: as for `Pipeline.value_and_grad`.
+      reduction: likewise.
+      trainable: likewise.
+      in_axes: as for `jpipe.pipeline`.
+      target_axes: likewise.
+      rngs: as for `Pipeline.apply`; left out in training, a key, as in a training step.
+      train: True for layers as they are in training.
+      measure: True to measure; else times are estimated.
+      rounds: the number of times that the layers are measured, one after the other; of
+        each the median counts.
+      device: the device to measure on; default: the first of `jax.devices`.
+      peak_flops: operations per second for an estimate; default 1e12, with which a
+        microsecond is a million operations.
+      memory_bandwidth: bytes of memory per second for an estimate; default 1e11.
+      action_seconds: seconds that any action takes, whatever it computes, for an
+        estimate: to have a program run from Python; default 2e-5.
+
+    Returns:
+      The profile. It prints as a table.
 
     Raises:
-      ValueError: if anything differs; the message names all of it.
+      ValueError: if the layers do not fit each other or ``x``, or an argument
+        does not.
+      TypeError: if a layer or a leaf is nothing such.
 
     Example:
-      >>> profile = Profile((), fingerprint={"layer 0": "a"})
-      >>> check_fingerprint(profile, {"layer 0": "b"})
-      Traceback (most recent call last):
-      ValueError: the profile is of another model:
-        * layer 0: 'a' in the profile, 'b' here
-      Make a profile of this one; ...
+      >>> import jax.numpy as jnp, jpipe
+      >>> from flax import linen as nn
+      >>> layers = [nn.Dense(8), nn.relu, nn.Dense(2)]
+      >>> costs = jpipe.profile(layers, jnp.ones((64, 16)), measure=False)
+      >>> costs.sizes
+      [4, 16]
+      >>> [layer.num_params for layer in costs.layers]
+      [136, 0, 18]
+      >>> [layer.output_bytes for layer in costs.layers]
+      [128, 128, 32]
+
+    References:
+      Harlap et al., `PipeDream: Fast and Efficient Pipeline Parallel DNN Training
+      <https://arxiv.org/abs/1806.03377>`_ (2018), section 3.2.
     """
-    differences = [
-        f"{name}: {profile.fingerprint.get(name)!r} in the profile, "
-        f"{fingerprint.get(name)!r} here"
-        for name in dict.fromkeys([*profile.fingerprint, *fingerprint])
-        if profile.fingerprint.get(name) != fingerprint.get(name)
-    ]
-    if differences:
-        listed = "".join(f"\n  * {line}" for line in differences)
-        raise ValueError(
-            f"the profile is of another model:{listed}\nMake a profile of this "
-            f"one; give jpipe.profile the same loss_fn=, targets=, trainable= and "
-            f"train= as jpipe.plan"
-        )
+    counts = _as_counts(num_microbatches)
+    request = Request(
+        x,
+        num_microbatches=counts[0] if counts else 1,
+        loss_fn=loss_fn,
+        targets=targets,
+        has_aux=has_aux,
+        reduction=reduction,
+        trainable=trainable,
+        in_axes=in_axes,
+        target_axes=target_axes,
+        rngs=rngs,
+        train=train,
+        measure=measure,
+        rounds=rounds,
+        device=device,
+        peak_flops=peak_flops,
+        memory_bandwidth=memory_bandwidth,
+        action_seconds=action_seconds,
+    )
+    if not counts:
+        counts = _default_counts(request.batch().sizes[0])
+    requests = [dataclasses.replace(request, num_microbatches=x) for x in counts]
+    finest = max(requests, key=lambda x: x.num_microbatches)
+    model = PlannedModel(layers)
+    with Progress("profiles made"):
+        return profile_sizes(model, model.traced(finest), requests)
 
 
-def _outline(profile: Profile) -> list[Any]:
-    """The layers and skip connections, as in profiles of micro-batches of any size."""
-    layers = [(layer.name, set(layer.residual_bytes)) for layer in profile.layers]
-    skips = [(skip.name, skip.source, skip.target) for skip in profile.skips]
-    return [layers, skips]
-
-
-def _plain(number: Any) -> int | float:
-    """A number of NumPy as one of Python."""
-    return operator.index(number) if hasattr(number, "__index__") else float(number)
-
-
-def check_profile(function_name: str, profile: Any) -> None:
-    """Checks that an argument is a profile.
-
-    Args:
-      function_name: the name of the called function, for errors.
-      profile: the argument.
+def _as_counts(num_microbatches: Any) -> tuple[Any, ...]:
+    """The numbers of micro-batches of the user; empty by default.
 
     Raises:
-      TypeError: if it is none.
+      ValueError: if there is a list without any.
     """
-    if not isinstance(profile, Profile):
-        raise TypeError(
-            f"{function_name} needs a jpipe.Profile, such as jpipe.profile(layers, x) "
-            f"returns; this is a {type(profile).__name__}"
+    if num_microbatches is None:
+        return ()
+    if not isinstance(num_microbatches, Sequence) or isinstance(num_microbatches, str):
+        return (num_microbatches,)
+    if not num_microbatches:
+        raise ValueError(
+            f"profile: num_microbatches={num_microbatches!r}: give one number or "
+            f"several, such as (4, 16)"
         )
+    return tuple(num_microbatches)
+
+
+def _default_counts(num_examples: int) -> tuple[int, int]:
+    """The numbers of micro-batches whose sizes are profiled by default."""
+    fewest, most = _DEFAULT_COUNTS
+    most = min(most, num_examples)
+    return min(fewest, -(-most // 2)), most
+
+
+def profile_sizes(
+    model: PlannedModel, finest_layers: TracedLayers, requests: Sequence[Request]
+) -> Profile:
+    """The profile of the smallest micro-batch, with those of the larger ones.
+
+    Args:
+      model: the model.
+      finest_layers: its layers, traced on the smallest micro-batch.
+      requests: a request for each number of micro-batches.
+    """
+    profile: Profile | None = None
+    *coarser, finest = sorted(requests, key=lambda x: x.num_microbatches)
+    for request in (*coarser, finest):  # the largest size first
+        layers = finest_layers if request is finest else model.traced(request)
+        has_size = profile is not None and profile.sizes[0] == layers.batch.sizes[0]
+        if not has_size:
+            profile = dataclasses.replace(
+                _profile_layers(layers, request), larger=profile
+            )
+    assert profile is not None
+    device = finest.device_or_rates
+    if isinstance(device, Rates):
+        return profile
+    return dataclasses.replace(profile, link=measure_neighbor_link(device))
+
+
+def _profile_layers(model: TracedLayers, request: Request) -> Profile:
+    """The requested profile of layers, each by itself."""
+    if isinstance(request.device_or_rates, Rates):
+        rates = request.device_or_rates
+        groups = count_items("layers estimated", list(model.group_equal_layers()))
+        times = {functions: _estimate_times(functions, rates) for functions in groups}
+        action_seconds = rates.action
+    else:
+        times, action_seconds = measure_layers(model, request, request.device_or_rates)
+    return Profile(
+        layers=tuple(_layer_profiles(model, times)),
+        input_bytes=total_bytes(model.inputs(0)),
+        skips=tuple(_skip_profiles(model)),
+        ties=tuple(model.ties()),
+        microbatch_size=model.batch.sizes[0],
+        fingerprint=fingerprint(model, train=request.train),
+        origin=describe_origin(request.device_or_rates),
+        action_seconds=action_seconds,
+    )
+
+
+def describe_origin(device_or_rates: Device | Rates) -> dict[str, str]:
+    """The origin of what is made here and now, by name.
+
+    Args:
+      device_or_rates: the device that layers are measured on, or the rates of an
+        estimate.
+    """
+    if isinstance(device_or_rates, Rates):
+        origin = {"how": ESTIMATED}
+        for name, rate in zip(RATE_NAMES, device_or_rates, strict=True):
+            origin[name] = f"{rate:g}"
+    else:
+        origin = {"how": MEASURED, DEVICE: _describe_device(device_or_rates)}
+    settings = {
+        PRECISION: str(_config.jax_default_matmul_precision or DEFAULT_PRECISION),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+    }
+    return origin | settings
+
+
+def _describe_device(device: Device) -> str:
+    """The kind of a device, and of a CPU also its cores."""
+    if device.platform == "cpu":  # to JAX they are all of one kind
+        cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+        return f"{device.device_kind} ({cpu})"
+    return device.device_kind
+
+
+def _estimate_times(functions: StageFunctions, rates: Rates) -> Times:
+    """The times of a layer by its jaxprs."""
+    times = dict.fromkeys(TIME_FIELDS.values(), 0.0)
+    workspace_bytes = 0
+    for name, computation in layer_computations(functions).items():
+        times[name] = estimate_seconds(computation, rates)
+        workspace_bytes = max(workspace_bytes, estimate_workspace(computation))
+    return Times(**times, workspace_bytes=workspace_bytes)
+
+
+def _layer_profiles(
+    model: TracedLayers, times: Mapping[StageFunctions, Times]
+) -> Iterator[LayerProfile]:
+    groups = count_items("layers traced", list(model.group_equal_layers().items()))
+    residual_bytes = {
+        functions: _residual_bytes(model, layers[0]) for functions, layers in groups
+    }
+    for layer, name in enumerate(model.names):
+        functions = model.functions(layer)
+        params = model.specs(model.owned_variables(layer, are_params=True))
+        state = model.specs(model.owned_variables(layer, are_params=False))
+        forward = functions.forward.closed
+        output_bytes, cotangent_bytes = _output_bytes(model, layer)
+        yield LayerProfile(
+            name=name,
+            **times[functions]._asdict(),
+            num_params=sum(leaf.size for leaf in params),
+            param_bytes=sum(map(nbytes, params)),
+            state_bytes=sum(map(nbytes, state)),
+            output_bytes=output_bytes,
+            cotangent_bytes=cotangent_bytes,
+            residual_bytes=residual_bytes[functions],
+            flops=None if forward is None else float(count_flops(forward)),
+        )
+
+
+def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:
+    """The bytes of the output of a layer, and those of its gradient."""
+    if layer + 1 < len(model.names):
+        outputs = model.outputs(layer)
+        cotangents = model.select_differentiated(outputs)
+        return total_bytes(outputs), total_bytes(cotangents)
+    output_bytes = sum(map(nbytes, model.results))
+    if model.stages.traced().has_loss or not model.stages.slice_of(layer).has_backward:
+        return output_bytes, 0
+    cotangents = filter(is_inexact, model.results)
+    return output_bytes, sum(map(nbytes, cotangents))
+
+
+def _residual_bytes(model: TracedLayers, layer: int) -> dict[str, int]:
+    """The bytes that a layer stores, by remat mode, as a stage of that mode."""
+    if not model.stages.slice_of(layer).has_backward:
+        return dict.fromkeys(MODE_NAMES, 0)
+    residual_bytes: dict[str, int] = {}
+    for mode in MODES:
+        # The bytes of inputs need no trace of a mode.
+        traced_mode = NONE if mode.stores is Stored.INPUTS else mode
+        functions = model.functions(layer, mode=traced_mode)
+        residual_bytes[mode.name] = functions.residuals.nbytes[mode.name]
+    return residual_bytes
+
+
+def _skip_profiles(model: TracedLayers) -> Iterator[SkipProfile]:
+    for layer in range(len(model.names)):
+        for (source, name), variables in model.skip_inputs(layer).items():
+            cotangents = model.select_differentiated(variables)
+            yield SkipProfile(
+                name=name,
+                source=source,
+                target=layer,
+                bytes=total_bytes(variables),
+                cotangent_bytes=total_bytes(cotangents),
+                is_output=model.is_output(source, variables),
+            )

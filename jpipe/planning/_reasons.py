@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from ..schedules import Action, Schedule
-from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._formats import format_bytes, format_seconds
-from ._fingerprint import describe_origin
 from ._forecast import Candidate, rank_transfers, stage_costs
-from ._origin import format_differences, format_origin
-from ._plan import Forecast, Plan
-from ._profile import Profile
+from ._plan_record import Forecast, Plan
+from ._profile import describe_origin
+from ._profile_record import Profile, format_differences, format_origin
 from ._space import Hardware, SearchSpace
 
 # Steps whose seconds differ by a smaller part are called as long.
@@ -94,7 +91,7 @@ def _reasons(
     yield _memory(best, hardware)
     yield _transfers(best, sent_bytes, hardware)
     fitting = (x for x in candidates[1:] if x.fits(hardware))
-    runner_up = next((x for x in fitting if not is_same_run(x, best)), None)
+    runner_up = next((x for x in fitting if not x.is_same_run(best)), None)
     if runner_up is not None:
         yield f"runner-up: {runner_up.choice}: {_difference(runner_up, best)}"
     num_idle = hardware.num_devices - best.choice.num_devices
@@ -181,32 +178,6 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
         f"{format_seconds(runner_up.seconds)}, {-more:.1%} less, if it fits: others as "
         f"fast need more bytes than predicted"
     )
-
-
-def is_same_run(a: Candidate, b: Candidate) -> bool:
-    """True if two candidates differ at most in remat modes and names."""
-    has_same_stages = (
-        a.choice.num_shards == b.choice.num_shards
-        and a.choice.balance == b.choice.balance
-    )
-    if not has_same_stages:
-        return False
-    return _executed_rows(a.choice.schedule) == _executed_rows(b.choice.schedule)
-
-
-def _executed_rows(schedule: Schedule) -> list[list[Action]]:
-    """The rows without halves of the first stage: its W is all of its backward."""
-    rows = []
-    for row in schedule.rows:
-        executed = []
-        for action in row:
-            if action.stage == 0 and action.op == INPUT:
-                continue
-            if action.stage == 0 and action.op == WEIGHT:
-                action = action._replace(op=BACKWARD)
-            executed.append(action)
-        rows.append(executed)
-    return rows
 
 
 def _nothing_fits(nearest: Candidate, hardware: Hardware) -> str:

@@ -1,21 +1,42 @@
-"""The choices that `jpipe.plan` has, and the devices that it plans for."""
+"""The choices that `jpipe.plan` has, and the devices that it plans for.
+
+`PlanChoices` are those that a user leaves; a `SearchSpace` has them with their costs; a
+`Choice` is one of each. A mini-batch is split into micro-batches, and each of these
+into as many shards as there are devices that share it:
+
+    num_microbatch_shards = num_microbatches * num_shards
+
+One device computes one shard at once, so a layer has to be profiled once for each of
+these products, whatever the shape of the mesh.
+"""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from ..schedules import Schedule, ScheduleError
-from ..schedules._catalogue import CATALOGUE, CatalogueEntry
+from ..schedules._catalogue import (
+    CATALOGUE,
+    FORWARDS_FIRST,
+    TRAINING,
+    CatalogueEntry,
+    find_catalogue_key,
+)
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
-from ._layer_profile import Link
-from ._mesh_shapes import MeshShape
-from ._plan import mesh_text
+from ._layer_profile import Link, find_count_faults
+from ._mode_names import MODE_NAMES, format_unknown_mode
+from ._plan_record import mesh_text
 from ._problem import count_split_shares
-from ._profile import Profile
+from ._profile_record import Profile
 from ._sums import Matrix
 from ._workspace import stage_workspaces
+
+# By default the micro-batches have so many shards times the number of devices.
+_SHARDS_PER_DEVICE = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,146 @@ NamedSchedule = CatalogueEntry | UserSchedule
 
 
 @dataclass(frozen=True)
+class PlanChoices:
+    """The choices that a user leaves to a plan.
+
+    Attributes:
+      data: the numbers of devices that may share a micro-batch; ``None``: any.
+      num_microbatches: the numbers of micro-batches; ``None``: the default ones.
+      schedule_names: the schedules, by names in ``builders``.
+      remat_modes: the modes that a stage may have.
+      balance: the only balance that is allowed; ``None``: any.
+      fits_schedules: True if schedules are made to measure too.
+      allowed_schedules: the schedules of the catalogue that the loss allows.
+      builders: name -> the schedule.
+    """
+
+    data: tuple[Any, ...] | None
+    num_microbatches: tuple[Any, ...] | None
+    schedule_names: tuple[Any, ...]
+    remat_modes: tuple[Any, ...]
+    balance: Sequence[int] | None
+    fits_schedules: bool
+    allowed_schedules: tuple[str, ...]
+    builders: Mapping[str, NamedSchedule]
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        data: Any,
+        num_microbatches: Any,
+        schedules: Any,
+        remat: Any,
+        balance: Sequence[int] | None = None,
+        is_here: bool,
+        needs_forwards_first: bool,
+        fits_schedules: bool = True,
+    ) -> "PlanChoices":
+        """The choices of the arguments of `jpipe.plan` of these names.
+
+        Args:
+          data: the argument.
+          num_microbatches: likewise.
+          schedules: likewise.
+          remat: likewise.
+          balance: likewise.
+          is_here: True if the plan is for the devices of these processes: a stage is in
+            one process.
+          needs_forwards_first: True if each backward has to follow all forwards.
+          fits_schedules: True if schedules may be made to measure.
+        """
+        data_counts = None if data is None else _as_tuple(data)
+        if data is None and is_here:
+            data_counts = _counts_in_a_process()
+        microbatch_counts = None
+        if num_microbatches is not None:
+            microbatch_counts = _as_tuple(num_microbatches)
+        allowed = FORWARDS_FIRST if needs_forwards_first else TRAINING
+        names: list[Any] = []
+        builders: dict[str, NamedSchedule] = dict(CATALOGUE)
+        for schedule in _as_tuple(allowed if schedules is None else schedules):
+            name = _catalogue_name(schedule)
+            if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
+                if isinstance(schedule, Schedule):
+                    schedule.validate()
+                user_schedule = UserSchedule(schedule)
+                name = user_schedule.name
+                if builders.get(name, user_schedule) != user_schedule:
+                    raise ValueError(
+                        f"plan: schedules: {name!r} is the name of another schedule; "
+                        f"rename your function, or type "
+                        f"dataclasses.replace(schedule, name='mine')"
+                    )
+                builders[name] = user_schedule
+            names.append(name)
+        return cls(
+            data=data_counts,
+            num_microbatches=microbatch_counts,
+            schedule_names=tuple(names),
+            remat_modes=_as_tuple(remat),
+            balance=balance,
+            fits_schedules=(
+                fits_schedules and schedules is None and not needs_forwards_first
+            ),
+            allowed_schedules=tuple(allowed),
+            builders=builders,
+        )
+
+    def find_faults(self, memory_limit: Any) -> Iterator[str]:
+        """The faults of the choices and of a limit of bytes."""
+        for count in self.data or ():
+            yield from find_count_faults("data", count)
+        for count in self.num_microbatches or ():
+            yield from find_count_faults("num_microbatches", count)
+        if memory_limit is not None:
+            yield from find_count_faults("memory_limit", memory_limit)
+        names = {"schedules": self.schedule_names, "remat": self.remat_modes}
+        for option, listed_names in names.items():
+            if not listed_names:
+                yield f"{option}=(): name one or more, or leave it out"
+        user_names = [name for name in self.builders if name not in CATALOGUE]
+        for name in self.schedule_names:
+            key = find_catalogue_key(name)
+            is_of_user = name in user_names
+            if is_of_user and self.allowed_schedules == FORWARDS_FIRST:
+                yield (
+                    f"schedules: {name} is none of those that are planned for "
+                    f"reduction='batch': choose from "
+                    f"{', '.join(map(repr, FORWARDS_FIRST))}"
+                )
+            elif not is_of_user and key not in self.allowed_schedules:
+                listed = ", ".join(map(repr, self.allowed_schedules))
+                fault = "is unknown"
+                if key in TRAINING:
+                    fault = (
+                        "does not run all forwards first, as reduction='batch' needs"
+                    )
+                yield (
+                    f"schedules: {format_argument(name)} {fault}: choose from {listed}"
+                )
+        unknown_modes = [mode for mode in self.remat_modes if mode not in MODE_NAMES]
+        yield from map(format_unknown_mode, unknown_modes)
+
+
+class MeshShape(NamedTuple):
+    """The numbers by which a mini-batch is split.
+
+    Attributes:
+      num_microbatches: the number of micro-batches.
+      num_shards: the number of devices on which the examples of each are spread.
+    """
+
+    num_microbatches: int
+    num_shards: int = 1
+
+    @property
+    def num_microbatch_shards(self) -> int:
+        """The number of shards of all micro-batches; a device computes one at once."""
+        return self.num_microbatches * self.num_shards
+
+
+@dataclass(frozen=True)
 class SearchSpace:
     """The choices that a plan has.
 
@@ -181,3 +342,101 @@ class Choice:
         if self.num_shards > 1:
             parts.append(mesh_text(self.schedule, self.num_shards))
         return ", ".join(parts)
+
+
+def mesh_shapes(
+    data: Sequence[int] | None,
+    num_microbatches: Sequence[int] | None,
+    *,
+    num_devices: int,
+    num_examples: int,
+    shard_size: int | None,
+) -> tuple[MeshShape, ...]:
+    """The shapes to choose from; all shards of a micro-batch have as many examples.
+
+    Args:
+      data: the numbers of devices that may share a micro-batch; ``None``: any number.
+      num_microbatches: the numbers of micro-batches; ``None``: numbers with which each
+        rank has something to do.
+      num_devices: the number of devices.
+      num_examples: the number of examples in the mini-batch.
+      shard_size: the number of examples in a shard, if a profile of one size decides
+        it.
+
+    Returns:
+      The shapes; those of one device per stage first.
+
+    Raises:
+      ValueError: if examples cannot be spread so, or nothing is left to choose.
+    """
+    # The number of shards of all micro-batches that a profile decides.
+    profiled_count = None if shard_size is None else -(-num_examples // shard_size)
+    shapes = []
+    for num_shards in range(1, num_devices + 1) if data is None else sorted(set(data)):
+        if num_devices % num_shards != 0 or num_examples % num_shards != 0:
+            continue
+        if num_microbatches is not None:
+            counts = set(num_microbatches)
+        elif profiled_count is not None:
+            is_divisible = profiled_count % num_shards == 0
+            counts = {profiled_count // num_shards} if is_divisible else set()
+        else:
+            counts = _default_microbatch_counts(num_shards, num_devices, num_examples)
+        for count in sorted(counts):
+            shape = MeshShape(count, num_shards)
+            if shape.num_microbatch_shards <= num_examples:
+                shapes.append(shape)
+
+    if profiled_count is not None:
+        shapes = [x for x in shapes if x.num_microbatch_shards == profiled_count]
+    if not shapes:
+        note = ""
+        if shard_size is not None:
+            note = (
+                f" in parts of {shard_size}, of which alone the profile is (jpipe."
+                f"profile(..., num_microbatches=(4, 16)) makes one of several sizes)"
+            )
+        raise ValueError(
+            f"plan: data={data!r} and num_microbatches={num_microbatches!r} leave "
+            f"nothing to choose for {num_examples} examples{note}: data divides the "
+            f"{num_devices} devices and the examples, and data times num_microbatches "
+            f"is no more than {num_examples}"
+        )
+    return tuple(shapes)
+
+
+def _default_microbatch_counts(
+    num_shards: int, num_devices: int, num_examples: int
+) -> set[int]:
+    """The numbers of micro-batches to try if the user names none.
+
+    Shards have the same sizes whatever the shape: a few profiles are enough.
+    """
+    counts = set()
+    for shards_per_device in _SHARDS_PER_DEVICE:
+        shard_count = min(num_devices * shards_per_device, num_examples)
+        counts.add(shard_count // num_shards)
+    if num_shards == 1:
+        return counts | {1}
+    return counts - {0}
+
+
+def _as_tuple(argument: Any) -> tuple[Any, ...]:
+    """A sequence as a tuple; a number, text or function as a tuple of one."""
+    if isinstance(argument, Iterable) and not isinstance(argument, str):
+        return tuple(argument)
+    return (argument,)
+
+
+def _counts_in_a_process() -> tuple[int, ...] | None:
+    """The numbers of devices of a stage if there are several processes."""
+    if jax.process_count() == 1:
+        return None
+    local_count = jax.local_device_count()
+    return tuple(x for x in range(1, local_count + 1) if local_count % x == 0)
+
+
+def _catalogue_name(schedule: Any) -> Any:
+    """The name of a schedule or builder in the catalogue; unchanged if it has none."""
+    name = find_catalogue_key(schedule)
+    return schedule if name is None else name

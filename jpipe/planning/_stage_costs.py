@@ -1,7 +1,8 @@
 """The costs of every stage that the layers of a profile can make.
 
 Bytes are matrices: entry [i, j] is of the stage of layers i to j - 1. Each is computed
-when it is first read, and kept with its profile: see `_profile.costs_of_stages`.
+when it is first read, and kept with its profile: see
+`_profile_record.costs_of_stages`.
 """
 
 import functools

@@ -10,7 +10,7 @@ stay within the stage, and the skip connections within the stage that are open t
 
 import numpy as np
 
-from ._profile import Profile
+from ._profile_record import Profile
 from ._sums import Matrix
 
 

@@ -40,7 +40,6 @@ MAY_WAIT = {
         "_processes._watch",
         "_api._step_profile",
         "_api._tune",
-        "planning._link",
         "planning._measure",
     ),
     "_arguments._stacked",

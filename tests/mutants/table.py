@@ -525,9 +525,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "families.setdefault(0, [])",
         ),
     ],
-    "planning/_fingerprint": [
-        ("if precision == default_precision:", "if False:"),
-    ],
     "planning/_forecast": [
         ("hops = 2 * (num_shards - 1)", "hops = 2 * num_shards"),
         ("num_bytes += int(", "num_bytes += 0 * int("),
@@ -544,18 +541,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("is_fused = stage == last and", "is_fused = False and"),
         ("        held[sent] += crosses\n", ""),
         ("                held[Held.PENDING] += 1\n", ""),
-    ],
-    "planning/_interpolate": [
-        ("(self.size - self.small) / (", "(self.large - self.size) / ("),
-        ("max(value, small * self.size / self.small)", "max(value, 0.0)"),
-        ("large.microbatch_size < size", "large.microbatch_size > size"),
-    ],
-    "planning/_origin": [
-        ("if name in origin and origin[name]", "if origin.get(name)"),
-        (
-            'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',
-            "return is_measured",
-        ),
     ],
     "planning/_plan_search": [
         ("sum(longest[last + 1 - count : last + 1])", "sum(longest[:count])"),
@@ -576,18 +561,27 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return np.zeros(self.num_layers + 1)", "pass"),
         ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
     ],
-    "planning/_ran_step": [
+    "planning/_profile_record": [
+        ("if name in origin and origin[name]", "if origin.get(name)"),
+        (
+            'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',
+            "return is_measured",
+        ),
+    ],
+    "planning/_scaled_profiles": [
+        ("(self.size - self.small) / (", "(self.large - self.size) / ("),
+        ("max(value, small * self.size / self.small)", "max(value, 0.0)"),
+        ("large.microbatch_size < size", "large.microbatch_size > size"),
         ("measured[action.stage] -= sized.action_seconds", "pass"),
         ("factors += [factor] * size", "factors += [1.0] * size"),
-    ],
-    "planning/_residual_ratios": [
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
     ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
     ],
-    "planning/_traced": [
+    "planning/_traced_layers": [
         ("reader in range(layer + 1, len(self.names))", "reader in [layer + 1]"),
+        ("if precision == default_precision:", "if False:"),
     ],
     "planning/_workspace": [
         (

@@ -6,7 +6,8 @@ Private names are imported because profiles by hand have no public one.
 import itertools
 
 from benchmarks.planning.chains import random_chain
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
+from jpipe import Profile
+from jpipe.planning._layer_profile import LayerProfile, SkipProfile
 
 __all__ = ["LayerProfile", "Profile", "SkipProfile", "every_cut", "random_chain"]
 

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe.planning._interpolate import interpolate
+from jpipe.planning._scaled_profiles import interpolate
 
 from .chains import LayerProfile, Profile
 from .models import SAMPLE, dense

@@ -14,9 +14,8 @@ import pytest
 from jpipe import schedules
 from jpipe.planning._forecast import evaluate
 from jpipe.planning._layer_profile import Link
-from jpipe.planning._mesh_shapes import MeshShape
 from jpipe.planning._plan_search import search
-from jpipe.planning._space import Choice, Hardware, SearchSpace
+from jpipe.planning._space import Choice, Hardware, MeshShape, SearchSpace
 
 from .chains import LayerProfile, Profile, every_cut, random_chain
 

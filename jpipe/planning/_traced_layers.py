@@ -1,14 +1,26 @@
-"""Layers, or sections of a model, on abstract values: their stages and variables."""
+"""Layers, or sections of a model, on abstract values.
 
+Each is traced as a stage; nothing is compiled. A profile is made of what they read and
+write, and belongs to the models of the same *fingerprint*: that says nothing of
+devices, versions or settings, which are the origin of the profile.
+"""
+
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 
 from .._arguments import _variables
 from .._arguments._batch import Batch
+from .._jaxprs import _jaxpr
+from .._jaxprs._jaxpr import specs
+from .._layers._text import shape_text
 from .._partition._remat_mode import NONE, RematMode
 from .._pipelined._specialization import Specialization
 from .._stage._stage_functions import StageFunctions
@@ -165,3 +177,77 @@ class TracedLayers:
             ids = map(id, stage_slice.closed.jaxpr.outvars)
             layer_outputs.append(dict(zip(stage_slice.outputs, ids, strict=True)))
         return layer_outputs
+
+
+def fingerprint(model: TracedLayers, *, train: bool) -> dict[str, str]:
+    """The fingerprint of layers, by name.
+
+    A layer is known by its name, the shapes and dtypes of its inputs, and a digest of
+    its variables and of the operations that it traces to; not by the values of its
+    variables.
+
+    Args:
+      model: the layers.
+      train: True if this is training.
+    """
+    default_precision = _find_default_precision()
+    return {
+        "input": _shapes(model.inputs(0)),
+        "train": str(train),
+        **{
+            f"layer {layer}": _describe_layer(model, layer, default_precision)
+            for layer in range(len(model.names))
+        },
+    }
+
+
+def _find_default_precision() -> str:
+    """The precision of products for which nobody names one, as jaxprs have it."""
+    vector = np.ones(1, np.float32)
+    (product,) = jax.make_jaxpr(jnp.vdot)(vector, vector).jaxpr.eqns
+    return str(product.params["precision"])
+
+
+def _describe_layer(model: TracedLayers, layer: int, default_precision: str) -> str:
+    """The name, the inputs and the digest of a layer."""
+    stages = model.stages
+    stage_slice = stages.slice_of(layer)
+    weights = stages.weight_indices(layer)
+    digested = [
+        str(model.specs(weights)),
+        str([model.paths[i] for i in weights if i < len(model.paths)]),
+        str([stages.trained[i] for i in weights]),
+        str(
+            [
+                var.aval
+                for var in model.select_differentiated(stage_slice.input_activations)
+            ]
+        ),
+        str([str(var.aval) for var in stage_slice.batch_inputs]),
+        *_operations(stage_slice.closed, default_precision),
+    ]
+    digest = hashlib.sha256("\n".join(digested).encode()).hexdigest()
+    return f"{model.names[layer]}: {_shapes(model.inputs(layer))}, {digest[:12]}"
+
+
+def _shapes(variables: Sequence[core.Var]) -> str:
+    leaves = specs(variables)
+    return shape_text(leaves[0] if len(leaves) == 1 else tuple(leaves))
+
+
+def _operations(closed: core.ClosedJaxpr, default_precision: str) -> Iterator[str]:
+    """The operations of a jaxpr, as far as their texts are the same in any process.
+
+    Args:
+      closed: the jaxpr.
+      default_precision: the precision that a setting gives to products; it is no part
+        of the model.
+    """
+    for eqn in closed.jaxpr.eqns:
+        results = ", ".join(str(var.aval) for var in eqn.outvars)
+        precision = str(eqn.params.get("precision", ""))
+        if precision == default_precision:
+            precision = "default"
+        yield f"{eqn.primitive.name} {precision} {results}"
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from _operations(inner, default_precision)
