@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ._sums import Matrix
+from ._stage_costs import Matrix
 
 Indices = npt.NDArray[np.intp]
 

@@ -12,16 +12,18 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
+from ..schedules._placement import group_by_rank
 from ..schedules._schedule import simulate_rows
-from ._fused import find_fused_microbatches, fused_costs
-from ._in_flight import list_stages
+from ._fused import fused_costs
 from ._layer_profile import Link
 from ._mode_names import stores_only_inputs
 from ._plan_record import Memory, Plan
 from ._profile_record import costs_of_stages
+from ._rank_bytes import ByteCounter
 from ._space import Choice, Hardware, SearchSpace
 
 
@@ -158,12 +160,11 @@ def residual_budgets(space: SearchSpace, choice: Choice) -> list[float] | None:
     limit = space.hardware.memory_limit
     if limit is None:
         return None
-    workspace = _stage_workspace(space, choice)
-    budgets: list[float] = []
-    for stages in list_stages(choice.schedule.placement, choice.schedule.num_ranks):
-        largest = max(workspace[stage] for stage in stages)
-        budgets.append(float(limit - largest))
-    return budgets
+    counter = _make_byte_counter(space, choice)
+    return [
+        limit - float(counter.count_workspace(rank, part.spans, part.modes))
+        for rank, part in enumerate(_list_rank_parts(choice))
+    ]
 
 
 def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
@@ -188,9 +189,7 @@ def evaluate(space: SearchSpace, choice: Choice) -> Candidate:
         choice=choice,
         costs=costs,
         makespan=simulated.makespan,
-        memory=_rank_memory(
-            space, choice, peak_bytes=simulated.peak_bytes, costs=costs
-        ),
+        memory=_count_memory(space, choice, costs.skips),
         host_seconds=profile.action_seconds * num_dispatched,
     )
 
@@ -214,60 +213,61 @@ def _count_dispatched(schedule: Schedule, costs: Costs) -> int:
     return num_programs + num_transfers
 
 
-def _rank_memory(
-    space: SearchSpace, choice: Choice, *, peak_bytes: Sequence[float], costs: Costs
-) -> tuple[Memory, ...]:
-    """The parts of the peak of each rank, on each of its devices."""
-    profile = space.profile(choice.schedule, choice.num_shards)
-    schedule = choice.schedule
-    rank_stages = list_stages(schedule.placement, schedule.num_ranks)
+class _RankPart(NamedTuple):
+    """The stages of one rank.
+
+    Attributes:
+      spans: where each of them begins and ends.
+      modes: their remat modes.
+    """
+
+    spans: list[tuple[int, int]]
+    modes: list[str]
+
+
+def _list_rank_parts(choice: Choice) -> list[_RankPart]:
+    """The stages of each rank."""
     ends = [0, *itertools.accumulate(choice.balance)]
     spans = list(itertools.pairwise(ends))
-    workspace = _stage_workspace(space, choice)
-
-    rank_memory = []
-    for stages, peak in zip(rank_stages, peak_bytes, strict=True):
-        layers = list[int]()
-        for stage in stages:
-            begin, end = spans[stage]
-            layers += range(begin, end)
-        profiles = [profile.layers[layer] for layer in layers]
-        # The state of a layer has the optimizer's among it.
-        param_bytes = sum(layer.param_bytes + layer.state_bytes for layer in profiles)
-        optimizer_bytes = sum(space.optimizer_bytes[layer] for layer in layers)
-        grad_bytes = [costs.accumulator_bytes[stage] for stage in stages]
-        activation_bytes = int(peak) - param_bytes - sum(grad_bytes)
-        needed = [workspace[stage] for stage in stages]
-        if choice.num_shards > 1:
-            # When no activations are left, the gradients that shards exchange stand
-            # beside their sums, stage by stage.
-            needed.append(max(grad_bytes) - activation_bytes)
-        memory = Memory(
-            parameters=param_bytes - optimizer_bytes,
-            gradients=sum(grad_bytes),
-            optimizer=optimizer_bytes,
-            activations=activation_bytes,
-            workspace=max(0, *needed),
-        )
-        rank_memory.append(memory)
-    return tuple(rank_memory)
-
-
-def _stage_workspace(space: SearchSpace, choice: Choice) -> list[int]:
-    """The bytes that the largest program of each stage needs while it runs."""
     schedule = choice.schedule
-    costs = costs_of_stages(space.profile(schedule, choice.num_shards))
-    matrix = space.workspace(schedule, choice.num_shards)
-    last = schedule.num_stages - 1
-    ends = [0, *itertools.accumulate(choice.balance)]
-    workspace = []
-    for stage, span in enumerate(itertools.pairwise(ends)):
-        num_bytes = int(matrix[span])
-        mode = choice.remat[stage]
-        is_fused = stage == last and find_fused_microbatches(schedule)
-        if stores_only_inputs(mode) or is_fused:
-            # One program runs forward and backward: it holds the residuals itself.
-            residuals = costs.residual_bytes[costs.pending_mode(mode)]
-            num_bytes += int(residuals[span])
-        workspace.append(num_bytes)
-    return workspace
+    return [
+        _RankPart(
+            spans=[spans[stage] for stage in stages],
+            modes=[choice.remat[stage] for stage in stages],
+        )
+        for stages in group_by_rank(schedule.placement, schedule.num_ranks)
+    ]
+
+
+def _make_byte_counter(space: SearchSpace, choice: Choice) -> ByteCounter:
+    """Counts what a choice holds."""
+    profile = space.profile(choice.schedule, choice.num_shards)
+    return ByteCounter(
+        costs_of_stages(profile), choice.schedule, num_shards=choice.num_shards
+    )
+
+
+def _count_memory(
+    space: SearchSpace, choice: Choice, skips: Sequence[Skip]
+) -> tuple[Memory, ...]:
+    """The parts of the peak of each rank, on each of its devices."""
+    layers = space.profile(choice.schedule, choice.num_shards).layers
+    counter = _make_byte_counter(space, choice)
+    memory: list[Memory] = []
+    for rank, part in enumerate(_list_rank_parts(choice)):
+        counted = counter.count(rank, part.spans, part.modes, skips)
+        owned = list(itertools.chain.from_iterable(range(*x) for x in part.spans))
+        # The state of a layer has the optimizer's among it.
+        owned_bytes = sum(layers[x].param_bytes + layers[x].state_bytes for x in owned)
+        optimizer_bytes = sum(space.optimizer_bytes[x] for x in owned)
+        # Copies of parameters that another stage owns are there for a step.
+        copied_bytes = int(counted.static) - owned_bytes
+        rank_memory = Memory(
+            parameters=owned_bytes - optimizer_bytes,
+            gradients=int(counted.gradients),
+            optimizer=optimizer_bytes,
+            activations=int(counted.activations) + copied_bytes,
+            workspace=int(counted.workspace),
+        )
+        memory.append(rank_memory)
+    return tuple(memory)

@@ -8,19 +8,24 @@ long these take. So the counts are those of a schedule, whatever its costs:
     I   does so too, and leaves what W reads
     W   frees that
 
-While a rank sends an array, both ends hold it. A forward that is fused with its
-backward frees and stores nothing.
+While a rank sends an array, both ends hold it; so they do those of skip connections,
+which go from a stage to a later one. A forward that is fused with its backward frees
+and stores nothing.
 """
 
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..schedules import Schedule
-from ..schedules._action import FORWARD, INPUT, WEIGHT
+from ..schedules._action import FORWARD, INPUT, OPS, WEIGHT
+from ..schedules._placement import group_by_rank
+from ._fused import find_fused_microbatches
 
 Counts = npt.NDArray[np.intp]
 
@@ -36,76 +41,142 @@ class Held(IntEnum):
     SENT_INPUT_GRAD = 5
 
 
-def list_stages(placement: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
-    """The stages of each rank."""
-    stages: list[list[int]] = [[] for _ in range(num_ranks)]
-    for stage, rank in enumerate(placement):
-        stages[rank].append(stage)
-    return list(map(tuple, stages))
+class _Transfer(NamedTuple):
+    """An array that goes to another stage.
+
+    Attributes:
+      sender: the counts of what its sender holds.
+      sent: the array among them.
+      receiver_rank: the rank of the other stage.
+      receiver: the counts of what that one holds.
+      received: the array among them.
+    """
+
+    sender: list[int]
+    sent: Held
+    receiver_rank: int
+    receiver: list[int]
+    received: Held
 
 
+@functools.lru_cache(maxsize=64)
 def count_in_flight(
-    schedule: Schedule, fused_microbatches: Collection[int] = ()
+    schedule: Schedule,
+    *,
+    has_fused: bool = True,
+    skips: tuple[tuple[int, int], ...] = (),
 ) -> list[Counts]:
     """Counts the arrays of each rank, at all moments at which it may hold most.
 
     Args:
       schedule: the actions; one rank for each stage.
-      fused_microbatches: the micro-batches whose forward in the last stage is fused
-        with its backward.
+      has_fused: True if forwards of the last stage are fused with the backwards that
+        follow them.
+      skips: the stages of each skip connection: that from which its array comes, and
+        the one that reads it.
 
     Returns:
-      For each rank the numbers of arrays: ``[moments, stages of the rank, Held]``.
+      For each rank the numbers of arrays: ``[moments, stages of the rank and skips,
+      Held]``. Of a skip connection a rank holds the arrays of its own end.
     """
     placement = schedule.placement
     last = schedule.num_stages - 1
+    fused_microbatches = find_fused_microbatches(schedule) if has_fused else set[int]()
     counts = [[0] * len(Held) for _ in placement]
     counts[0][Held.INPUT] = schedule.num_microbatches
-    stages_of = list_stages(placement, schedule.num_ranks)
+    stages_of = group_by_rank(placement, schedule.num_ranks)
+    # rank -> skip -> its counts there
+    skip_counts = [[[0] * len(Held) for _ in skips] for _ in schedule.rows]
     moments: list[set[tuple[int, ...]]] = [set() for _ in schedule.rows]
 
     def record(rank: int) -> None:
-        held = itertools.chain.from_iterable(counts[stage] for stage in stages_of[rank])
+        held = itertools.chain(
+            *(counts[stage] for stage in stages_of[rank]), *skip_counts[rank]
+        )
         moments[rank].add(tuple(held))
+
+    def list_transfers(op: str, stage: int) -> list[_Transfer]:
+        """The arrays that a stage sends."""
+        transfers: list[_Transfer] = []
+        is_forward = op == FORWARD
+        sent = Held.SENT_OUTPUT if is_forward else Held.SENT_INPUT_GRAD
+        received = Held.INPUT if is_forward else Held.OUTPUT_GRAD
+        neighbor = stage + 1 if is_forward else stage - 1
+        if 0 <= neighbor <= last:
+            transfer = _Transfer(
+                counts[stage], sent, placement[neighbor], counts[neighbor], received
+            )
+            transfers.append(transfer)
+        for index, ends in enumerate(skips):
+            begin, end = ends if is_forward else reversed(ends)
+            if begin == stage:
+                sender = skip_counts[placement[begin]][index]
+                receiver = skip_counts[placement[end]][index]
+                transfer = _Transfer(sender, sent, placement[end], receiver, received)
+                transfers.append(transfer)
+        return transfers
+
+    transfers_of = {
+        (op, stage): list_transfers(op, stage)
+        for op in OPS
+        for stage in range(schedule.num_stages)
+        if op != WEIGHT
+    }
+    # stage -> the counts of the skips that it reads, and of those that it sends
+    read_skips: list[list[list[int]]] = [[] for _ in placement]
+    sent_skips: list[list[list[int]]] = [[] for _ in placement]
+    for index, (source, target) in enumerate(skips):
+        read_skips[target].append(skip_counts[placement[target]][index])
+        sent_skips[source].append(skip_counts[placement[source]][index])
 
     for rank in range(schedule.num_ranks):
         record(rank)
     for op, stage, microbatch in schedule.order():
+        rank = placement[stage]
         held = counts[stage]
         is_fused = stage == last and microbatch in fused_microbatches
-        stored = Held.INPUT if is_fused else Held.RESIDUALS
-        receiver = None
-        if op == FORWARD:
-            held[Held.INPUT] -= 1
-            held[stored] += 1
-            if stage < last:
-                receiver = stage + 1
-        elif op == WEIGHT:
+        if op == WEIGHT:
             held[Held.PENDING] -= 1
+            record(rank)
+            continue
+        if op == FORWARD:
+            if not is_fused:
+                held[Held.RESIDUALS] += 1
+                for inputs in (held, *read_skips[stage]):
+                    inputs[Held.INPUT] -= 1
         else:
-            held[stored] -= 1
             if op == INPUT:
                 held[Held.PENDING] += 1
+            if is_fused:
+                for inputs in (held, *read_skips[stage]):
+                    inputs[Held.INPUT] -= 1
+            else:
+                held[Held.RESIDUALS] -= 1
             if stage < last:
                 held[Held.OUTPUT_GRAD] -= 1
-            if stage > 0:
-                receiver = stage - 1
-        if receiver is None:
-            record(placement[stage])
-            continue
+            for grads in sent_skips[stage]:
+                grads[Held.OUTPUT_GRAD] -= 1
 
-        counts[receiver][Held.INPUT if op == FORWARD else Held.OUTPUT_GRAD] += 1
-        sent = Held.SENT_OUTPUT if op == FORWARD else Held.SENT_INPUT_GRAD
-        crosses = placement[receiver] != placement[stage]
-        held[sent] += crosses
-        record(placement[stage])
-        held[sent] -= crosses
-        record(placement[receiver])
+        crossing: list[_Transfer] = []
+        for transfer in transfers_of[op, stage]:
+            if transfer.receiver_rank == rank:
+                transfer.receiver[transfer.received] += 1
+            else:
+                transfer.sender[transfer.sent] += 1
+                crossing.append(transfer)
+        record(rank)
+        for transfer in crossing:
+            transfer.receiver[transfer.received] += 1
+            record(transfer.receiver_rank)
+        for transfer in crossing:
+            transfer.sender[transfer.sent] -= 1
 
     in_flight: list[Counts] = []
-    for stages, rank_moments in zip(stages_of, moments, strict=True):
-        rows = _drop_dominated(rank_moments)
-        in_flight.append(rows.reshape(len(rows), len(stages), len(Held)))
+    for rank, rank_moments in enumerate(moments):
+        # With skips they are the counts of a single cut, used too few times.
+        rows = np.array([*rank_moments]) if skips else _drop_dominated(rank_moments)
+        num_held = len(stages_of[rank]) + len(skips)
+        in_flight.append(rows.reshape(len(rows), num_held, len(Held)))
     return in_flight
 
 

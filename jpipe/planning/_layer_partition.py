@@ -12,7 +12,6 @@ import numpy as np
 
 from ..schedules import Schedule, ScheduleBuilder, one_f_one_b
 from ..schedules._choose import choose_schedule
-from ._climb import Ends
 from ._cut_search import climb_by_simulation, count_missing_bytes, find_best_cuts
 from ._layer_profile import (
     LayerProfile,
@@ -21,7 +20,7 @@ from ._layer_profile import (
     find_number_faults,
 )
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
-from ._problem import PartitionProblem, count_split_shares
+from ._problem import PartitionProblem
 from ._profile_record import (
     Profile,
     can_overlap,
@@ -29,6 +28,8 @@ from ._profile_record import (
     find_profile_faults,
     modes_of_stages,
 )
+from ._stage_costs import Ends
+from ._stage_times import count_split_shares
 
 
 def partition(
@@ -193,6 +194,7 @@ def _checked_problem(
         split_shares=count_split_shares(schedule),
         num_microbatches=num_microbatches,
         max_bytes=limits,
+        residuals_only=True,
     )
 
 
@@ -245,8 +247,8 @@ def _rank_limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:
 def _too_small(problem: PartitionProblem, ends: Ends, missing_bytes: float) -> str:
     """Formats the error for a limit that is too small: the rank, and the way out."""
     assert problem.max_bytes is not None
-    solutions = problem.solve_cuts(np.array([ends]))
-    rank_bytes = [solution.num_bytes.item() for solution in solutions]
+    rank_modes = problem.solve_cuts(np.array([ends]))
+    rank_bytes = [modes.num_bytes.item() for modes in rank_modes]
     excess = [
         num_bytes - limit
         for num_bytes, limit in zip(rank_bytes, problem.max_bytes, strict=True)

@@ -26,8 +26,8 @@ import numpy as np
 from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import Schedule, ScheduleError
+from ..schedules._bound import ROUNDING
 from ._bottleneck_cut import minimize_max
-from ._climb import Ends
 from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
 from ._forecast import (
     Candidate,
@@ -36,10 +36,11 @@ from ._forecast import (
     schedule_free_costs,
 )
 from ._mode_names import stores_only_inputs
-from ._problem import PartitionProblem, count_split_shares
+from ._problem import PartitionProblem
 from ._profile_record import Profile
 from ._space import Choice, MeshShape, SearchSpace
-from ._sums import sum_stages
+from ._stage_costs import Ends, sum_stages
+from ._stage_times import count_split_shares
 
 # The number of candidates that are improved, and of actions in all their schedules: of
 # very long ones only the best is (benchmarks/results/planning.md).
@@ -48,7 +49,6 @@ _NUM_ACTIONS = 40_000
 # Longer schedules are made to measure only if some order may be faster by so much: a
 # fit of 64 ranks and 1024 micro-batches takes minutes.
 _LEAST_GAIN = 0.01
-_ROUNDING = 1e-12
 
 
 class _Outline(NamedTuple):
@@ -124,14 +124,14 @@ def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
         if outline.least_seconds >= best_seconds:
             continue
         problem = _pose_free_problem(outline, space)
-        backward_times = problem.backward_times[outline.split_share].tobytes()
+        backward_times = problem.times.backward(outline.split_share).tobytes()
         key = outline.shape, problem.schedule.placement, backward_times
         if key not in free_cuts:
             free_cuts[key] = _find_cuts(problem, space)
         busiest = least_busy_seconds(problem, free_cuts[key])
         least_seconds = problem.num_microbatches * busiest
         # Sums in another order differ by rounding; one as long is a runner-up.
-        if least_seconds * (1 - _ROUNDING) > best_seconds:
+        if least_seconds * (1 - ROUNDING) > best_seconds:
             continue
         try:
             schedule = space.builders[outline.schedule_name].build(
@@ -244,7 +244,7 @@ def _least_seconds(
     host = (2 * num_ranks - 1) * profile.action_seconds
     seconds = num_microbatches * max(busy + profile.action_seconds, host)
     # Sums in another order differ by rounding.
-    return seconds * (1 - _ROUNDING)
+    return seconds * (1 - ROUNDING)
 
 
 def _least_busy(layers: Sequence[float], num_ranks: int) -> float:
@@ -318,7 +318,6 @@ def _pose_problem(
         split_shares=count_split_shares(schedule),
         num_microbatches=schedule.num_microbatches,
         max_bytes=rooms,
-        workspace=space.workspace(schedule, num_shards),
         num_shards=num_shards,
     )
 

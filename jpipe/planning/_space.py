@@ -10,7 +10,6 @@ One device computes one shard at once, so a layer has to be profiled once for ea
 these products, whatever the shape of the mesh.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,10 +29,8 @@ from ..schedules._formats import format_count
 from ._layer_profile import Link, find_count_faults
 from ._mode_names import MODE_NAMES, format_unknown_mode
 from ._plan_record import mesh_text
-from ._problem import count_split_shares
 from ._profile_record import Profile
-from ._sums import Matrix
-from ._workspace import stage_workspaces
+from ._stage_times import count_split_shares
 
 # By default the micro-batches have so many shards times the number of devices.
 _SHARDS_PER_DEVICE = (1, 2, 4, 8)
@@ -296,17 +293,6 @@ class SearchSpace:
     def profile(self, schedule: Schedule, num_shards: int) -> Profile:
         """The profile of the shard of a micro-batch that one device computes."""
         return self.profiles[schedule.num_microbatches * num_shards]
-
-    def workspace(self, schedule: Schedule, num_shards: int) -> Matrix:
-        """The bytes that the largest program of each stage needs while it runs."""
-        return self._workspaces[schedule.num_microbatches * num_shards]
-
-    @functools.cached_property
-    def _workspaces(self) -> dict[int, Matrix]:
-        """Number of shards of all micro-batches -> workspace of each stage."""
-        return {
-            count: stage_workspaces(profile) for count, profile in self.profiles.items()
-        }
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,18 @@
 """The costs of every stage that the layers of a profile can make.
 
 Bytes are matrices: entry [i, j] is of the stage of layers i to j - 1. Each is computed
-when it is first read, and kept with its profile: see
-`_profile_record.costs_of_stages`.
+when it is first read, and kept with its profile: see `_profile_record.costs_of_stages`.
+Most are sums over layers:
+
+    sums[i, j] = prefix[j] - prefix[i]    prefix[j]: the sum over the layers before j
+
+The workspace of a stage is what its largest program needs beside what it is given.
+Besides the workspace of a layer there is the input of the layer and its output, if they
+stay within the stage, and the skip connections within the stage that are open there:
+
+    workspace[i, j] = max over layers l in [i, j) of
+                      workspace[l] + input[l] if l > i + output[l] if l + 1 < j
+                      + sum of skips from s to t with i <= s <= l <= t < j
 """
 
 import functools
@@ -10,13 +20,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from .._partition._remat_mode import NONE
 from ..schedules import Costs, Skip
 from ..schedules._choose import format_argument
 from ._layer_profile import LayerProfile, Link, SkipProfile
 from ._mode_names import MODE_NAMES, mode_between_halves, stores_only_inputs
-from ._sums import Matrix, add_copies, sum_stages
+
+# One number per stage, by its first layer and by the first layer behind it.
+Matrix = npt.NDArray[np.float64]
+# The layers at which the stages of a cut begin and end: 0, ..., the number of layers.
+Ends = tuple[int, ...]
+# The ends of several cuts, of shape (cuts, stages + 1).
+Cuts = npt.NDArray[np.intp]
 
 
 class StageCosts:
@@ -78,6 +95,51 @@ class StageCosts:
         for mode in filter(stores_only_inputs, MODE_NAMES):
             residuals[mode] = self._stage_input_bytes
         return residuals
+
+    @functools.cached_property
+    def static_bytes(self) -> Matrix:
+        """Bytes of parameters and other state; infinite for a stage without layers."""
+        static_bytes = self.param_bytes + self.state_bytes
+        static_bytes[np.tril_indices(len(static_bytes))] = np.inf
+        return static_bytes
+
+    @functools.cached_property
+    def workspace_bytes(self) -> Matrix:
+        """Bytes that the largest program of each stage needs while it runs.
+
+        A workspace of a layer that is unknown counts as none.
+        """
+        num_layers = len(self._layers)
+        workspace = np.array([x.workspace_bytes or 0 for x in self._layers], float)
+        inputs = self.output_bytes[:-1]
+        outputs = self.output_bytes[1:]
+
+        stage_bytes = np.zeros((num_layers + 1, num_layers + 1))
+        # [end, layer]: the workspace in the stages that begin with a layer and end
+        # there, and before that one without the inputs of layers.
+        needed = np.tile(workspace, (num_layers + 1, 1))
+        beyond_end = np.triu_indices(num_layers + 1, 0, num_layers)
+        needed[beyond_end] = -np.inf
+        for end in range(1, num_layers + 1):
+            needed[end, : end - 1] += outputs[: end - 1]
+        for begin in reversed(range(num_layers)):
+            for skip in self._skips:
+                if skip.source == begin:
+                    needed[skip.target + 1 :, begin : skip.target + 1] += skip.bytes
+            stage_bytes[begin, begin + 1 :] = needed[begin + 1 :, begin:].max(axis=1)
+            # In stages that begin earlier, its input is within the stage.
+            needed[:, begin] += inputs[begin]
+        return stage_bytes
+
+    @functools.cached_property
+    def output_bytes(self) -> Matrix:
+        """The bytes that cross a cut before each layer."""
+        return np.array([0, *(layer.output_bytes for layer in self._layers)], float)
+
+    @functools.cached_property
+    def cotangent_bytes(self) -> Matrix:
+        """The bytes that cross a cut before each layer on the way back."""
+        return np.array([0, *(layer.cotangent_bytes for layer in self._layers)], float)
 
     @functools.cached_property
     def _stage_input_bytes(self) -> Matrix:
@@ -200,3 +262,36 @@ class StageCosts:
                     source, target, skip.bytes, skip.cotangent_bytes
                 )
         yield from skips.values()
+
+
+def sum_stages(numbers: Sequence[float] | Matrix, *, empty: float = 0.0) -> Matrix:
+    """Sums one number per layer over each stage.
+
+    Args:
+      numbers: one per layer.
+      empty: the entry of a stage without layers.
+    """
+    prefix_sums = np.concatenate([[0.0], np.cumsum(np.array(numbers, float))])
+    stage_sums = prefix_sums[None, :] - prefix_sums[:, None]
+    stage_sums[np.tril_indices(len(prefix_sums))] = empty
+    return stage_sums
+
+
+def add_copies(
+    stage_bytes: Matrix, *, first_layer: int, readers: Sequence[int], num_bytes: float
+) -> None:
+    """Adds the bytes of an array to each stage that has a copy of it.
+
+    A stage has one copy, however many of its layers read the array. A stage that begins
+    before ``first_layer`` has none: it holds the array itself.
+
+    Args:
+      stage_bytes: the matrix to which they are added.
+      first_layer: the first layer with which a stage that has a copy can begin.
+      readers: the layers that read the array, in order.
+      num_bytes: the size of the array.
+    """
+    # A stage is counted at the first of its readers: it begins behind the one before.
+    for previous_reader, reader in itertools.pairwise([first_layer - 1, *readers]):
+        begin = max(first_layer, previous_reader + 1)
+        stage_bytes[begin : reader + 1, reader + 1 :] += num_bytes

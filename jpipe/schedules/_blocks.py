@@ -154,7 +154,7 @@ def _repeat_block(
 
     rows: IdRows = []
     block = build_block(num_ranks)
-    for offsets, stages in zip(block, group_by_rank(placement), strict=True):
+    for offsets, stages in zip(block, group_by_rank(placement, num_ranks), strict=True):
         cells: list[tuple[int, int]] = []  # offset, action
         for (op, chunk), offset in offsets.items():
             first = tables.first_id(op, stages[chunk])

@@ -16,6 +16,9 @@ from typing import NamedTuple
 from ._action import BACKWARD, INPUT, WEIGHT
 from ._action_tables import ActionTables
 
+# Sums of the same times in another order differ by a smaller part.
+ROUNDING = 1e-12
+
 
 class _Job(NamedTuple):
     """An action as one machine sees it: earliest start, duration, what must follow."""

@@ -53,7 +53,7 @@ def build(
         dropped.
     """
     rows: list[tuple[Action, ...]] = []
-    for rank, stages in enumerate(group_by_rank(placement)):
+    for rank, stages in enumerate(group_by_rank(placement, max(placement) + 1)):
         actions = [
             Action(op, stages[chunk], microbatch)
             for op, chunk, microbatch in row(rank)

@@ -71,7 +71,7 @@ class _ListScheduler:
         self._priority = priority
         self._max_bytes = max_bytes
         self._reserved = reserved
-        self._stages = group_by_rank(tables.placement)
+        self._stages = group_by_rank(tables.placement, tables.num_ranks)
         self._op_index = {op: index for index, op in enumerate(ops)}
         # stage -> the next action of each op, or -1: micro-batches run in order.
         self._next = [

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD
 from ._action_tables import ActionTables, IdRows, SimulatedOrder
-from ._bound import compute_lower_bound
+from ._bound import ROUNDING, compute_lower_bound
 from ._catalogue import CATALOGUE, TRAINING
 from ._improve import compute_latest_starts
 from ._list_schedule import list_schedule
@@ -21,8 +21,6 @@ from ._simulate import ScheduleError
 
 # The number of the fastest orders that are shifted.
 _NUM_SHIFTED = 4
-# Sums of the same times in another order differ by less.
-_ROUNDING = 1e-12
 
 
 class _Rule(NamedTuple):
@@ -45,7 +43,7 @@ def search_orders(
       max_bytes: the most bytes of each rank; ``None``: no limit.
       schedules: schedules of the catalogue; those of the placement are tried.
     """
-    bound = compute_lower_bound(tables) * (1 + _ROUNDING)
+    bound = compute_lower_bound(tables) * (1 + ROUNDING)
     orders: list[SimulatedOrder] = []
 
     def add(rows: IdRows | None) -> None:

@@ -29,12 +29,12 @@ def place_in_loop(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
     return (*range(num_ranks),) * num_chunks
 
 
-def group_by_rank(placement: Sequence[int]) -> list[list[int]]:
-    """The stages of each rank."""
-    stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+def group_by_rank(placement: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
+    """The stages of each rank; of one that runs nothing there are none."""
+    stages: list[list[int]] = [[] for _ in range(num_ranks)]
     for stage, rank in enumerate(placement):
         stages[rank].append(stage)
-    return stages
+    return list(map(tuple, stages))
 
 
 def list_ranks(
