@@ -6,7 +6,7 @@ estimated layers: nothing is measured or compiled. Steps are those that are fore
     python -m benchmarks.planning.ablation --json build/all.json
     python -m benchmarks.planning.ablation --against build/all.json
     python -m benchmarks.planning.ablation --against build/all.json \
-        --set _climb._PATIENCE=4
+        --set _cut_search._PATIENCE=4
 
 The first line is for the commit that has the part, the second for the one without it;
 or a constant has another value, as in the third.
@@ -260,7 +260,7 @@ def compare(
 
 
 def set_constant(assignment: str) -> None:
-    """Sets a constant of the planner, such as ``_climb._PATIENCE=4``."""
+    """Sets a constant of the planner, such as ``_cut_search._PATIENCE=4``."""
     path, _, value = assignment.partition("=")
     module_name, _, name = path.rpartition(".")
     module = importlib.import_module(f"jpipe.planning.{module_name}")

@@ -137,7 +137,7 @@ def ring_seconds(num_bytes: float, num_shards: int, link: Link) -> float:
     return hops * link.seconds(num_bytes / num_shards)
 
 
-def schedule_free_costs(space: SearchSpace, choice: Choice) -> Costs:
+def unscheduled_costs(space: SearchSpace, choice: Choice) -> Costs:
     """The costs of stages under any schedule, as far as they are the same under all.
 
     Under remat mode ``"full"`` all forwards of the last stage run in their backwards.

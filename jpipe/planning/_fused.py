@@ -33,8 +33,8 @@ def fused_costs(
     """The costs of the programs that a step runs, where these are not its actions.
 
     A forward of the last stage that its own backward follows is fused with it: nothing
-    is stored between them or computed twice. The first stage has no gradient of its
-    input: its W does all that a backward does.
+    is stored between them or computed twice. The first stage has no I, since
+    nothing needs the gradient of its input: its W does all that a backward does.
 
     Args:
       costs: the costs of actions, one number per stage.

@@ -33,7 +33,7 @@ from ._forecast import (
     Candidate,
     evaluate,
     residual_budgets,
-    schedule_free_costs,
+    unscheduled_costs,
 )
 from ._mode_names import stores_only_inputs
 from ._problem import PartitionProblem
@@ -72,13 +72,13 @@ class _Outline(NamedTuple):
     split_share: float | None
 
 
-class _CutCandidate(NamedTuple):
-    """The candidate of an outline.
+class _CutOutline(NamedTuple):
+    """An outline with its cuts.
 
     Attributes:
-      candidate: the best cut, simulated.
-      problem: the problem that it solves.
-      cuts: this cut and other good ones, the best first.
+      candidate: the best of them, simulated.
+      problem: the problem that they solve.
+      cuts: good cuts, the best first.
     """
 
     candidate: Candidate
@@ -98,23 +98,23 @@ def search(space: SearchSpace) -> list[Candidate]:
     Returns:
       The candidates; a choice may be repeated.
     """
-    cut_candidates = _solve_outlines(space)
-    candidates = [cut_candidate.candidate for cut_candidate in cut_candidates]
-    for cut_candidate in count_items(
-        "candidates improved", _best_few(cut_candidates, space)
+    cut_outlines = _solve_outlines(space)
+    candidates = [cut_outline.candidate for cut_outline in cut_outlines]
+    for cut_outline in count_items(
+        "candidates improved", _best_few(cut_outlines, space)
     ):
-        improved = cut_candidate.candidate
+        improved = cut_outline.candidate
         if space.balance is None and improved.fits(space.hardware):
-            improved = _climb(cut_candidate, space)
+            improved = _climb(cut_outline, space)
         candidates.append(improved)
         if space.fits_schedules and _is_worth_fitting(improved):
             candidates += _with_fitted_schedules(improved, space)
     return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
 
-def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
-    """The candidates of all outlines among which the best one may be."""
-    cut_candidates: list[_CutCandidate] = []
+def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
+    """All outlines of which the best candidate may be, with their cuts."""
+    cut_outlines: list[_CutOutline] = []
     best_seconds = math.inf
     # shape, placement, times of backwards -> cuts; the same for all schedules while
     # memory has no limit
@@ -140,12 +140,12 @@ def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
         except ScheduleError:  # it has no order for these numbers
             continue
         num_shards = outline.shape.num_shards
-        for cut_candidate in _solve(schedule, num_shards, space, free_cuts[key]):
-            cut_candidates.append(cut_candidate)
-            candidate = cut_candidate.candidate
+        for cut_outline in _solve(schedule, num_shards, space, free_cuts[key]):
+            cut_outlines.append(cut_outline)
+            candidate = cut_outline.candidate
             if candidate.fits(space.hardware):
                 best_seconds = min(best_seconds, candidate.seconds)
-    return cut_candidates
+    return cut_outlines
 
 
 def _pose_free_problem(outline: _Outline, space: SearchSpace) -> PartitionProblem:
@@ -266,8 +266,8 @@ def _solve(
     num_shards: int,
     space: SearchSpace,
     free_cuts: list[Ends],
-) -> Iterator[_CutCandidate]:
-    """Candidates for a schedule, until one fits or none does.
+) -> Iterator[_CutOutline]:
+    """Cuts of a schedule, until those of a candidate that fits, or none does.
 
     Args:
       schedule: the schedule.
@@ -281,7 +281,7 @@ def _solve(
         problem = _pose_problem(schedule, num_shards, rooms, space)
         cuts = free_cuts if rooms is None else _find_cuts(problem, space)
         candidate = evaluate(space, _as_choice(problem, cuts[0]))
-        yield _CutCandidate(candidate, problem, cuts)
+        yield _CutOutline(candidate, problem, cuts)
         counted = problem.solve_cuts(np.array(cuts[:1]))
         if candidate.fits(space.hardware) or any(
             rank.missing_bytes.item() > 0 for rank in counted
@@ -333,44 +333,44 @@ def _as_choice(problem: PartitionProblem, ends: Ends) -> Choice:
 
 
 def _best_few(
-    cut_candidates: Iterable[_CutCandidate], space: SearchSpace
-) -> list[_CutCandidate]:
-    """The best candidates of several stages, one of each schedule."""
-    best: dict[tuple[Schedule, int], _CutCandidate] = {}
+    cut_outlines: Iterable[_CutOutline], space: SearchSpace
+) -> list[_CutOutline]:
+    """Those with the best candidates of several stages, one of each schedule."""
+    best: dict[tuple[Schedule, int], _CutOutline] = {}
     num_actions = 0
-    for cut_candidate in sorted(
-        cut_candidates, key=lambda x: x.candidate.objective(space.hardware)
+    for cut_outline in sorted(
+        cut_outlines, key=lambda x: x.candidate.objective(space.hardware)
     ):
-        choice = cut_candidate.candidate.choice
+        choice = cut_outline.candidate.choice
         key = choice.schedule, choice.num_shards
         if choice.schedule.num_stages == 1 or key in best:
             continue
         num_actions += sum(map(len, choice.schedule.rows))
         if best and (len(best) == _NUM_IMPROVED or num_actions > _NUM_ACTIONS):
             break
-        best[key] = cut_candidate
+        best[key] = cut_outline
     return list(best.values())
 
 
-def _climb(cut_candidate: _CutCandidate, space: SearchSpace) -> Candidate:
+def _climb(cut_outline: _CutOutline, space: SearchSpace) -> Candidate:
     """The best of a cut and those around it, by simulated steps.
 
     A problem adds up the seconds of stages. The simulation also knows where the
     schedule waits, and how long gradients are exchanged.
     """
-    best = cut_candidate.candidate
+    best = cut_outline.candidate
 
     def simulate(ends: Ends) -> float:
         nonlocal best
-        if ends == cut_candidate.cuts[0]:
-            return cut_candidate.candidate.seconds
-        candidate = evaluate(space, _as_choice(cut_candidate.problem, ends))
+        if ends == cut_outline.cuts[0]:
+            return cut_outline.candidate.seconds
+        candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
         if not candidate.fits(space.hardware):
             return math.inf
         best = min(best, candidate, key=lambda x: x.objective(space.hardware))
         return candidate.seconds
 
-    climb_by_simulation(cut_candidate.problem, cut_candidate.cuts, simulate)
+    climb_by_simulation(cut_outline.problem, cut_outline.cuts, simulate)
     return best
 
 
@@ -399,7 +399,7 @@ def _with_fitted_schedules(
         choice = dataclasses.replace(candidate.choice, remat=remat)
         try:
             fitted = schedules.fit(
-                schedule_free_costs(space, choice),
+                unscheduled_costs(space, choice),
                 choice.schedule.num_ranks,
                 choice.schedule.num_microbatches,
                 max_bytes=residual_budgets(space, choice),

@@ -129,9 +129,33 @@ def test_only_the_stages_that_have_to_store_less_compute_again():
     assert best.choice.remat == ("full", "min_cut")
 
 
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_forecast_holds_what_a_timeline_of_its_schedule_shows(name):
+    """With skip connections and tied parameters; a loss that is fused or is not."""
+    for seed, ranks in itertools.product(range(4), (1, 2)):
+        chain = random_chain(random.Random(seed), 8, num_skips=4, num_ties=1)
+        schedule = schedules.BY_NAME[name](ranks, 4)
+        ends = sorted(random.Random(seed).sample(range(1, 8), schedule.num_stages - 1))
+        balance = tuple(b - a for a, b in itertools.pairwise([0, *ends, 8]))
+        modes = [*itertools.islice(itertools.cycle(MODES), len(balance) - 1), "min_cut"]
+        space = SearchSpace(
+            profiles={4: chain},
+            optimizer_bytes=[0] * 8,
+            hardware=Hardware(ranks),
+            schedule_names=(name,),
+            remat_modes=MODES,
+            fits_schedules=False,
+            balance=None,
+            mesh_shapes=(MeshShape(4),),
+        )
+        candidate = evaluate(space, Choice(balance, tuple(modes), schedule))
+        held = [memory.total - memory.workspace for memory in candidate.memory]
+        assert held == [*schedule.simulate(candidate.costs).peak_bytes]
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_no_cut_under_any_schedule_ranks_before_the_best_of_a_search(seed):
-    """Attempts that a search leaves out would not be the best."""
+    """Candidates that a search leaves out would not be the best."""
     space = random_space(seed, TRAINING, most_layers=7, most_devices=4)
     least = min(x.objective(space.hardware)[1] for x in every_candidate(space))
     best, *_ = search(space)
