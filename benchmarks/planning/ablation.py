@@ -85,6 +85,36 @@ def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
         yield f"chain {seed}, limited", functools.partial(best_step, limited_space)
 
 
+def skip_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
+    """Chains with skip connections, under limits."""
+    for seed in range(num_chains):
+        rng = random.Random(seed)
+        num_ranks = rng.choice([2, 3])
+        num_layers = rng.randint(2 * num_ranks, 3 * num_ranks)
+        count = num_ranks * rng.choice([1, 2])
+        chain = random_chain(
+            rng, num_layers, action_seconds=ACTION_SECONDS, num_skips=4
+        )
+        space = SearchSpace(
+            profiles={count: chain},
+            optimizer_bytes=[0] * num_layers,
+            hardware=Hardware(num_ranks, link=Link(bandwidth=1e3)),
+            schedule_names=("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v"),
+            remat_modes=("min_cut", "full"),
+            fits_schedules=seed % 2 == 0,
+            balance=None,
+            mesh_shapes=(MeshShape(count),),
+        )
+        peak = search(space)[0].max_bytes
+        for share in (*LIMITS, 0.5):
+            limited = dataclasses.replace(
+                space.hardware, memory_limit=int(share * peak)
+            )
+            limited_space = dataclasses.replace(space, hardware=limited)
+            step = functools.partial(best_step, limited_space)
+            yield f"skips of chain {seed}, limit {share}", step
+
+
 def long_chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
     """Chains of more layers in schedules with two stages on each of eight ranks."""
     for seed in range(num_chains):
@@ -222,6 +252,7 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
 def solve_all() -> dict[str, tuple[float, float]]:
     """Problem -> the seconds of its best step, and of solving it."""
     problems = dict(chain_problems(40))
+    problems |= skip_problems(30)
     problems |= long_chain_problems(4)
     problems |= size_problems(12)
     problems |= model_problems()
