@@ -32,7 +32,7 @@ from flax import linen as nn
 from rich.progress import track
 
 import jpipe
-from jpipe.planning._layer_profile import LayerProfile
+from jpipe.planning._layer_profile import LayerProfile, Link
 from jpipe.planning._plan_search import search
 from jpipe.planning._scaled_profiles import interpolate
 from jpipe.planning._space import Hardware, MeshShape, SearchSpace, mesh_shapes
@@ -71,7 +71,7 @@ def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
         space = SearchSpace(
             profiles={count: chain},
             optimizer_bytes=[0] * num_layers,
-            hardware=Hardware(num_ranks, bandwidth=rng.choice([1e2, 1e3])),
+            hardware=Hardware(num_ranks, link=Link(bandwidth=rng.choice([1e2, 1e3]))),
             schedule_names=SCHEDULES,
             remat_modes=("min_cut", "full"),
             fits_schedules=seed % 2 == 0,
@@ -92,7 +92,7 @@ def long_chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
         space = SearchSpace(
             profiles={16: chain},
             optimizer_bytes=[0] * len(chain.layers),
-            hardware=Hardware(8, bandwidth=1e3),
+            hardware=Hardware(8, link=Link(bandwidth=1e3)),
             schedule_names=("1f1b", "interleaved", "zb_v"),
             remat_modes=("min_cut",),
             fits_schedules=False,
@@ -131,7 +131,7 @@ def size_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
                 for count in counts
             },
             optimizer_bytes=[0] * len(chain.layers),
-            hardware=Hardware(num_devices, bandwidth=1e3),
+            hardware=Hardware(num_devices, link=Link(bandwidth=1e3)),
             schedule_names=("1f1b", "interleaved", "zb_h1"),
             remat_modes=("min_cut",),
             fits_schedules=False,

@@ -37,7 +37,7 @@ from ..planning._finalists import (
     split_evenly,
 )
 from ..planning._forecast import Candidate
-from ..planning._layer_profile import find_count_faults
+from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
 from ..planning._measure import measure_action, measure_neighbor_link
 from ..planning._mode_names import TRIED_MODES
 from ..planning._plan_problem import (
@@ -233,14 +233,8 @@ def _pose_problem(
     device = (local or jax.local_devices())[0]
     link = measure_neighbor_link(device)
     action_seconds = _gather(measure_action(device))[0]
-    latency, bandwidth = _gather([0.0, None] if link is None else list(link[:2]))[0]
-    hardware = Hardware(
-        num_devices=len(job.devices),
-        memory_limit=memory_limit,
-        bandwidth=bandwidth,
-        latency=latency,
-        link_text="" if link is None else "as measured between two of the devices",
-    )
+    fields = _gather(None if link is None else list(link))[0]
+    hardware = Hardware(len(job.devices), memory_limit)
     request = Request(
         job.x,
         loss_fn=job.loss_fn,
@@ -260,9 +254,9 @@ def _pose_problem(
         job.tx,
         profile=None,
         hardware=hardware,
-        latency=latency,
-        overlap=device.platform != "cpu",
+        link_options=LinkOptions(None, None, device.platform != "cpu"),
         choices=choices,
+        measured_link=None if fields is None else MeasuredLink(*fields),
     )
 
 

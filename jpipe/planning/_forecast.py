@@ -10,7 +10,6 @@ with the backward that follows it, and the first stage has no input gradient.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from ..schedules._action import BACKWARD, INPUT, WEIGHT
 from ..schedules._schedule import simulate_rows
 from ._fused import find_fused_microbatches, fused_costs
 from ._in_flight import list_stages
+from ._layer_profile import Link
 from ._mode_names import stores_only_inputs
 from ._plan_record import Memory, Plan
 from ._profile_record import costs_of_stages
@@ -108,38 +108,31 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
     run all: that counts for the stage that it runs last.
     """
     schedule = choice.schedule
-    bandwidth = space.hardware.bandwidth
-    latency = space.hardware.latency
+    link = space.hardware.link
     profile = space.profile(schedule, choice.num_shards)
     costs = profile.costs(
         choice.balance,
         remat=choice.remat,
-        bandwidth=bandwidth,
-        latency=latency,
-        overlap=space.hardware.overlap,
+        bandwidth=link.bandwidth,
+        latency=link.latency,
+        overlap=link.overlap,
     )
     if choice.num_shards == 1:
         return costs
 
-    exchange_bandwidth = math.inf if bandwidth is None else bandwidth
     exchange = [0.0] * schedule.num_stages
     last_stages = [row[-1].stage for row in schedule.rows]
     for rank, num_bytes in zip(
         schedule.placement, costs.accumulator_bytes, strict=True
     ):
-        seconds = ring_seconds(
-            num_bytes, choice.num_shards, exchange_bandwidth, latency
-        )
-        exchange[last_stages[rank]] += seconds
+        exchange[last_stages[rank]] += ring_seconds(num_bytes, choice.num_shards, link)
     return dataclasses.replace(costs, exchange=exchange)
 
 
-def ring_seconds(
-    num_bytes: float, num_shards: int, bandwidth: float, latency: float
-) -> float:
+def ring_seconds(num_bytes: float, num_shards: int, link: Link) -> float:
     """The time in which a ring of devices adds up gradients of so many bytes."""
     hops = 2 * (num_shards - 1)
-    return hops * num_bytes / (bandwidth * num_shards) + hops * latency
+    return hops * link.seconds(num_bytes / num_shards)
 
 
 def schedule_free_costs(space: SearchSpace, choice: Choice) -> Costs:

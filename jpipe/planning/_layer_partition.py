@@ -16,16 +16,14 @@ from ._climb import Ends
 from ._cut_search import climb_by_simulation, count_missing_bytes, find_best_cuts
 from ._layer_profile import (
     LayerProfile,
+    LinkOptions,
     find_count_faults,
-    find_flag_faults,
     find_number_faults,
-    find_speed_faults,
 )
 from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
 from ._problem import PartitionProblem, count_split_shares
 from ._profile_record import (
     Profile,
-    can_overlap,
     costs_of_stages,
     find_profile_faults,
     modes_of_stages,
@@ -95,9 +93,7 @@ def partition(
         num_microbatches=num_microbatches,
         schedule=schedule,
         remat=remat,
-        bandwidth=bandwidth,
-        latency=latency,
-        overlap=overlap,
+        link_options=LinkOptions(bandwidth, latency, overlap),
     )
     cuts = find_best_cuts(problem)
     best = cuts[0]
@@ -122,9 +118,7 @@ def _checked_problem(
     num_microbatches: int | None,
     schedule: Any,
     remat: Any,
-    bandwidth: float | None,
-    latency: float,
-    overlap: bool | None,
+    link_options: LinkOptions,
 ) -> PartitionProblem:
     """The problem that the arguments of `partition` pose.
 
@@ -140,12 +134,7 @@ def _checked_problem(
         num_microbatches = schedule.num_microbatches
     needs_microbatches = schedule is not None or objective == "step"
 
-    if overlap is None:
-        overlap = can_overlap(profile.origin)
-    faults = [
-        *find_speed_faults(bandwidth, latency),
-        *find_flag_faults("overlap", overlap),
-    ]
+    faults = [*link_options.find_faults()]
     if not 1 <= num_stages <= len(profile.layers):
         faults.append(
             f"num_stages={num_stages}; needs 1 to {len(profile.layers)}, a layer each"
@@ -168,7 +157,8 @@ def _checked_problem(
     ]
     if not isinstance(costs, Profile):
         has_recomputation = any(map(stores_only_inputs, modes))
-        if has_recomputation or max_bytes is not None or bandwidth is not None:
+        has_bytes = max_bytes is not None or link_options.bandwidth is not None
+        if has_recomputation or has_bytes:
             faults.append(
                 "bandwidth=, max_bytes= and remat='full' need a Profile: the costs are "
                 "numbers, without bytes and forwards"
@@ -196,9 +186,7 @@ def _checked_problem(
     return PartitionProblem(
         profile=profile,
         modes=tuple((mode,) for mode in modes),
-        bandwidth=bandwidth,
-        latency=latency,
-        overlap=overlap,
+        link=link_options.choose_link(profile.origin),
         objective=objective,
         schedule=schedule,
         split_shares=count_split_shares(schedule),

@@ -1,6 +1,7 @@
 """The costs of a layer, a skip connection and a link, and checks of their numbers."""
 
 import dataclasses
+import math
 import numbers
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..schedules._costs import TIME_FIELDS
+from ._origin import can_overlap
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class SkipProfile:
     is_output: bool = False
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """The measured speed of transfers between two devices.
 
     Attributes:
@@ -114,6 +116,82 @@ class Link(NamedTuple):
     bandwidth: float
     source: str
     target: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """The transfers between two ranks, as all forecasts take them.
+
+    Attributes:
+      latency: seconds that a transfer takes whatever its size.
+      bandwidth: bytes per second; infinite: transfers take no time but ``latency``.
+      overlap: True if ranks compute while they send and receive; False if a transfer
+        keeps both ranks from computing, each for half of its time.
+      origin_text: the devices between which latency, bandwidth or both were measured,
+        in words; empty if none was.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    overlap: bool = True
+    origin_text: str = ""
+
+    def seconds(self, num_bytes: float) -> float:
+        """The time of a transfer."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+class LinkOptions(NamedTuple):
+    """The options of public functions that describe a link; ``None``: left out.
+
+    Attributes:
+      bandwidth: bytes per second.
+      latency: seconds that a transfer takes whatever its size.
+      overlap: True if ranks compute while they send and receive.
+    """
+
+    bandwidth: Any
+    latency: Any
+    overlap: Any
+
+    def find_faults(self) -> Iterator[str]:
+        """The faults of the options, one line each."""
+        if self.latency is not None:
+            yield from find_number_faults("latency", self.latency)
+        number: Any = self.bandwidth
+        is_number = isinstance(self.bandwidth, numbers.Real)
+        if number is not None and not (is_number and number > 0):
+            yield f"bandwidth={number!r}; needs bytes per second, more than 0"
+        if self.overlap is not None:
+            yield from find_flag_faults("overlap", self.overlap)
+
+    def choose_link(
+        self, origin: Mapping[str, str], measured: MeasuredLink | None = None
+    ) -> Link:
+        """The link of these options: what is left out is as it was measured.
+
+        Args:
+          origin: the origin of the profile, which tells whether transfers overlap.
+          measured: a link; ``None``: none was measured, and transfers take no time
+            but what the options say.
+        """
+        latency = self.latency
+        bandwidth = self.bandwidth
+        origin_text = ""
+        if measured is not None and (latency is None or bandwidth is None):
+            origin_text = f"measured from {measured.source} to {measured.target}"
+            if latency is not None:
+                origin_text = f"the latter {origin_text}"
+            elif bandwidth is not None:
+                origin_text = f"the former {origin_text}"
+            latency = measured.latency if latency is None else latency
+            bandwidth = measured.bandwidth if bandwidth is None else bandwidth
+        return Link(
+            latency=0.0 if latency is None else latency,
+            bandwidth=math.inf if bandwidth is None else bandwidth,
+            overlap=can_overlap(origin) if self.overlap is None else self.overlap,
+            origin_text=origin_text,
+        )
 
 
 def find_layer_faults(layers: Sequence[LayerProfile], **fields: float) -> Iterator[str]:
@@ -157,12 +235,3 @@ def find_number_faults(name: str, value: Any) -> Iterator[str]:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number and 0 <= number <= sys.float_info.max):
         yield f"{name}={value!r}; needs a number, finite and not negative"
-
-
-def find_speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
-    """The faults in bandwidth and latency, one line each."""
-    yield from find_number_faults("latency", latency)
-    if bandwidth is not None and not (
-        isinstance(bandwidth, numbers.Real) and bandwidth > 0
-    ):
-        yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"

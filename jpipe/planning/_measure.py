@@ -34,7 +34,7 @@ from .._jaxprs._computation import Computation
 from .._stage._stage_functions import StageFunctions
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import TIME_FIELDS
-from ._layer_profile import Link
+from ._layer_profile import MeasuredLink
 from ._request import Request
 from ._traced_layers import TracedLayers
 
@@ -297,14 +297,14 @@ def _value(leaf: Any) -> Any:
     return np.resize(_NORMAL, leaf.shape).astype(leaf.dtype)
 
 
-def measure_neighbor_link(device: Device) -> Link | None:
+def measure_neighbor_link(device: Device) -> MeasuredLink | None:
     """Measures transfers to another device of this process; ``None`` if it has none."""
     devices = jax.local_devices(backend=device.platform)
     neighbor = next((other for other in devices if other != device), None)
-    return None if neighbor is None else measure_link(device, neighbor)
+    return None if neighbor is None else _measure_link(device, neighbor)
 
 
-def measure_link(source: Device, target: Device) -> Link:
+def _measure_link(source: Device, target: Device) -> MeasuredLink:
     """Measures transfers between two devices: small ones both ways, a large one."""
     hop_seconds = _hop_seconds(source, target)
     latency = max(hop_seconds - _hop_seconds(source, source), 0.0)
@@ -312,7 +312,7 @@ def measure_link(source: Device, target: Device) -> Link:
     seconds = _shortest_seconds(lambda: _transfer.put([large], target))
     if seconds > latency:
         seconds -= latency
-    return Link(latency, _BYTES / seconds, str(source), str(target))
+    return MeasuredLink(latency, _BYTES / seconds, str(source), str(target))
 
 
 def _hop_seconds(source: Device, target: Device) -> float:

@@ -23,7 +23,7 @@ from .._placed._mesh_context import outside_of_meshes
 from .._train._transformation import check_optimizer
 from ..schedules import Costs, Schedule, ScheduleBuilder
 from ._finalists import rank_candidates
-from ._layer_profile import find_count_faults, find_flag_faults, find_speed_faults
+from ._layer_profile import LinkOptions, find_count_faults
 from ._mode_names import TRIED_MODES
 from ._plan_problem import explain_loss_functions, pose_plan_problem
 from ._plan_record import Plan
@@ -214,16 +214,13 @@ def plan(
     hardware = Hardware(
         num_devices=len(jax.devices()) if num_devices is None else num_devices,
         memory_limit=memory_limit,
-        bandwidth=bandwidth,
-        latency=0.0 if latency is None else latency,
     )
+    link_options = LinkOptions(bandwidth, latency, overlap)
     faults = [
         *find_count_faults("num_devices", hardware.num_devices),
         *choices.find_faults(memory_limit),
-        *find_speed_faults(hardware.bandwidth, hardware.latency),
+        *link_options.find_faults(),
     ]
-    if overlap is not None:
-        faults += find_flag_faults("overlap", overlap)
     if profile is not None:
         made_by = {
             "peak_flops": peak_flops,
@@ -260,8 +257,7 @@ def plan(
             tx,
             profile=profile,
             hardware=hardware,
-            latency=latency,
-            overlap=overlap,
+            link_options=link_options,
             choices=choices,
             ran=ran,
             ran_costs=costs,

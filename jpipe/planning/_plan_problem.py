@@ -17,12 +17,12 @@ from .._layers._adapter import is_model, is_module
 from .._layers._layer_group import check_balance
 from .._train._optimizer import opt_state_bytes
 from ..schedules import Costs
-from ._layer_profile import Link
+from ._layer_profile import LinkOptions, MeasuredLink
 from ._mode_names import sort_modes
 from ._plan_record import Plan
 from ._planned_model import PlannedModel
 from ._profile import profile_sizes
-from ._profile_record import Profile, can_overlap, check_fingerprint
+from ._profile_record import Profile, check_fingerprint
 from ._request import Request
 from ._scaled_profiles import interpolate, scale_residuals, scale_to_step
 from ._space import Hardware, PlanChoices, SearchSpace, mesh_shapes
@@ -68,11 +68,11 @@ def pose_plan_problem(
     *,
     profile: Profile | None,
     hardware: Hardware,
-    latency: float | None,
-    overlap: bool | None,
+    link_options: LinkOptions,
     choices: PlanChoices,
     ran: Plan | None = None,
     ran_costs: Costs | None = None,
+    measured_link: MeasuredLink | None = None,
 ) -> PlanProblem:
     """Profiles a model, unless a profile is given, and poses the problem of its plan.
 
@@ -81,13 +81,13 @@ def pose_plan_problem(
       request: the mini-batch and the loss; the request of a profile.
       tx: as for `plan`.
       profile: as for `plan`.
-      hardware: the devices; without what the profile says of transfers.
-      latency: as for `plan`.
-      overlap: as for `plan`.
+      hardware: the devices, without their link.
+      link_options: the options of `plan` on transfers.
       choices: the choices that the user leaves.
       ran: the plan of a step that ran, whose stages took the times that its layers
         should have; ``None``: none did.
       ran_costs: the measured costs of that step.
+      measured_link: the link that was measured, if the profile has none.
     """
     with explain_loss_functions(layers):
         num_examples = request.batch().sizes[0]
@@ -126,10 +126,10 @@ def pose_plan_problem(
         profile = scale_to_step(
             profile, ran, ran_costs, names=traced.names, num_examples=num_examples
         )
-    hardware = _with_link(hardware, latency, profile.link)
-    if overlap is None:
-        overlap = can_overlap(profile.origin)
-    hardware = dataclasses.replace(hardware, overlap=overlap)
+    if hardware.num_devices > 1:
+        measured_link = profile.link or measured_link
+    link = link_options.choose_link(profile.origin, measured_link)
+    hardware = dataclasses.replace(hardware, link=link)
     profiles = {
         count: interpolate(profile, -(-num_examples // count)) for count in shard_counts
     }
@@ -173,38 +173,6 @@ def _profiled_counts(shard_counts: Sequence[int]) -> set[int]:
     """
     split_counts = (count for count in shard_counts[:-1] if count > 1)
     return {next(split_counts, shard_counts[0]), shard_counts[-1]}
-
-
-def _with_link(
-    hardware: Hardware, latency: float | None, link: Link | None
-) -> Hardware:
-    """Hardware with the link of a profile, as far as the user describes none.
-
-    Args:
-      hardware: the devices.
-      latency: the latency that the user gives.
-      link: the link of the profile.
-    """
-    if link is None or hardware.num_devices == 1:
-        return hardware
-    if hardware.bandwidth is not None and latency is not None:
-        return hardware
-    which = ""
-    if latency is not None:
-        which = "the latter "
-    elif hardware.bandwidth is not None:
-        which = "the former "
-    if latency is None:
-        latency = link.latency
-    bandwidth = hardware.bandwidth
-    if bandwidth is None:
-        bandwidth = link.bandwidth
-    return dataclasses.replace(
-        hardware,
-        latency=latency,
-        bandwidth=bandwidth,
-        link_text=f"{which}measured from {link.source} to {link.target}",
-    )
 
 
 def _optimizer_bytes(

@@ -348,9 +348,7 @@ def _pose_problem(
     return PartitionProblem(
         profile=space.profile(schedule, num_shards),
         modes=(space.remat_modes,) * schedule.num_stages,
-        bandwidth=space.hardware.bandwidth,
-        latency=space.hardware.latency,
-        overlap=space.hardware.overlap,
+        link=space.hardware.link,
         objective="step",
         schedule=schedule,
         split_shares=count_split_shares(schedule),

@@ -34,6 +34,7 @@ from ..schedules._simulate import TOO_LONG
 from ._climb import Cuts
 from ._fused import find_fused_microbatches
 from ._in_flight import Counts, Held, count_in_flight, list_stages
+from ._layer_profile import Link
 from ._mode_names import stores_only_inputs
 from ._profile_record import Profile, costs_of_stages
 from ._stage_costs import StageCosts
@@ -87,11 +88,8 @@ class PartitionProblem:
       profile: the layers.
       modes: for each stage, the remat modes that it may have; of those that are as fast
         the first is taken.
-      bandwidth: bytes per second between two ranks; ``None``: transfers take no time
-        but ``latency``.
-      latency: seconds that a transfer takes whatever its size.
-      overlap: True if ranks compute while they send and receive; False if a transfer
-        is a part of both stages, half of its time in each.
+      link: the transfers between two ranks. Where they do not overlap, a transfer is a
+        part of both stages, half of its time in each.
       objective: ``"max"`` or ``"step"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
       split_shares: for each stage, the share of its backwards that run in halves;
@@ -108,9 +106,7 @@ class PartitionProblem:
 
     profile: Profile
     modes: tuple[tuple[str, ...], ...]
-    bandwidth: float | None
-    latency: float
-    overlap: bool
+    link: Link
     objective: str
     schedule: Schedule
     split_shares: tuple[float | None, ...]
@@ -154,13 +150,7 @@ class PartitionProblem:
         The forward of a last stage that stores only its input is part of its backward.
         """
         modes = self.best_modes(ends)
-        costs = self.stage_costs.times(
-            ends,
-            modes,
-            bandwidth=self.bandwidth,
-            latency=self.latency,
-            overlap=self.overlap,
-        )
+        costs = self.stage_costs.times(ends, modes, self.link)
         if stores_only_inputs(modes[-1]):
             costs.forward[-1] = 0.0
         return costs
@@ -185,7 +175,7 @@ class PartitionProblem:
 
         It is 0 where transfers are parts of the stages.
         """
-        if not self.overlap:
+        if not self.link.overlap:
             return np.zeros(self.num_layers + 1)
         return np.rint(self._transfer_seconds / self.quantum)
 
@@ -324,7 +314,7 @@ class PartitionProblem:
         The indices are: 1 if the one at its begin counts, 1 if the one at its end does,
         begin, end.
         """
-        seconds = 0.0 if self.overlap else self._transfer_seconds / 2
+        seconds = 0.0 if self.link.overlap else self._transfer_seconds / 2
         halves = np.broadcast_to(np.rint(seconds / self.quantum), self.num_layers + 1)
         has_half = np.array([0.0, 1.0])
         before = has_half[:, None, None, None] * halves[:, None]
@@ -436,12 +426,12 @@ class PartitionProblem:
 
     @functools.cached_property
     def _transfer_seconds(self) -> Numbers:
-        bandwidth = self.bandwidth or math.inf
         seconds = [
-            (layer.output_bytes + layer.cotangent_bytes) / bandwidth
+            self.link.seconds(layer.output_bytes)
+            + self.link.seconds(layer.cotangent_bytes)
             for layer in self.profile.layers[:-1]
         ]
-        return np.pad(2 * self.latency + np.array(seconds, float), 1)
+        return np.pad(np.array(seconds, float), 1)
 
     @functools.cached_property
     def _fixed_bytes(self) -> Matrix:

@@ -1,15 +1,17 @@
 """Makes a plan of the best candidate, and explains why it is the best."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
 
 from ..schedules._formats import format_bytes, format_seconds
 from ._forecast import Candidate, rank_transfers, stage_costs
+from ._origin import format_differences, format_origin
 from ._plan_record import Forecast, Plan
 from ._profile import describe_origin
-from ._profile_record import Profile, format_differences, format_origin
+from ._profile_record import Profile
 from ._space import Hardware, SearchSpace
 
 # Steps whose seconds differ by a smaller part are called as long.
@@ -141,16 +143,17 @@ def _transfers(best: Candidate, sent_bytes: int, hardware: Hardware) -> str:
       hardware: the devices, with the speed of transfers.
     """
     speed = "they were taken to cost no time"
-    if hardware.bandwidth:
-        latency = format_seconds(hardware.latency)
-        bandwidth = format_bytes(int(hardware.bandwidth))
+    link = hardware.link
+    if link.bandwidth < math.inf:
+        latency = format_seconds(link.latency)
+        bandwidth = format_bytes(int(link.bandwidth))
         speed = f"{latency} for each and {bandwidth} per second"
-    elif hardware.latency:
-        speed = f"{format_seconds(hardware.latency)} for each, whatever its size"
-    if hardware.link_text:
-        speed += f", {hardware.link_text}"
+    elif link.latency:
+        speed = f"{format_seconds(link.latency)} for each, whatever its size"
+    if link.origin_text:
+        speed += f", {link.origin_text}"
     text = f"transfers: {format_bytes(sent_bytes)} a step between devices; {speed}"
-    if not hardware.overlap and (hardware.latency or hardware.bandwidth):
+    if not link.overlap and link.seconds(1) > 0:
         text += "; a transfer keeps both devices from computing, each for half of it"
     if best.choice.num_shards > 1:
         timeline = best.timeline

@@ -21,7 +21,7 @@ from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
 from ..schedules._catalogue import FORWARDS_FIRST, find_catalogue_key
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
-from ._layer_profile import find_count_faults
+from ._layer_profile import Link, find_count_faults
 from ._mode_names import MODE_NAMES, format_unknown_mode
 from ._plan_record import mesh_text
 from ._profile_record import Profile
@@ -40,20 +40,12 @@ class Hardware:
     Attributes:
       num_devices: the number of devices.
       memory_limit: the bytes that a device has; ``None``: no limit.
-      bandwidth: bytes per second between two devices; ``None``: transfers take no time
-        but ``latency``.
-      latency: seconds that a transfer takes whatever its size.
-      overlap: True if a device computes while it sends and receives.
-      link_text: the devices between which latency, bandwidth or both were measured, in
-        words; empty if none was.
+      link: the transfers between two devices.
     """
 
     num_devices: int
     memory_limit: int | None = None
-    bandwidth: float | None = None
-    latency: float = 0.0
-    overlap: bool = True
-    link_text: str = ""
+    link: Link = field(default_factory=Link)
 
 
 @dataclass(frozen=True)

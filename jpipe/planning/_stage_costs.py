@@ -7,7 +7,6 @@ when it is first read, and kept with its profile: see
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from .._partition._remat_mode import NONE
 from ..schedules import Costs, Skip
 from ..schedules._choose import format_argument
-from ._layer_profile import LayerProfile, SkipProfile
+from ._layer_profile import LayerProfile, Link, SkipProfile
 from ._mode_names import MODE_NAMES, mode_between_halves, stores_only_inputs
 from ._sums import Matrix, add_copies, sum_stages
 
@@ -107,23 +106,13 @@ class StageCosts:
         """The bytes of the input of a stage that begins with a layer."""
         return self._layers[begin - 1].output_bytes if begin else self._input_bytes
 
-    def times(
-        self,
-        ends: Sequence[int],
-        modes: Sequence[str],
-        *,
-        bandwidth: float | None,
-        latency: float,
-        overlap: bool,
-    ) -> Costs:
+    def times(self, ends: Sequence[int], modes: Sequence[str], link: Link) -> Costs:
         """The times of `Profile.costs`, without the bytes that stages hold.
 
         Args:
           ends: the layers at which stages begin and end.
           modes: the remat mode of each stage.
-          bandwidth: as for `Profile.costs`.
-          latency: as for `Profile.costs`.
-          overlap: as for `Profile.costs`.
+          link: the transfers between ranks.
         """
         stages = list(itertools.pairwise(ends))
         seconds = [
@@ -142,9 +131,9 @@ class StageCosts:
             backward=backward,
             input_grad=input_grad,
             weight_grad=weight_grad,
-            latency=latency,
-            bandwidth=math.inf if bandwidth is None else bandwidth,
-            overlap=overlap,
+            latency=link.latency,
+            bandwidth=link.bandwidth,
+            overlap=link.overlap,
             boundary_bytes=[self.boundary_bytes(begin) for begin, _ in stages],
             cotangent_bytes=cotangent_bytes,
             skips=tuple(self._stage_skips(ends)),

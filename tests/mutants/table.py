@@ -549,7 +549,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_problem": [
         ("2 * self.stage_costs.param_bytes +", "self.stage_costs.param_bytes +"),
-        ("(layer.output_bytes + layer.cotangent_bytes) /", "layer.output_bytes /"),
+        ("            + self.link.seconds(layer.cotangent_bytes)\n", ""),
         ("num_bytes - self.max_bytes[rank]", "num_bytes"),
         ("& (solution.times < best.times)", "& (solution.times > best.times)"),
         (
@@ -559,7 +559,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return np.zeros(self.num_layers + 1)", "pass"),
         ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
     ],
-    "planning/_profile_record": [
+    "planning/_origin": [
         ("if name in origin and origin[name]", "if origin.get(name)"),
         (
             'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 import jpipe
 from jpipe import schedules
-from jpipe.planning._layer_profile import Link
+from jpipe.planning._layer_profile import MeasuredLink
 
 from .. import reference as ref
 from . import models
@@ -337,7 +337,7 @@ def test_an_unknown_link_is_measured():
     ):
         assert "measured from" not in str(made(**options))
     # A profile has the link of the place where it was made.
-    link = Link(0.125, 2.0**20, "here", "there")
+    link = MeasuredLink(0.125, 2.0**20, "here", "there")
     elsewhere = made(profile=dataclasses.replace(profile, link=link))
     assert (
         "; 125 ms for each and 1.0 MiB per second, measured from here to there; "

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jpipe.planning._layer_profile import Link
+from jpipe.planning._layer_profile import MeasuredLink
 from jpipe.planning._profile_record import check_fingerprint
 from jpipe.schedules import Skip
 
@@ -108,7 +108,7 @@ def test_a_saved_profile_is_restored():
         origin={"device": "cpu"},
         microbatch_size=4,
         action_seconds=0.25,
-        link=Link(0.5, 1e9, "cpu:0", "cpu:1"),
+        link=MeasuredLink(0.5, 1e9, "cpu:0", "cpu:1"),
     )
     first = dataclasses.replace(
         given.layers[0], forward=1 / 3, input_grad=0.1, workspace_bytes=3, flops=1e30

@@ -6,12 +6,14 @@ Private names are imported because a search of layers by hand has no public door
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
 
 from jpipe import schedules
 from jpipe.planning._forecast import evaluate
+from jpipe.planning._layer_profile import Link
 from jpipe.planning._plan_search import search
 from jpipe.planning._space import Choice, Hardware, MeshShape, SearchSpace
 
@@ -34,8 +36,9 @@ def random_space(
         optimizer_bytes=[0] * num_layers,
         hardware=Hardware(
             num_devices=rng.randint(2, most_devices),
-            bandwidth=rng.choice([None, 50.0]),
-            overlap=rng.random() < 0.5,
+            link=Link(
+                bandwidth=rng.choice([math.inf, 50.0]), overlap=rng.random() < 0.5
+            ),
         ),
         schedule_names=tuple(schedule_names),
         remat_modes=remat_modes,
