@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError, Timeline
+from ..schedules._catalogue import TRAINING
 from ..schedules._compare import scale_costs
 from ._parsers import CommandError, parse_count, parse_output_path, parse_schedule_name
 
@@ -101,7 +102,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     _check_turns(arguments)
     names = arguments.names
     if not names:
-        names = [name for name in schedules.BY_NAME if name != "forward_only"]
+        names = TRAINING
 
     comparable: list[Schedule] = []
     refusals: list[str] = []

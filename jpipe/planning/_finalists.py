@@ -26,11 +26,9 @@ from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
 from .._partition._remat_mode import MIN_CUT
 from ..schedules import gpipe, one_f_one_b
-from ..schedules._catalogue import find_catalogue_key
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
 from ._plan_search import search
-from ._problem import count_split_shares
 from ._scaled_profiles import scale_layers
 from ._space import Choice, SearchSpace
 
@@ -201,11 +199,7 @@ def _group_by_family(space: SearchSpace) -> list[tuple[str, ...]]:
     """
     families: dict[Any, list[str]] = {}
     for name in space.schedule_names:
-        family: Any = name
-        if find_catalogue_key(space.builders[name]) is not None:
-            small = space.builders[name](1, 2)
-            family = small.num_stages, any(count_split_shares(small))
-        families.setdefault(family, []).append(name)
+        families.setdefault(space.builders[name].family, []).append(name)
     return list(map(tuple, families.values()))
 
 

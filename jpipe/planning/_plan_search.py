@@ -25,9 +25,7 @@ import numpy as np
 
 from .. import schedules
 from .._instructions._progress import count_items
-from ..schedules import Schedule, ScheduleBuilder, ScheduleError
-from ..schedules._catalogue import find_catalogue_key
-from ..schedules._placement import place_in_loop, place_in_v
+from ..schedules import Schedule, ScheduleError
 from ._bottleneck_cut import minimize_max
 from ._climb import Ends
 from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
@@ -136,7 +134,7 @@ def _solve_outlines(space: SearchSpace) -> list[_CutCandidate]:
         if least_seconds * (1 - _ROUNDING) > best_seconds:
             continue
         try:
-            schedule = space.builders[outline.schedule_name](
+            schedule = space.builders[outline.schedule_name].build(
                 outline.num_ranks, outline.shape.num_microbatches
             )
         except ScheduleError:  # it has no order for these numbers
@@ -192,8 +190,8 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
         num_ranks = space.hardware.num_devices // shape.num_shards
         for ranks in range(1, min(num_ranks, space.num_layers) + 1):
             try:
-                placement, split_share = _find_stages(
-                    space.builders[name], ranks, shape.num_microbatches
+                placement, split_share = space.builders[name].outline(
+                    ranks, shape.num_microbatches
                 )
             except ScheduleError:  # a user's has no order for these numbers
                 continue
@@ -213,40 +211,6 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
             )
             outlines.append(outline)
     return sorted(outlines, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
-
-
-@functools.cache
-def _build_small(
-    builder: ScheduleBuilder, num_ranks: int, num_microbatches: int
-) -> Schedule:
-    """A schedule of the catalogue, built once for all numbers of ranks."""
-    return builder(num_ranks, num_microbatches)
-
-
-def _find_stages(
-    builder: ScheduleBuilder, num_ranks: int, num_microbatches: int
-) -> tuple[tuple[int, ...], float | None]:
-    """The placement of a schedule, and the share of backwards that run in halves.
-
-    A builder of the catalogue shows both in small schedules, which are quick to make.
-
-    Returns:
-      The rank of each stage; and the share, ``None`` if it is not that of all stages.
-
-    Raises:
-      ScheduleError: if a builder of the user's has no order for these numbers.
-    """
-    if find_catalogue_key(builder) is None:
-        schedule = builder(num_ranks, num_microbatches)
-        placement = schedule.placement
-        shares = set(count_split_shares(schedule))
-    else:
-        two_ranks = _build_small(builder, 2, 4)
-        placement = place_in_loop(num_ranks, two_ranks.num_stages // 2)
-        if two_ranks.placement == place_in_v(2):
-            placement = place_in_v(num_ranks)
-        shares = set(count_split_shares(_build_small(builder, 1, 2)))
-    return placement, shares.pop() if len(shares) == 1 else None
 
 
 def _least_seconds(

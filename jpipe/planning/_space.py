@@ -17,18 +17,24 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
-from ..schedules._catalogue import FORWARDS_FIRST, find_catalogue_key
+from ..schedules import Schedule, ScheduleError
+from ..schedules._catalogue import (
+    CATALOGUE,
+    FORWARDS_FIRST,
+    TRAINING,
+    CatalogueEntry,
+    find_catalogue_key,
+)
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
 from ._layer_profile import Link, find_count_faults
 from ._mode_names import MODE_NAMES, format_unknown_mode
 from ._plan_record import mesh_text
+from ._problem import count_split_shares
 from ._profile_record import Profile
 from ._sums import Matrix
 from ._workspace import stage_workspaces
 
-_TRAINING_SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
 # By default the micro-batches have so many shards times the number of devices.
 _SHARDS_PER_DEVICE = (1, 2, 4, 8)
 
@@ -52,6 +58,8 @@ class Hardware:
 class UserSchedule:
     """A builder of the user's, or a `Schedule` as the builder of itself.
 
+    It has the methods of a `CatalogueEntry`, and builds the schedule to answer.
+
     Attributes:
       schedule: the builder or schedule.
     """
@@ -65,7 +73,24 @@ class UserSchedule:
             return self.schedule.name
         return format_argument(self.schedule)
 
-    def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
+    @property
+    def family(self) -> str:
+        """Its name: it is compared with no other schedule."""
+        return self.name
+
+    def outline(
+        self, num_ranks: int, num_microbatches: int
+    ) -> tuple[tuple[int, ...], float | None]:
+        """The rank of each stage, and the share of backwards that run in halves.
+
+        Raises:
+          ScheduleError: if there is no order for these numbers.
+        """
+        schedule = self.build(num_ranks, num_microbatches)
+        shares = set(count_split_shares(schedule))
+        return schedule.placement, shares.pop() if len(shares) == 1 else None
+
+    def build(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The valid schedule for these numbers.
 
         Raises:
@@ -92,6 +117,9 @@ class UserSchedule:
         return schedule.validate()
 
 
+NamedSchedule = CatalogueEntry | UserSchedule
+
+
 @dataclass(frozen=True)
 class PlanChoices:
     """The choices that a user leaves to a plan.
@@ -104,7 +132,7 @@ class PlanChoices:
       balance: the only balance that is allowed; ``None``: any.
       fits_schedules: True if schedules are made to measure too.
       allowed_schedules: the schedules of the catalogue that the loss allows.
-      builders: name -> builder of the schedule.
+      builders: name -> the schedule.
     """
 
     data: tuple[Any, ...] | None
@@ -114,7 +142,7 @@ class PlanChoices:
     balance: Sequence[int] | None
     fits_schedules: bool
     allowed_schedules: tuple[str, ...]
-    builders: Mapping[str, ScheduleBuilder]
+    builders: Mapping[str, NamedSchedule]
 
     @classmethod
     def from_options(
@@ -148,14 +176,15 @@ class PlanChoices:
         microbatch_counts = None
         if num_microbatches is not None:
             microbatch_counts = _as_tuple(num_microbatches)
-        allowed = FORWARDS_FIRST if needs_forwards_first else _TRAINING_SCHEDULES
+        allowed = FORWARDS_FIRST if needs_forwards_first else TRAINING
         names: list[Any] = []
-        builders = dict(BY_NAME)
+        builders: dict[str, NamedSchedule] = dict(CATALOGUE)
         for schedule in _as_tuple(allowed if schedules is None else schedules):
-            name = _catalogue_name(schedule)
-            if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
-                if isinstance(schedule, Schedule):
-                    schedule.validate()
+            key = find_catalogue_key(schedule)
+            name = schedule if key is None else key
+            if isinstance(schedule, Schedule):
+                schedule.validate()
+            if isinstance(schedule, Schedule) or (key is None and callable(schedule)):
                 user_schedule = UserSchedule(schedule)
                 name = user_schedule.name
                 if builders.get(name, user_schedule) != user_schedule:
@@ -191,7 +220,7 @@ class PlanChoices:
         for option, listed_names in names.items():
             if not listed_names:
                 yield f"{option}=(): name one or more, or leave it out"
-        user_names = [name for name in self.builders if name not in BY_NAME]
+        user_names = [name for name in self.builders if name not in CATALOGUE]
         for name in self.schedule_names:
             key = find_catalogue_key(name)
             is_of_user = name in user_names
@@ -204,7 +233,7 @@ class PlanChoices:
             elif not is_of_user and key not in self.allowed_schedules:
                 listed = ", ".join(map(repr, self.allowed_schedules))
                 fault = "is unknown"
-                if key in _TRAINING_SCHEDULES:
+                if key in TRAINING:
                     fault = (
                         "does not run all forwards first, as reduction='batch' needs"
                     )
@@ -247,7 +276,7 @@ class SearchSpace:
       balance: the only balance that is allowed; ``None``: any.
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
-      builders: name -> builder of a schedule, of the catalogue or the user's.
+      builders: name -> a schedule of the catalogue or the user's.
     """
 
     profiles: Mapping[int, Profile]
@@ -258,7 +287,7 @@ class SearchSpace:
     fits_schedules: bool
     balance: tuple[int, ...] | None
     mesh_shapes: tuple[MeshShape, ...]
-    builders: Mapping[str, ScheduleBuilder] = field(default_factory=lambda: BY_NAME)
+    builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
 
     @property
     def num_layers(self) -> int:
@@ -406,9 +435,3 @@ def _counts_in_a_process() -> tuple[int, ...] | None:
         return None
     local_count = jax.local_device_count()
     return tuple(x for x in range(1, local_count + 1) if local_count % x == 0)
-
-
-def _catalogue_name(schedule: Any) -> Any:
-    """The name of a schedule or builder in the catalogue; unchanged if it has none."""
-    name = find_catalogue_key(schedule)
-    return schedule if name is None else name

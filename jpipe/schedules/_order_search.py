@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ._action import BACKWARD, FORWARD
 from ._action_tables import ActionTables, IdRows, SimulatedOrder
 from ._bound import compute_lower_bound
-from ._catalogue import BY_NAME
+from ._catalogue import CATALOGUE, TRAINING
 from ._improve import compute_latest_starts
 from ._list_schedule import list_schedule
 from ._schedule import Schedule
@@ -60,10 +60,10 @@ def search_orders(
         if schedule.placement == tables.placement:
             add(tables.to_ids(schedule.rows))
     add(_run_one_at_a_time(tables))
-    for attempts in (_list_orders, _shift_orders):
+    for list_rows in (_list_orders, _shift_orders):
         fastest = next((x.makespan for x in orders if x.fits(max_bytes)), math.inf)
         if fastest > bound:
-            for rows in list(attempts(tables, max_bytes, orders)):
+            for rows in list(list_rows(tables, max_bytes, orders)):
                 add(rows)
     return orders
 
@@ -160,11 +160,9 @@ def list_catalogue(
 ) -> list[Schedule]:
     """The schedules of the catalogue that have this number of stages per rank."""
     schedules: list[Schedule] = []
-    for build in BY_NAME.values():
-        # The number of stages per rank of a builder shows in a small schedule.
-        small = build(1, 2)
-        if small.num_stages == num_chunks and not small.forward_only:
+    for entry in map(CATALOGUE.__getitem__, TRAINING):
+        if entry.num_chunks == num_chunks:
             # Some builders need more micro-batches.
             with contextlib.suppress(ScheduleError):
-                schedules.append(build(num_ranks, num_microbatches))
+                schedules.append(entry.build(num_ranks, num_microbatches))
     return schedules

@@ -14,6 +14,11 @@ from collections.abc import Mapping, Sequence
 from ._action import FORWARD, Action
 
 
+def place_in_line(num_ranks: int) -> tuple[int, ...]:
+    """One stage per rank."""
+    return tuple(range(num_ranks))
+
+
 def place_in_v(num_ranks: int) -> tuple[int, ...]:
     """Two stages per rank, down the ranks and up again: the last hands to itself."""
     return *range(num_ranks), *reversed(range(num_ranks))

@@ -520,7 +520,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "peak - forecast.parameters - forecast.gradients",
             "peak - forecast.gradients",
         ),
-        ("families.setdefault(family, [])", "families.setdefault(0, [])"),
+        (
+            "families.setdefault(space.builders[name].family, [])",
+            "families.setdefault(0, [])",
+        ),
     ],
     "planning/_forecast": [
         ("hops = 2 * (num_shards - 1)", "hops = 2 * num_shards"),
@@ -545,7 +548,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "least_seconds = problem.num_microbatches * busiest",
             "least_seconds = 2 * problem.num_microbatches * busiest",
         ),
-        ("if find_catalogue_key(builder) is None:", "if False:"),
     ],
     "planning/_problem": [
         ("2 * self.stage_costs.param_bytes +", "self.stage_costs.param_bytes +"),
@@ -601,6 +603,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "schedules/_improve": [
         ("if shifted.makespan >= simulated.makespan:", "if True:"),
+    ],
+    "schedules/_catalogue": [
+        ("zb_v, place_in_v, split_share=1.0", "zb_v, place_in_v"),
+        ("looped_bfs, _place_in_two_rounds", "looped_bfs, place_in_line"),
     ],
     "schedules/_placement": [
         ("if op == FORWARD:", "if True:"),

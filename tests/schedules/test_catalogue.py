@@ -1,11 +1,17 @@
-"""The schedules of the catalogue: as published, and in closed form."""
+"""The schedules of the catalogue: as published, and in closed form.
 
+A private name is imported: what the catalogue says of a schedule that is not built.
+"""
+
+import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import jpipe
 from jpipe.schedules import BY_NAME, Schedule
+from jpipe.schedules._catalogue import CATALOGUE
 
 from .orders import IN_A_V, ON_A_LINE
 
@@ -71,6 +77,19 @@ def test_a_schedule_of_the_catalogue_is_public_and_on_the_pages(name):
     assert (docs / "gallery" / f"{name}.svg").exists(), (
         "run the first block of docs/schedules.md, copy its picture from build/gallery"
     )
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_catalogue_says_where_stages_are_and_which_backwards_are_halved(name):
+    entry = CATALOGUE[name]
+    for num_ranks, num_microbatches in itertools.product((2, 3, 4), (8, 12)):
+        schedule = BY_NAME[name](num_ranks, num_microbatches)
+        assert entry.place(num_ranks) == schedule.placement
+        cells = Counter((x.stage, x.op) for row in schedule.rows for x in row)
+        shares = {
+            cells[stage, "W"] / num_microbatches for stage in range(schedule.num_stages)
+        }
+        assert entry.split_share == (shares.pop() if len(shares) == 1 else None)
 
 
 @pytest.mark.parametrize("name", PICTURES)
