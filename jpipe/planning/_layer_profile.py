@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..schedules._costs import TIME_FIELDS
-from ._origin import can_overlap
 
 
 @dataclass(frozen=True)
@@ -166,12 +165,12 @@ class LinkOptions(NamedTuple):
             yield from find_flag_faults("overlap", self.overlap)
 
     def choose_link(
-        self, origin: Mapping[str, str], measured: MeasuredLink | None = None
+        self, *, overlap: bool, measured: MeasuredLink | None = None
     ) -> Link:
         """The link of these options: what is left out is as it was measured.
 
         Args:
-          origin: the origin of the profile, which tells whether transfers overlap.
+          overlap: True if ranks overlap transfers unless the options say more.
           measured: a link; ``None``: none was measured, and transfers take no time
             but what the options say.
         """
@@ -189,7 +188,7 @@ class LinkOptions(NamedTuple):
         return Link(
             latency=0.0 if latency is None else latency,
             bandwidth=math.inf if bandwidth is None else bandwidth,
-            overlap=can_overlap(origin) if self.overlap is None else self.overlap,
+            overlap=overlap if self.overlap is None else self.overlap,
             origin_text=origin_text,
         )
 

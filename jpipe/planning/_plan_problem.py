@@ -25,7 +25,7 @@ from ._mode_names import sort_modes
 from ._plan_record import Plan
 from ._planned_model import PlannedModel
 from ._profile import profile_sizes
-from ._profile_record import Profile, check_fingerprint
+from ._profile_record import Profile, can_overlap, check_fingerprint
 from ._request import Request
 from ._scaled_profiles import interpolate, scale_residuals, scale_to_step
 from ._space import Hardware, PlanChoices, SearchSpace, mesh_shapes
@@ -131,9 +131,11 @@ def pose_plan_problem(
             profile, ran, ran_costs, names=traced.names, num_examples=num_examples
         )
 
-    if hardware.num_devices > 1:
-        measured_link = profile.link or measured_link
-    link = link_options.choose_link(profile.origin, measured_link)
+    measured_link = profile.link or measured_link
+    link = link_options.choose_link(
+        overlap=can_overlap(profile.origin),
+        measured=measured_link if hardware.num_devices > 1 else None,
+    )
     hardware = dataclasses.replace(hardware, link=link)
 
     profiles = {

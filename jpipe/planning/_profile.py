@@ -41,16 +41,16 @@ from ._measure import (
     measure_neighbor_link,
 )
 from ._mode_names import MODE_NAMES
-from ._origin import (
+from ._planned_model import PlannedModel
+from ._profile_record import (
     DEFAULT_PRECISION,
     DEVICE,
     ESTIMATED,
     MEASURED,
     PRECISION,
     RATE_NAMES,
+    Profile,
 )
-from ._planned_model import PlannedModel
-from ._profile_record import Profile
 from ._request import Request
 from ._traced_layers import TracedLayers, fingerprint
 

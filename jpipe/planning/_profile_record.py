@@ -1,7 +1,8 @@
 """The costs of each layer of a model: seconds and bytes of one micro-batch.
 
-A profile prints as a table, is saved as JSON, and gives the costs of stages. No JAX is
-imported here.
+A profile prints as a table, is saved as JSON, and gives the costs of stages. It is used
+wherever its model is: another device or version is no fault. Its *origin* says how it
+was made, on what device, with which versions. No JAX is imported here.
 """
 
 import dataclasses
@@ -30,9 +31,17 @@ from ._layer_profile import (
     find_layer_faults,
     find_number_faults,
 )
-from ._origin import format_origin, is_measured_on_cpu
 from ._stage_costs import StageCosts
 
+MEASURED = "measured"
+ESTIMATED = "estimated"
+# The entries of an origin: the arguments of `jpipe.profile` with the rates of an
+# estimate; the device that was measured; and settings and versions.
+RATE_NAMES = ("peak_flops", "memory_bandwidth", "action_seconds")
+DEVICE = "device"
+PRECISION = "matmul precision"
+DEFAULT_PRECISION = "default"
+_SETTINGS = (PRECISION, "jax", "flax")
 # Field of a layer -> the head of its column, where that is another.
 _COLUMN_NAMES = {"input_grad": "I", "weight_grad": "W"}
 # Columns whose numbers have no sum.
@@ -134,6 +143,7 @@ class Profile:
         sizes = list(balance)
         modes = modes_of_stages(remat, len(sizes))
         link_options = LinkOptions(bandwidth, latency, overlap)
+        link = link_options.choose_link(overlap=can_overlap(self.origin))
         stage_costs = self._stage_costs
         faults = [
             *link_options.find_faults(),
@@ -160,7 +170,7 @@ class Profile:
         param_bytes = [int(stage_costs.param_bytes[stage]) for stage in stages]
         state_bytes = [int(stage_costs.state_bytes[stage]) for stage in stages]
         return dataclasses.replace(
-            stage_costs.times(ends, modes, link_options.choose_link(self.origin)),
+            stage_costs.times(ends, modes, link),
             residual_bytes=residual_bytes(modes),
             pending_bytes=residual_bytes(map(stage_costs.pending_mode, modes)),
             parameter_bytes=list(map(operator.add, param_bytes, state_bytes)),
@@ -302,6 +312,68 @@ def _outline(profile: Profile) -> list[Any]:
 def _plain(number: Any) -> int | float:
     """A number of NumPy as one of Python."""
     return operator.index(number) if hasattr(number, "__index__") else float(number)
+
+
+def format_origin(origin: Mapping[str, str]) -> str:
+    """Says how and where a profile was made; empty if it does not say."""
+    settings = [
+        f"{name} {origin[name]}"
+        for name in _SETTINGS
+        if name in origin and (name, origin[name]) != (PRECISION, DEFAULT_PRECISION)
+    ]
+    if origin.get("how") == ESTIMATED:
+        flops, bandwidth, seconds = (origin[name] for name in RATE_NAMES)
+        names = ", ".join(f"{name}=" for name in RATE_NAMES)
+        rates = (
+            f"estimated for a device of {flops} flops and {bandwidth} bytes of memory "
+            f"per second, and {seconds} s for each action ({names})"
+        )
+        return ", ".join([rates, *settings])
+    if origin.get("how") == MEASURED:
+        return ", ".join([f"measured on {origin[DEVICE]}", *settings])
+    return ", ".join(settings)
+
+
+def format_differences(origin: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Says in what the place where a profile is used differs from its origin.
+
+    Args:
+      origin: the origin of the profile.
+      here: the origin of what would be measured here.
+
+    Returns:
+      The device and the settings here that differ; empty if none does.
+
+    Example:
+      >>> measured = {"device": "NVIDIA H100", "jax": "0.10.2", "flax": "0.12"}
+      >>> format_differences(measured, measured | {"device": "cpu", "jax": "0.11"})
+      'on cpu, jax 0.11'
+      >>> format_differences(measured, measured | {"jax": "0.11"})
+      'with jax 0.11'
+    """
+    texts: list[str] = []
+    for name in (DEVICE, *_SETTINGS):
+        if name in origin and origin[name] != here.get(name):
+            text = here.get(name, "unknown")
+            texts.append(text if name == DEVICE else f"{name} {text}")
+    if not texts:
+        return ""
+    preposition = "with" if origin.get(DEVICE) == here.get(DEVICE) else "on"
+    return f"{preposition} {', '.join(texts)}"
+
+
+def is_measured_on_cpu(origin: Mapping[str, str]) -> bool:
+    """True if a profile was measured, and on a CPU."""
+    is_measured = origin.get("how") == MEASURED
+    return is_measured and origin.get(DEVICE, "").startswith("cpu (")
+
+
+def can_overlap(origin: Mapping[str, str]) -> bool:
+    """True if devices are taken to compute while they send and receive.
+
+    The cores of a CPU, on which a profile may have been measured, copy themselves.
+    """
+    return not is_measured_on_cpu(origin)
 
 
 def _format_profile(profile: Profile) -> str:

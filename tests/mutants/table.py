@@ -561,7 +561,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return np.zeros(self.num_layers + 1)", "pass"),
         ("shares.append(num_split / max(num_backwards, 1))", "shares.append(0.0)"),
     ],
-    "planning/_origin": [
+    "planning/_profile_record": [
         ("if name in origin and origin[name]", "if origin.get(name)"),
         (
             'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',
