@@ -71,18 +71,22 @@ def tune(
     loss_fn: Callable[[PyTree, PyTree], Any],
     tx: optax.GradientTransformation,
     *,
+    # the machine
     devices: Sequence[Device] | None = None,
     memory_limit: int | None = None,
-    num_microbatches: int | Sequence[int] | None = None,
-    data: int | Sequence[int] | None = None,
-    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
-    remat: str | Sequence[str] = TRIED_MODES,
+    # the model
     has_aux: bool = False,
     reduction: str = "mean",
     trainable: Any = None,
     in_axes: Any = 0,
     target_axes: Any = 0,
     rngs: _rng.Rngs = None,
+    # what may be chosen
+    num_microbatches: int | Sequence[int] | None = None,
+    data: int | Sequence[int] | None = None,
+    schedules: str | Schedule | ScheduleBuilder | Sequence[Any] | None = None,
+    remat: str | Sequence[str] = TRIED_MODES,
+    # the measurement
     rounds: int = 5,
 ) -> Plan:
     """Decides how to run a model, by running the best plans on its devices.
@@ -107,16 +111,16 @@ def tune(
       devices: the devices; default: `jax.devices`. A plan may leave some idle.
       memory_limit: the bytes that a device has; default: what the devices report, and
         no limit where they report nothing, as CPUs do.
-      num_microbatches: as for `jpipe.plan`.
-      data: likewise.
-      schedules: likewise; none are made to measure.
-      remat: likewise.
       has_aux: as for `Pipeline.train_step`.
       reduction: likewise.
       trainable: likewise.
       in_axes: as for `jpipe.pipeline`.
       target_axes: likewise.
       rngs: as for `Pipeline.init_train_state`.
+      num_microbatches: as for `jpipe.plan`.
+      data: likewise.
+      schedules: likewise; none are made to measure.
+      remat: likewise.
       rounds: the number of turns of all plans; the even split takes two more before.
 
     Returns:

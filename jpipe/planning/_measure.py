@@ -301,10 +301,10 @@ def measure_neighbor_link(device: Device) -> MeasuredLink | None:
     """Measures transfers to another device of this process; ``None`` if it has none."""
     devices = jax.local_devices(backend=device.platform)
     neighbor = next((other for other in devices if other != device), None)
-    return None if neighbor is None else measure_link(device, neighbor)
+    return None if neighbor is None else _measure_link(device, neighbor)
 
 
-def measure_link(source: Device, target: Device) -> MeasuredLink:
+def _measure_link(source: Device, target: Device) -> MeasuredLink:
     """Measures transfers between two devices: small ones both ways, a large one."""
     hop_seconds = _hop_seconds(source, target)
     latency = max(hop_seconds - _hop_seconds(source, source), 0.0)

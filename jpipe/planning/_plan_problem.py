@@ -1,7 +1,10 @@
 """The problem that a plan solves: the choices, and the costs of a model under each.
 
-layers --profile--> seconds and bytes of each layer, for two sizes of micro-batch
---interpolate--> seconds and bytes for each number of micro-batches
+shapes     how micro-batches may be split, which says the sizes of shards   (`_space`)
+trace      the model on the smallest; a profile must be of this model
+profile    seconds and bytes of two sizes, if none was given              (`_profile`)
+scale      to a step that ran, to each size of a shard, to what stages store
+                                                                  (`_scaled_profiles`)
 """
 
 import contextlib
@@ -94,7 +97,6 @@ def pose_plan_problem(
     fixed_size = None
     if profile is not None and profile.larger is None:
         fixed_size = profile.microbatch_size
-    model = PlannedModel(layers)
     shapes = mesh_shapes(
         choices.data,
         choices.num_microbatches,
@@ -103,8 +105,9 @@ def pose_plan_problem(
         shard_size=fixed_size,
     )
     shard_counts = sorted({shape.num_microbatch_shards for shape in shapes})
-    finest = dataclasses.replace(request, num_microbatches=shard_counts[-1])
 
+    model = PlannedModel(layers)
+    finest = dataclasses.replace(request, num_microbatches=shard_counts[-1])
     traced_request = finest
     if profile is not None:
         traced_request = request.resized(profile.microbatch_size)
@@ -116,6 +119,7 @@ def pose_plan_problem(
     if choices.balance is not None:
         balance = check_balance(choices.balance, len(traced.names))
     optimizer_bytes = _optimizer_bytes(tx, traced)
+
     if profile is None:
         requests = [
             dataclasses.replace(request, num_microbatches=count)
@@ -126,12 +130,14 @@ def pose_plan_problem(
         profile = scale_to_step(
             profile, ran, ran_costs, names=traced.names, num_examples=num_examples
         )
+
     measured_link = profile.link or measured_link
     link = link_options.choose_link(
         overlap=can_overlap(profile.origin),
         measured=measured_link if hardware.num_devices > 1 else None,
     )
     hardware = dataclasses.replace(hardware, link=link)
+
     profiles = {
         count: interpolate(profile, -(-num_examples // count)) for count in shard_counts
     }

@@ -1,4 +1,16 @@
-"""`jpipe.profile`: the costs of each layer of a model."""
+"""`jpipe.profile`: the costs of each layer of a model.
+
+For each size of a micro-batch, the largest first:
+
+trace      each layer, or section of a model, as a stage     (`_planned_model`)
+times      of the programs of each, of equal layers once, which are measured on
+           a device (`_measure`) or estimated by their jaxprs (`_estimate`)
+bytes      of parameters, outputs, residuals by remat mode, and skip connections:
+           all are read off the trace                        (`_traced_layers`)
+
+The profile of the smallest size has the larger ones, the fingerprint of the model, its
+origin, and the speed of transfers between two devices if there are two.
+"""
 
 import dataclasses
 import os

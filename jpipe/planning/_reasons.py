@@ -1,4 +1,16 @@
-"""Makes a plan of the best candidate, and explains why it is the best."""
+"""Makes a plan of the best candidate, and explains why it is the best.
+
+Candidates are sorted: those that fit first, the fastest of them first. If the first
+does not fit, an error says which rank lacks how much. Else the reasons are
+
+bottleneck   the rank that is busy longest, or the host that dispatches for longer
+memory       the rank that needs most, and what it leaves of the limit
+transfers    the bytes that cross in a step, and the speed that was assumed
+runner-up    the next candidate that fits and is another run, and what it lacks
+idle         devices that no better plan uses
+
+and notes: the origin of the profile, and what was not counted.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The arguments of `jpipe.profile`, checked."""
+"""The mini-batch, its loss, and how layers are profiled: arguments, checked."""
 
 import dataclasses
 import math

@@ -177,10 +177,11 @@ class PlanChoices:
         names: list[Any] = []
         builders: dict[str, NamedSchedule] = dict(CATALOGUE)
         for schedule in _as_tuple(allowed if schedules is None else schedules):
-            name = _catalogue_name(schedule)
-            if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
-                if isinstance(schedule, Schedule):
-                    schedule.validate()
+            key = find_catalogue_key(schedule)
+            name = schedule if key is None else key
+            if isinstance(schedule, Schedule):
+                schedule.validate()
+            if isinstance(schedule, Schedule) or (key is None and callable(schedule)):
                 user_schedule = UserSchedule(schedule)
                 name = user_schedule.name
                 if builders.get(name, user_schedule) != user_schedule:
@@ -420,9 +421,3 @@ def _counts_in_a_process() -> tuple[int, ...] | None:
         return None
     local_count = jax.local_device_count()
     return tuple(x for x in range(1, local_count + 1) if local_count % x == 0)
-
-
-def _catalogue_name(schedule: Any) -> Any:
-    """The name of a schedule or builder in the catalogue; unchanged if it has none."""
-    name = find_catalogue_key(schedule)
-    return schedule if name is None else name
