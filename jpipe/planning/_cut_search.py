@@ -125,11 +125,14 @@ def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
             waits = (problem.schedule.num_ranks - 1) * problem.slowest_stages(cuts)
         times = problem.num_microbatches * bottlenecks + waits + between
         latencies = np.zeros(len(cuts))
-    columns = missing_bytes, times, latencies, unevenness
     return [
         Score(missing, time, latency=latency, unevenness=squares)
         for missing, time, latency, squares in zip(
-            *(column.tolist() for column in columns), strict=True
+            missing_bytes.tolist(),
+            times.tolist(),
+            latencies.tolist(),
+            unevenness.tolist(),
+            strict=True,
         )
     ]
 
@@ -176,12 +179,8 @@ def climb_by_simulation(
         rank_modes = problem.solve_cuts(cuts)
         bottlenecks = _loads(rank_modes).max(axis=0) * problem.times.unit
         missing_bytes = _missing_bytes(rank_modes)
-        columns = (
-            map(tuple, cuts.tolist()),
-            bottlenecks.tolist(),
-            missing_bytes.tolist(),
-        )
-        return list(map(score, *columns))
+        ends = map(tuple, cuts.tolist())
+        return list(map(score, ends, bottlenecks.tolist(), missing_bytes.tolist()))
 
     few_cuts = _list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
     best, *_ = _climb([*cuts[:max_cuts], *few_cuts], score_cuts, max_cuts)

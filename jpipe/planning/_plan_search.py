@@ -335,7 +335,7 @@ def _as_choice(problem: PartitionProblem, ends: Ends) -> Choice:
 def _best_few(
     cut_outlines: Iterable[_CutOutline], space: SearchSpace
 ) -> list[_CutOutline]:
-    """Those with the best candidates of several stages, one of each schedule."""
+    """The outlines with the best candidates of several stages, one per schedule."""
     best: dict[tuple[Schedule, int], _CutOutline] = {}
     num_actions = 0
     for cut_outline in sorted(

@@ -38,7 +38,7 @@ class RankBytes(NamedTuple):
       static: parameters and other state.
       gradients: the sums of gradients.
       activations: the arrays of micro-batches, when they are most.
-      workspace: what else is needed when that is most.
+      workspace: the bytes that programs need beside these.
     """
 
     static: Any
