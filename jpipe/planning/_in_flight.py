@@ -139,19 +139,15 @@ def count_in_flight(
             held[Held.PENDING] -= 1
             record(rank)
             continue
-        if op == FORWARD:
-            if not is_fused:
-                held[Held.RESIDUALS] += 1
-                for inputs in (held, *read_skips[stage]):
-                    inputs[Held.INPUT] -= 1
-        else:
+        is_forward = op == FORWARD
+        if is_forward != is_fused:
+            for inputs in (held, *read_skips[stage]):
+                inputs[Held.INPUT] -= 1
+        if not is_fused:
+            held[Held.RESIDUALS] += 1 if is_forward else -1
+        if not is_forward:
             if op == INPUT:
                 held[Held.PENDING] += 1
-            if is_fused:
-                for inputs in (held, *read_skips[stage]):
-                    inputs[Held.INPUT] -= 1
-            else:
-                held[Held.RESIDUALS] -= 1
             if stage < last:
                 held[Held.OUTPUT_GRAD] -= 1
             for grads in sent_skips[stage]:
@@ -173,7 +169,7 @@ def count_in_flight(
 
     in_flight: list[Counts] = []
     for rank, rank_moments in enumerate(moments):
-        # With skips they are the counts of a single cut, used too few times.
+        # Skips are those of one cut, for which dropping rows takes more than it saves.
         rows = np.array([*rank_moments]) if skips else _drop_dominated(rank_moments)
         num_held = len(stages_of[rank]) + len(skips)
         in_flight.append(rows.reshape(len(rows), num_held, len(Held)))
