@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,6 @@ from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import Schedule, ScheduleError
 from ..schedules._bound import ROUNDING
-from ._bottleneck_cut import minimize_max
 from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
 from ._forecast import (
     Candidate,
@@ -39,7 +38,7 @@ from ._mode_names import stores_only_inputs
 from ._problem import PartitionProblem
 from ._profile_record import Profile
 from ._space import Choice, MeshShape, SearchSpace
-from ._stage_costs import Ends, sum_stages
+from ._stage_costs import Ends
 from ._stage_times import count_split_shares
 
 # The number of candidates that are improved, and of actions in all their schedules: of
@@ -175,13 +174,12 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
 
     @functools.cache
     def least_seconds(
-        shape: MeshShape, num_ranks: int, num_chunks: int, split_share: float | None
+        shape: MeshShape, num_ranks: int, split_share: float | None
     ) -> float:
         return _least_seconds(
             space.profiles[shape.num_microbatch_shards],
             shape.num_microbatches,
             num_ranks=num_ranks,
-            num_chunks=num_chunks,
             split_share=split_share,
         )
 
@@ -200,9 +198,8 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
                 continue
             if space.balance is not None and len(space.balance) != num_stages:
                 continue
-            num_chunks = -(-num_stages // ranks)
             outline = _Outline(
-                least_seconds=least_seconds(shape, ranks, num_chunks, split_share),
+                least_seconds=least_seconds(shape, ranks, split_share),
                 shape=shape,
                 num_ranks=ranks,
                 schedule_name=name,
@@ -218,47 +215,28 @@ def _least_seconds(
     num_microbatches: int,
     *,
     num_ranks: int,
-    num_chunks: int,
     split_share: float | None,
 ) -> float:
     """A lower bound on a step, whatever its balance and its order.
 
-    The busiest rank has as much to do as that of the most even cut, or with several
-    stages on a rank, as that of any division of the layers; and the host thread
-    dispatches at least a forward of each rank, and its transfer.
+    The busiest rank has as much to do as all ranks on average, and as the longest layer
+    takes; and the host thread dispatches at least a forward of each rank, and its
+    transfer.
 
     Args:
       profile: the layers.
       num_microbatches: the number of micro-batches.
       num_ranks: the number of ranks.
-      num_chunks: the number of stages of each rank.
       split_share: the share of backwards that run in halves; ``None`` if it is unknown.
     """
     layers = [
         layer.forward + layer.backward_seconds(split_share) for layer in profile.layers
     ]
-    if num_chunks == 1:
-        busy, _ = minimize_max([sum_stages(layers, empty=np.inf)] * num_ranks)
-    else:
-        busy = _least_busy(layers, num_ranks)
+    busy = max(sum(layers) / num_ranks, *layers)
     host = (2 * num_ranks - 1) * profile.action_seconds
     seconds = num_microbatches * max(busy + profile.action_seconds, host)
     # Sums in another order differ by rounding.
     return seconds * (1 - ROUNDING)
-
-
-def _least_busy(layers: Sequence[float], num_ranks: int) -> float:
-    """A lower bound on what the busiest rank has to do, however layers are divided.
-
-    It has as much as all ranks on average; and of the ``k * num_ranks + 1`` longest
-    layers one rank has ``k + 1``, which take no less than the shortest of them.
-    """
-    longest = sorted(layers, reverse=True)
-    bounds = [sum(layers) / num_ranks]
-    for last in range(0, len(layers), num_ranks):
-        count = last // num_ranks + 1
-        bounds.append(sum(longest[last + 1 - count : last + 1]))
-    return max(bounds)
 
 
 def _solve(

@@ -543,7 +543,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("                held[Held.PENDING] += 1\n", ""),
     ],
     "planning/_plan_search": [
-        ("sum(longest[last + 1 - count : last + 1])", "sum(longest[:count])"),
+        ("max(sum(layers) / num_ranks, *layers)", "max(sum(layers), *layers)"),
         (
             "least_seconds = problem.num_microbatches * busiest",
             "least_seconds = 2 * problem.num_microbatches * busiest",
