@@ -102,6 +102,48 @@ def measure_model(
         return result | {"measured": [first["measured"], second["measured"]]}
 
 
+def measure_models(
+    names: Sequence[str],
+    results: dict[str, Any],
+    path: Path | None,
+    *,
+    rounds: int,
+    cores: list[int],
+) -> list[str]:
+    """Measures models, and writes all results after each of them.
+
+    Args:
+      names: of the models.
+      results: the name of each model and what was measured, which is filled.
+      path: the file; ``None``: nothing is written.
+      rounds: how many count.
+      cores: one for each process.
+
+    Returns:
+      The errors of models that could not be measured.
+    """
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    where = provenance()
+    with tempfile.TemporaryDirectory() as folder:
+        link, _ = run_pair(Path(folder), cores)
+    failures: list[str] = []
+    for name in names:
+        begin = time.monotonic()
+        try:
+            result = measure_model(name, Link(**link), rounds, cores)
+            result |= {"provenance": where, "link": link}
+            page = format_page({name: result})
+        except (RuntimeError, ValueError) as error:  # the others are measured
+            failures.append(f"{name}: {error}")
+            continue
+        results[name] = result
+        if path:
+            path.write_text(json.dumps(results, indent=1) + "\n")
+        _say(f"{name}: {time.monotonic() - begin:.0f} s in all\n\n{page}\n")
+    return failures
+
+
 def main() -> None:
     """Measures models, and prints the tables of all in the file."""
     parser = argparse.ArgumentParser(
@@ -126,29 +168,13 @@ def main() -> None:
         parser.error("--rounds: at least 2")
 
     results: dict[str, Any] = {}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
     failures: list[str] = []
     if options.models:
-        where = provenance()
-        with tempfile.TemporaryDirectory() as folder:
-            link_fields, _ = run_pair(Path(folder), cores)
-        link = Link(**link_fields)
-    for name in options.models:
-        begin = time.monotonic()
-        try:
-            result = measure_model(name, link, options.rounds, cores)
-            result |= {"provenance": where, "link": link_fields}
-            page = format_page({name: result})
-        except (RuntimeError, ValueError) as error:  # the others are measured
-            failures.append(f"{name}: {error}")
-            continue
-        results[name] = result
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
-        _say(f"{name}: {time.monotonic() - begin:.0f} s in all\n\n{page}\n")
+        failures = measure_models(
+            options.models, results, options.json, rounds=options.rounds, cores=cores
+        )
     in_order = {name: results[name] for name in MODELS if name in results}
     if in_order:
         print(format_page(in_order))

@@ -132,6 +132,7 @@ def test_a_model_is_tuned_and_all_ways_are_timed(tmp_path, monkeypatch):
     result = pair.measure_model("tiny", path, rounds=2)
 
     free, limited, smaller = (Tuned(**fields) for fields in result["tuned"])
+    assert free.seconds is not None
     assert free.seconds > 0
     assert len(free.trials) > 1
     assert "no step fits" in limited.refusal
