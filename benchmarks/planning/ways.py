@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 import jpipe
-from jpipe.planning._interpolate import interpolate
+from jpipe.planning._scaled_profiles import interpolate
 from jpipe.schedules import BY_NAME
 
 from ..peers.measure import pin

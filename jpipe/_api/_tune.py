@@ -173,20 +173,19 @@ def tune(
             "jpipe.plan(layers, x, tx, loss_fn=loss_fn, targets=targets)"
         )
 
-    job = _StepArguments(
-        layers=layers,
-        x=x,
-        targets=targets,
+    request = Request(
+        x,
         loss_fn=loss_fn,
-        tx=tx,
-        devices=user_devices,
+        targets=targets,
         has_aux=has_aux,
         reduction=reduction,
         trainable=trainable,
         in_axes=in_axes,
         target_axes=target_axes,
         rngs=rngs,
+        measure=False,
     )
+    job = _StepArguments(layers, request, tx, devices=user_devices, rngs=rngs)
     with Progress("plans tuned"):  # a terminal shows all progress as a part of this
         problem = _pose_problem(job, choices, memory_limit)
         contest = _Contest(job, problem)
@@ -202,19 +201,21 @@ def tune(
 
 @dataclasses.dataclass(frozen=True)
 class _StepArguments:
-    """The arguments of `tune` that each step has."""
+    """The arguments that each step has.
+
+    Attributes:
+      layers: the layers or the model, as for `tune`.
+      request: the mini-batch, the loss, and what is trained.
+      tx: the optimizer.
+      devices: the devices.
+      rngs: as the user gives them; in ``request`` a key stands for none.
+    """
 
     layers: Any
-    x: PyTree
-    targets: PyTree
-    loss_fn: Callable[[PyTree, PyTree], Any]
+    request: Request
     tx: optax.GradientTransformation
+    _: dataclasses.KW_ONLY
     devices: Sequence[Device]
-    has_aux: bool
-    reduction: str
-    trainable: Any
-    in_axes: Any
-    target_axes: Any
     rngs: _rng.Rngs
 
 
@@ -239,19 +240,7 @@ def _pose_problem(
     action_seconds = _gather(measure_action(device))[0]
     fields = _gather(None if link is None else list(link))[0]
     hardware = Hardware(len(job.devices), memory_limit)
-    request = Request(
-        job.x,
-        loss_fn=job.loss_fn,
-        targets=job.targets,
-        has_aux=job.has_aux,
-        reduction=job.reduction,
-        trainable=job.trainable,
-        in_axes=job.in_axes,
-        target_axes=job.target_axes,
-        rngs=job.rngs,
-        measure=False,
-        action_seconds=action_seconds,
-    )
+    request = dataclasses.replace(job.request, action_seconds=action_seconds)
     return pose_plan_problem(
         job.layers,
         request,
@@ -286,6 +275,7 @@ class _RunningStep:
         self.fault = ""
         self._job = job
         self._state: Any = None
+        request = job.request
         devices = job.devices[: candidate.choice.num_devices]
         # A process that runs no stage waits for the others.
         self._takes_part = any(
@@ -295,15 +285,16 @@ class _RunningStep:
             job.layers,
             plan=candidate.plan,
             devices=devices,
-            in_axes=job.in_axes,
-            target_axes=job.target_axes,
+            in_axes=request.in_axes,
+            target_axes=request.target_axes,
         )
+        loss_fn: Any = request.loss_fn
         self._step = self._pipe.train_step(
-            job.loss_fn,
+            loss_fn,
             job.tx,
-            has_aux=job.has_aux,
-            reduction=job.reduction,
-            trainable=job.trainable,
+            has_aux=request.has_aux,
+            reduction=request.reduction,
+            trainable=request.trainable,
         )
 
     @property
@@ -348,8 +339,9 @@ class _RunningStep:
 
     def _count_bytes(self) -> int:
         """The bytes of the fullest device, by the compiled step."""
-        job = self._job
-        report = self._step.compile(self._initial_state(), job.x, job.targets)
+        request = self._job.request
+        state = self._initial_state()
+        report = self._step.compile(state, request.x, request.targets)
         workspace = defaultdict[str, int](int)  # name of a device -> bytes
         for program in report.programs:
             needed = program.workspace_bytes or 0
@@ -358,14 +350,14 @@ class _RunningStep:
 
     def _time_steps(self, *, keeps_state: bool) -> float:
         """The seconds of a step."""
-        job = self._job
+        request = self._job.request
         state = self._initial_state() if self._state is None else self._state
         self._state = None  # a step overwrites it
-        state, metrics = self._step(state, job.x, job.targets)
+        state, metrics = self._step(state, request.x, request.targets)
         jax.block_until_ready((state, metrics))
         begin = time.perf_counter()
         for _ in range(_STEPS_IN_A_TURN):
-            state, metrics = self._step(state, job.x, job.targets)
+            state, metrics = self._step(state, request.x, request.targets)
         jax.block_until_ready((state, metrics))
         seconds = (time.perf_counter() - begin) / _STEPS_IN_A_TURN
         if keeps_state:
@@ -375,7 +367,11 @@ class _RunningStep:
     def _initial_state(self) -> Any:
         job = self._job
         return self._pipe.init_train_state(
-            jax.random.key(0), job.x, job.tx, trainable=job.trainable, rngs=job.rngs
+            jax.random.key(0),
+            job.request.x,
+            job.tx,
+            trainable=job.request.trainable,
+            rngs=job.rngs,
         )
 
     def _drop_if_out_of_memory(self, error: Exception) -> None:

@@ -464,7 +464,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "_train/_finite_update": [
-        ("jnp.isfinite(grad).all() for", "jnp.isfinite(grad).any() for"),
+        ("jnp.isfinite(value).all() for", "jnp.isfinite(value).any() for"),
         ("if value != old[index]:", "if False:"),
         ("select(value, old_values[var]) if", "value if"),
     ],
