@@ -3,8 +3,10 @@
 estimate    the share of each layer in the work, by its jaxpr     (`planning/_profile`)
 even split  compiled and run: shares of the work become seconds
 search      the best of each family of schedules                 (`planning/_finalists`)
-compile     their steps; one that needs more than a device has is dropped
-run         the others, in turns; the fastest by its median is the plan
+compile     their steps, and that of one stage on one device; one that needs more than a
+            device has is dropped
+run         the others, in turns, but for those that are far behind after the first; the
+            fastest by its median is the plan
 
 Shares that are estimated make nearly as good a cut as layers that are measured one by
 one. Which schedule is the fastest they do not know, and neither do the measured ones.
@@ -35,6 +37,7 @@ from ..planning._finalists import (
     forecast_again,
     scale_times,
     split_evenly,
+    take_one_stage,
 )
 from ..planning._forecast import Candidate
 from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
@@ -58,6 +61,9 @@ PyTree = Any
 _STEPS_IN_A_TURN = 2
 # The turns of the even split, after which shares of the work become seconds.
 _FIRST_TURNS = 2
+# A step takes no further turn once it has taken so many times as long as the fastest:
+# the turns of one machine in one minute differ by less.
+_FAR_BEHIND = 1.5
 # The number of searches, each with less room, until a step fits as it is compiled.
 _MAX_SEARCHES = 3
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -382,7 +388,7 @@ class _RunningStep:
 
 
 class _Contest:
-    """The even split and the finalists, as far as they have run.
+    """The even split, one stage, and the finalists, as far as they have run.
 
     Args:
       job: the arguments of all steps.
@@ -413,11 +419,14 @@ class _Contest:
             )
             even_split.candidate = forecast_again(self._problem, even_split.candidate)
             self._is_scaled = True
+        one_stage = take_one_stage(self._problem)
+        if one_stage is not None:
+            self._compile_new([one_stage])
         self._compile_finalists()
         num_bytes = sum(step.num_bytes or 0 for step in self._list_fitting())
         keeps_states = self._limit is None or num_bytes <= self._limit
         for _ in count_items("turns of steps taken", range(rounds)):
-            for step in self._list_fitting():
+            for step in self._list_close():
                 step.take_turn(keeps_state=keeps_states)
         if not self.list_measured():
             raise ValueError(self._explain_no_fit())
@@ -458,20 +467,31 @@ class _Contest:
         """Compiles finalists; with less and less room until one fits."""
         problem = self._problem
         for _ in range(_MAX_SEARCHES):
-            new_steps: list[_RunningStep] = []
-            for candidate in count_items("steps compiled", find_finalists(problem)):
-                if not any(candidate.is_same_run(x.candidate) for x in self._steps):
-                    new_steps.append(self._compile(candidate))
+            new_steps = self._compile_new(find_finalists(problem))
             if self._limit is None or self._list_fitting() or not new_steps:
                 return
             excess = min(step.num_bytes or 0 for step in new_steps) - self._limit
             problem = problem.with_less_room(excess)
+
+    def _compile_new(self, candidates: Sequence[Candidate]) -> list[_RunningStep]:
+        """Compiles the candidates that are no steps yet."""
+        new_steps: list[_RunningStep] = []
+        for candidate in count_items("steps compiled", candidates):
+            if not any(candidate.is_same_run(x.candidate) for x in self._steps):
+                new_steps.append(self._compile(candidate))
+        return new_steps
 
     def _compile(self, candidate: Candidate) -> _RunningStep:
         step = _RunningStep(candidate, self._job)
         self._steps.append(step)
         step.compile(self._limit)
         return step
+
+    def _list_close(self) -> list[_RunningStep]:
+        """The steps that fit and are not far behind the fastest."""
+        steps = self._list_fitting()
+        fastest = min((x.median for x in steps if x.seconds), default=0.0)
+        return [x for x in steps if not x.seconds or x.median <= _FAR_BEHIND * fastest]
 
     def _list_fitting(self) -> list[_RunningStep]:
         """The steps that fit."""

@@ -137,17 +137,40 @@ def split_evenly(problem: PlanProblem) -> Candidate:
     ]
     usual_count = _MICROBATCHES_PER_RANK * num_ranks
     count = min(counts, key=lambda count: abs(count - usual_count))
-    mode = MIN_CUT.name
-    if mode not in space.remat_modes:
-        mode = space.remat_modes[0]
     build = gpipe if problem.request.reduction == "batch" else one_f_one_b
     choice = Choice(
         balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
-        remat=(mode,) * num_ranks,
+        remat=(_usual_mode(space),) * num_ranks,
         schedule=build(num_ranks, count),
         num_shards=num_shards,
     )
     return _lower(evaluate(space, choice), problem)
+
+
+def take_one_stage(problem: PlanProblem) -> Candidate | None:
+    """The candidate of a user without a pipeline: one stage, in few micro-batches.
+
+    Forecasts know least how much longer actions take between devices than alone.
+
+    Returns:
+      The candidate of as few micro-batches as fit; ``None`` if none fits.
+    """
+    space = problem.space
+    num_shards = min(shape.num_shards for shape in space.mesh_shapes)
+    counts = {
+        x.num_microbatches for x in space.mesh_shapes if x.num_shards == num_shards
+    }
+    for count in sorted(counts):
+        choice = Choice(
+            balance=(space.num_layers,),
+            remat=(_usual_mode(space),),
+            schedule=gpipe(1, count),
+            num_shards=num_shards,
+        )
+        candidate = _lower(evaluate(space, choice), problem)
+        if candidate.fits(space.hardware):
+            return candidate
+    return None
 
 
 def scale_times(problem: PlanProblem, ran: Candidate, seconds: float) -> PlanProblem:
@@ -190,6 +213,13 @@ def forecast_again(problem: PlanProblem, lowered: Candidate) -> Candidate:
     """A lowered candidate with the times of a problem; its bytes were counted."""
     forecast = evaluate(problem.space, lowered.choice)
     return dataclasses.replace(forecast, memory=lowered.memory, plan=lowered.plan)
+
+
+def _usual_mode(space: SearchSpace) -> str:
+    """The remat mode of a user who plans nothing, if the user allows it."""
+    if MIN_CUT.name in space.remat_modes:
+        return MIN_CUT.name
+    return space.remat_modes[0]
 
 
 def _group_by_family(space: SearchSpace) -> list[tuple[str, ...]]:
