@@ -5,12 +5,16 @@ to the repository, and the first tutorial no button that opens its notebook ther
 
 Each program of examples/ is a page, and their README the page above them.
 
+Drawings of jpipe stand in the text of a page, not in files of their own: so a mouse
+that rests on a box shows its action, and site.css has their colours for dark pages.
+
 For "Try a schedule" there is a file ``explorer/NAME.json`` for each schedule. It maps
 ``"RANKSxMICROBATCHES"`` to ``{"rows": ...}``, its rows joined by ``/``, or to
 ``{"error": ...}``, the reason why there are none.
 """
 
 import json
+import posixpath
 import re
 import tomllib
 from pathlib import Path
@@ -51,6 +55,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "examples.md":
         return markdown + _list_examples()
     return markdown
+
+
+def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
+    """Puts drawings into the page."""
+    drawings = {file.url: file for file in files if file.src_uri.endswith(".svg")}
+
+    def read_drawing(match: re.Match[str]) -> str:
+        url = posixpath.normpath(posixpath.join(page.url, match["src"]))
+        text = Path(drawings[url].abs_src_path).read_text("utf-8")
+        label = f'aria-label="{match["alt"]}"'
+        text = re.sub(r'aria-label="[^"]*"', lambda _: label, text, count=1)
+        return text.replace("<svg ", '<svg class="drawing" data-search-exclude ', 1)
+
+    return re.sub(
+        r'<img alt="(?P<alt>[^"]*)" src="(?P<src>[^":]*\.svg)" ?/>', read_drawing, html
+    )
 
 
 def _list_examples() -> str:
