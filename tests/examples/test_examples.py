@@ -40,7 +40,7 @@ def outlines(text: str) -> set[str]:
     A line in quotes is a text that a model wrote.
     """
     text = re.sub(r"^(['\"]).*\1$", "text", text, flags=re.MULTILINE)
-    masked = re.sub(r"\d[\d.,:e+-]*( ([KMG]i)?B| [mµ]?s\b)?", "0", text)
+    masked = re.sub(r"\d[\d.,:e+-]*( ([KMG]i)?B\b| [mµ]?s\b)?", "0", text)
     return {" ".join(line.split()) for line in masked.splitlines()}
 
 
@@ -161,7 +161,9 @@ def test_the_main_job_has_one_loss_in_one_process_and_in_two():
     assert shown[0] == shown[1]
     assert re.search(r"difference is \d\.\de-0[5-9]", printed[0])
     assert re.search(r"it took \d+ s", printed[0])
-    assert outlines(printed[0]) == outlines(recorded("train_text"))
+    of_schedules = "rank ", "gpipe: ", "0f0b: "
+    different = outlines(printed[0]) ^ outlines(recorded("train_text"))
+    assert all(line.startswith(of_schedules) for line in different), different
 
 
 @pytest.mark.slow
