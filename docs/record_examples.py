@@ -11,6 +11,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -33,15 +34,17 @@ def main(names: list[str]) -> None:
     """
     commands = read_commands()
     for name in names or commands:
-        _, *arguments = shlex.split(commands[name])
+        _, program, *arguments = shlex.split(commands[name])
         before = _processor_seconds()
-        printed = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=EXAMPLES.parent,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        ).stdout
+        # In a new folder: some go on with what an earlier run has written.
+        with tempfile.TemporaryDirectory() as folder:
+            printed = subprocess.run(
+                [sys.executable, str(EXAMPLES.parent / program), *arguments],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            ).stdout
         seconds = round(_processor_seconds() - before)
 
         path = EXAMPLES / "outputs" / f"{Path(name).stem}.txt"

@@ -88,7 +88,7 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
     option = r'<span class="option">\g<0></span>'
     return re.sub(
         "(?<=<code>)[^<]*(?=</code>)",
-        lambda code: re.sub(r"\S*--\w\S*", option, code[0]),
+        lambda code: re.sub(r"(?<!\S)--\w\S*", option, code[0]),
         html,
     )
 
@@ -139,7 +139,7 @@ def _write_result(path: Path) -> str:
     """The page of results, which the search leaves out: most of it is numbers."""
     text = path.read_text("utf-8").replace("](../../docs/", "](../../")
     title = "" if text.startswith("# ") else f"# {path.stem}\n\n"
-    return f"---\nsearch: {{exclude: true}}\n---\n{title}{text}"
+    return f"---\nhide: [navigation]\nsearch: {{exclude: true}}\n---\n{title}{text}"
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -65,6 +65,8 @@ def recorded(name: str) -> str:
             "generate.py --steps=3 --width=32 --blocks=2 --length=16 --prompts=4",
             r"(?s)greedy: 100\.0% of 64 tokens .*sampled at 0\.8: 100\.0% of 64",
         ),
+        slow("gpt2.py --steps=1", r"differ by at most \d\.\de-0[67]\n"),
+        slow("t5.py --steps=1", r"differ by at most \d\.\de-0[67]\n"),
         slow("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
         slow("mixed_precision.py", r"\n1 of 400 steps skipped\n.* 9\d\.\d% on 360"),
         slow("lora.py", r"with the adapters\n  36,864 par.*\n  9\d\.\d%"),
