@@ -98,7 +98,6 @@ if (typeof module !== "undefined") module.exports = { parseRows, simulate };
 const ROW = 26;
 const GAP = 6;
 const LEFT = 52;
-const TITLE = 24;
 
 /** An element of SVG. */
 function draw(parent, tag, attributes, text) {
@@ -109,33 +108,31 @@ function draw(parent, tag, attributes, text) {
   return element;
 }
 
-/** Draws simulated schedules below each other, on one axis of time. */
+/** Draws simulated schedules below each other, on one scale of time. */
 function drawAll(frame, simulated) {
   const longest = Math.max(...simulated.map(({ makespan }) => makespan));
   const shortest = Math.min(
     ...simulated.flatMap(({ timeline }) => timeline.flat()).map(({ start, end }) => end - start),
   );
   const width = Math.max(frame.clientWidth - LEFT - 8, Math.min((12 * longest) / shortest, 4000));
-  const heights = simulated.map(({ timeline }) => TITLE + timeline.length * (ROW + GAP));
-  const height = heights.reduce((sum, each) => sum + each + 10, 0);
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("width", LEFT + width + 8);
-  svg.setAttribute("height", height);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", simulated.map(describe).join("; "));
-
-  let top = 0;
-  simulated.forEach((result, index) => {
-    drawOne(svg, result, { top, width, scale: width / longest });
-    top += heights[index] + 10;
-  });
-  frame.replaceChildren(svg);
+  frame.replaceChildren();
+  for (const result of simulated) {
+    const title = document.createElement("p");
+    title.textContent = describe(result);
+    frame.append(title);
+    drawOne(frame, result, width, width / longest);
+  }
 }
 
-function drawOne(svg, result, { top, width, scale }) {
-  draw(svg, "text", { x: LEFT, y: top + 15, class: "title" }, describe(result));
+function drawOne(frame, result, width, scale) {
+  const svg = draw(frame, "svg", {
+    width: LEFT + width + 8,
+    height: result.timeline.length * (ROW + GAP),
+    role: "img",
+    "aria-label": describe(result),
+  });
   result.timeline.forEach((row, rank) => {
-    const y = top + TITLE + rank * (ROW + GAP);
+    const y = rank * (ROW + GAP);
     draw(svg, "text", { x: 0, y: y + 17 }, `rank ${rank}`);
     draw(svg, "rect", { x: LEFT, y, width: result.makespan * scale, height: ROW, class: "idle" });
     for (const action of row) {

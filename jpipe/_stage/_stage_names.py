@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -16,8 +16,9 @@ def name_stages(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str
     """The modules that each stage calls, by the names that Flax gives them in a trace.
 
     Of a module whose layers are scanned in several stages, each has its layers in its
-    name. Where no stage calls a named module, stages are named by the parameters that
-    they own. Names are as short as they can be for stages to have different ones.
+    name. Where no stage calls a named module, or a name is that of several modules, as
+    in two equal towers, stages are named by the parameters that they own. Names are as
+    short as they can be for stages to have different ones.
 
     Args:
       stages: the stages.
@@ -49,17 +50,53 @@ def name_stages(stages: Stages, paths: Sequence[Sequence[str]]) -> list[list[str
             sorted(dict.fromkeys(params), key=_natural_order) for params in owned_params
         ]
 
-    return _tell_apart(name_modules if any(name_modules(1)) else name_params)
+    modules = name_modules(1)
+    if not any(modules):
+        return _tell_apart(name_params) or name_params(1)
+    param_paths = {
+        var: tuple(path)
+        for var, path in zip(stages.traced().params, paths, strict=False)
+    }
+    has_namesakes = _has_namesakes(eqns_of_stages, param_paths)
+    if has_namesakes and all(name_params(1)):
+        return _tell_apart(name_params) or name_params(1)
+    return _tell_apart(name_modules) or modules
 
 
-def _tell_apart(name: Callable[[int], list[list[str]]]) -> list[list[str]]:
+def _has_namesakes(
+    eqns_of_stages: Sequence[Sequence[core.JaxprEqn]],
+    param_paths: Mapping[core.Var, tuple[str, ...]],
+) -> bool:
+    """True if two modules have one name in the trace, and parameters of their own.
+
+    So have two calls of one Flax module, each with a part of the parameters.
+
+    Args:
+      eqns_of_stages: the equations of each stage.
+      param_paths: for each parameter, the keys that lead to it.
+    """
+    # the names of a module in the trace -> the keys that lead to its parameters
+    module_paths: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for eqn in itertools.chain.from_iterable(eqns_of_stages):
+        read = [var for var in eqn.invars if isinstance(var, core.Var)]
+        paths = [param_paths[var] for var in read if var in param_paths]
+        for module, path in itertools.product(_called_modules(eqn, sys.maxsize), paths):
+            names = tuple(module.split("/"))
+            ends = range(len(path), len(names), -1)
+            end = next((e for e in ends if path[e - len(names) : e] == names), 0)
+            if end and module_paths.setdefault(names, path[:end]) != path[:end]:
+                return True
+    return False
+
+
+def _tell_apart(name: Callable[[int], list[list[str]]]) -> list[list[str]] | None:
     """The shortest names of which no two stages have the same ones.
 
     Args:
       name: ``number of keys -> names of each stage``, of paths of so many keys.
 
     Returns:
-      These names; those of one key if no longer ones tell the stages apart.
+      These names; ``None`` if the longest do not tell the stages apart.
     """
     whole_paths = itertools.chain.from_iterable(name(sys.maxsize))
     max_depth = max((path.count("/") + 1 for path in whole_paths), default=1)
@@ -68,7 +105,7 @@ def _tell_apart(name: Callable[[int], list[list[str]]]) -> list[list[str]]:
         named_stages = [tuple(stage_names) for stage_names in names if stage_names]
         if len(set(named_stages)) == len(named_stages):
             return names
-    return name(1)
+    return None
 
 
 def _name_layer_scans(

@@ -114,12 +114,12 @@ def fit_frame(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
 
 
 def _typical_duration(timelines: tuple[Timeline, ...]) -> float:
-    """The duration of a typical action: three quarters of all take longer."""
+    """The time that a typical action computes: three quarters of all take longer."""
     durations: list[float] = []
     for timeline in timelines:
-        for action, start in timeline.start.items():
-            if timeline.end[action] > start:
-                durations.append(timeline.end[action] - start)
+        for action, start in timeline.compute_start.items():
+            if timeline.compute_end[action] > start:
+                durations.append(timeline.compute_end[action] - start)
     durations.sort()
     return durations[len(durations) // 4] if durations else 0.0
 

@@ -12,6 +12,7 @@ from ._frame import Frame, fit_frame
 from ._legend import lay_out_legend
 from ._panel import format_summary, lay_out_panel, panel_height
 from ._plan_bars import is_plan, lay_out_plan, simulate_plan
+from ._transfers import has_transfers
 
 _TOP = 8.0
 _PANEL_SPACE = 8.0
@@ -147,6 +148,8 @@ def _legend_colours(timelines: tuple[Timeline, ...], frame: Frame) -> dict[str, 
     colours: dict[str, str] = {}
     for op in palette.list_ops(timelines):
         colours[f"{op} {palette.NAMES[op]}"] = palette.OPS[op]
+    if any(has_transfers(timeline) for timeline in timelines):
+        colours["transfer, without computing"] = palette.TRANSFER
     if any(timeline.exchanges for timeline in timelines):
         colours["exchange of gradients"] = palette.EXCHANGE
     colours["idle"] = palette.IDLE

@@ -12,6 +12,7 @@ GRID = "#e4e7eb"
 IDLE = "url(#jpipe-idle)"  # hatched, in the colour below
 HATCH = "#b4bcc6"
 EXCHANGE = "#cc79a7"
+TRANSFER = "#454c54"
 MEMORY = "#d8d3e8"
 MEMORY_LINE = "#6b5b95"
 

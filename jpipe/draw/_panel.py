@@ -16,6 +16,7 @@ from ._elements import (
     shorten,
 )
 from ._frame import LABEL, Frame, format_peak
+from ._transfers import list_transfers
 
 TITLE = 13.0
 _TITLE_HEIGHT = 26.0
@@ -95,7 +96,7 @@ def _lay_out_heading(
 def _lay_out_boxes(
     timeline: Timeline, rank: int, *, frame: Frame, y: float
 ) -> Iterator[Shape]:
-    """Yields a box for each action and exchange of a rank, then their numbers."""
+    """Yields a box for all that a rank does, then the numbers of its actions."""
     first = timeline.begin
     chunk_of = palette.chunk_of_stages(timeline)
     num_chunks = palette.max_chunks(timeline)
@@ -121,8 +122,8 @@ def _lay_out_boxes(
     for action in timeline.rows[rank]:
         box = make_box(
             str(action),
-            start=timeline.start[action],
-            end=timeline.end[action],
+            start=timeline.compute_start[action],
+            end=timeline.compute_end[action],
             fill=palette.shade(action.op, chunk_of[action.stage], num_chunks),
         )
         boxes.append(box)
@@ -138,6 +139,14 @@ def _lay_out_boxes(
                 anchor="middle",
             )
             numbers.append(number)
+        for transfer in list_transfers(timeline, action):
+            box = make_box(
+                f"{action} {transfer.verb}",
+                start=transfer.start,
+                end=transfer.end,
+                fill=palette.TRANSFER,
+            )
+            boxes.append(box)
     for exchange in timeline.exchanges:
         if rank in exchange.ranks:
             box = make_box(

@@ -10,6 +10,7 @@ from ..schedules._formats import format_bytes, format_count, format_seconds
 from . import _palette as palette
 from ._bars import Bar, Column, Part, lay_out_bars
 from ._elements import Picture
+from ._transfers import has_transfers, list_transfers
 
 # Part of the memory of a rank -> its colour; what stays comes first.
 _PARTS = {
@@ -19,7 +20,7 @@ _PARTS = {
     "activations": "#e69f00",
     "workspace": "#b4bcc6",
 }
-_BUSY = palette.OPS["W"]
+_COMPUTING = palette.OPS["W"]
 # Bars that are all less than this fraction of the limit are not drawn on its scale, on
 # which they could not be told apart.
 _LEAST_FRACTION = 1 / 8
@@ -55,8 +56,8 @@ def simulate_plan(plan: Any) -> Timeline:
 def _split_fused_forwards(timeline: Timeline, forward_seconds: float) -> Timeline:
     """The timeline with the forwards of the last stage that are fused into backwards.
 
-    In the costs of a plan such a forward takes no time, and its backward takes that of
-    both.
+    In the costs of a plan such a forward computes nothing, and its backward takes the
+    time of both.
 
     Args:
       timeline: the timeline as simulated.
@@ -69,11 +70,16 @@ def _split_fused_forwards(timeline: Timeline, forward_seconds: float) -> Timelin
         if action.stage != last_stage or action.op not in (BACKWARD, INPUT):
             continue
         forward = Action(FORWARD, last_stage, action.microbatch)
+        if timeline.compute_start[forward] < timeline.compute_end[forward]:
+            continue
+        # What it receives may keep the rank: then it stays where that is.
         if start[forward] == end[forward]:
-            forward_end = min(start[action] + forward_seconds, end[action])
             start[forward] = start[action]
-            end[forward] = forward_end
-            start[action] = forward_end
+            end[forward] = start[action]
+        if end[forward] == start[action]:
+            compute_end = timeline.compute_end[action]
+            end[forward] = min(start[action] + forward_seconds, compute_end)
+            start[action] = end[forward]
     return dataclasses.replace(timeline, start=start, end=end)
 
 
@@ -94,10 +100,24 @@ def lay_out_plan(plan: Any, timeline: Timeline, width: float) -> Picture:
         memory_head += f", limit {format_bytes(limit)}"
 
     time_bars: list[Bar] = []
-    for rank, time in enumerate(timeline.busy):
-        tooltip = f"busy: {format_seconds(time)}, {_format_layers(plan, rank)}"
-        share = f"{time / seconds:.0%}" if seconds else ""
-        time_bars.append(Bar([Part(time, _BUSY, tooltip)], share))
+    for rank, busy in enumerate(timeline.busy):
+        transferring = 0.0
+        for action in timeline.rows[rank]:
+            for transfer in list_transfers(timeline, action):
+                transferring += transfer.end - transfer.start
+        computing = busy - transferring
+        layers = _format_layers(plan, rank)
+        parts = [
+            Part(
+                computing,
+                _COMPUTING,
+                f"computes: {format_seconds(computing)}, {layers}",
+            )
+        ]
+        if transferring:
+            tooltip = f"transfers: {format_seconds(transferring)}"
+            parts.append(Part(transferring, palette.TRANSFER, tooltip))
+        time_bars.append(Bar(parts, f"{busy / seconds:.0%}" if seconds else ""))
 
     memory_bars: list[Bar] = []
     for memory in forecast.memory:
@@ -109,6 +129,10 @@ def lay_out_plan(plan: Any, timeline: Timeline, width: float) -> Picture:
     fullest = max(memory.total for memory in forecast.memory)
     shows_limit = limit and fullest >= _LEAST_FRACTION * limit
 
+    colours = {"computing": _COMPUTING}
+    if has_transfers(timeline):
+        colours["transfers"] = palette.TRANSFER
+    colours |= _PARTS
     return lay_out_bars(
         title,
         names=[_format_rank(plan, rank) for rank in range(len(time_bars))],
@@ -116,7 +140,7 @@ def lay_out_plan(plan: Any, timeline: Timeline, width: float) -> Picture:
             Column("busy in a step", time_bars, whole=seconds),
             Column(memory_head, memory_bars, whole=limit if shows_limit else None),
         ],
-        colours={"busy": _BUSY, **_PARTS},
+        colours=colours,
         width=width,
     )
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..schedules import Action, Timeline
 from ._layout import choose_titles, list_timelines
+from ._transfers import list_transfers
 
 Event = dict[str, Any]
 
@@ -21,7 +22,7 @@ def trace(
 
     The trace has a process for each timeline, a thread for each rank, a slice for each
     action, an arrow for each transfer between ranks, and a counter for the memory of
-    each rank.
+    each rank. Transfers that keep a rank from computing are slices within its actions.
 
     Args:
       timelines: one or several timelines, or schedules, with the default costs, or
@@ -117,6 +118,15 @@ def _write_slices(clock: _Clock) -> Iterator[Event]:
                 end=timeline.end[action],
                 **args,
             )
+            for transfer in list_transfers(timeline, action):
+                yield make_slice(
+                    rank,
+                    transfer.verb,
+                    category="transfer",
+                    start=transfer.start,
+                    end=transfer.end,
+                    **args,
+                )
         for exchange in timeline.exchanges:
             if rank in exchange.ranks:
                 yield make_slice(

@@ -56,9 +56,10 @@ class ActionTables:
         stage: the order of actions is an argument of `simulate`.
 
     Attributes:
-      durations: the time of each action, with its transfer time.
-      transfer_times: the time for which transfers keep the rank of an action from
-        computing; 0 where they overlap.
+      durations: the time of each action, with what it receives and sends.
+      receive_times: the time for which the rank of an action receives before it
+        computes; 0 where transfers overlap.
+      send_times: the time for which it sends after it has computed, likewise.
       dependencies: the first dependency of each action, the second, ...
       exchange_times: the time that the exchange of its stage takes after an action.
       result_ids: the ID under which others depend on an action: its own; of a whole
@@ -88,7 +89,8 @@ class ActionTables:
                 outgoing[op, target].append((source, cotangent_bytes))
 
         self.durations: list[float] = []
-        self.transfer_times: list[float] = []
+        self.receive_times: list[float] = []
+        self.send_times: list[float] = []
         self.exchange_times: list[float] = []
         self.result_ids: list[int] = []
         self.memory_deltas: list[MemoryDeltas] = []
@@ -101,13 +103,14 @@ class ActionTables:
             actions = [Action(op, stage, i) for i in self._looked_up]
             received = incoming[op, stage]
             sent = outgoing[op, stage]
-            transfer_times = [
-                self._transfer_time(action, [*received, *sent]) for action in actions
-            ]
-            self.transfer_times += transfer_times * num_copies
+            receive_times = [self._transfer_time(a, received) for a in actions]
+            send_times = [self._transfer_time(a, sent) for a in actions]
+            self.receive_times += receive_times * num_copies
+            self.send_times += send_times * num_copies
+            times = zip(actions, receive_times, send_times, strict=True)
             self.durations += [
-                costs.of(action) + transfer_time
-                for action, transfer_time in zip(actions, transfer_times, strict=True)
+                costs.of(action) + (receive_time + send_time)
+                for action, receive_time, send_time in times
             ] * num_copies
             self.memory_deltas += [
                 self._deltas(action, received, sent) for action in actions
@@ -150,7 +153,7 @@ class ActionTables:
 
         Args:
           action: the action.
-          messages: the arrays that it receives from other stages, and sends to them.
+          messages: the arrays that it receives from other stages, or sends to them.
         """
         if self.costs.overlap:
             return 0.0

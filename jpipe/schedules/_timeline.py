@@ -88,6 +88,37 @@ class Timeline:
         return self.costs is None or self.costs.in_seconds
 
     @functools.cached_property
+    def compute_start(self) -> Mapping[Action, float]:
+        """The start of each action, after what its rank receives without computing."""
+        return {action: start for action, (start, _) in self._compute_spans.items()}
+
+    @functools.cached_property
+    def compute_end(self) -> Mapping[Action, float]:
+        """The end of each action, before what its rank sends without computing."""
+        return {action: end for action, (_, end) in self._compute_spans.items()}
+
+    @functools.cached_property
+    def _compute_spans(self) -> Mapping[Action, tuple[float, float]]:
+        return self._list_compute_spans(self.costs or Costs())
+
+    def _list_compute_spans(self, costs: Costs) -> Mapping[Action, tuple[float, float]]:
+        """The start and the end of what each action computes.
+
+        Args:
+          costs: the costs, which say how long the transfers in an action take.
+        """
+        spans: dict[Action, tuple[float, float]] = {}
+        tables = ActionTables(costs, self.schedule)
+        for action, start in self.start.items():
+            end = self.end[action]
+            action_id = tables.id_of(action)
+            # A measured action may take less than its transfers were said to take.
+            compute_start = min(start + tables.receive_times[action_id], end)
+            compute_end = max(end - tables.send_times[action_id], compute_start)
+            spans[action] = compute_start, compute_end
+        return spans
+
+    @functools.cached_property
     def begin(self) -> float:
         """The first start."""
         return min(self.start.values(), default=0.0)
@@ -197,13 +228,10 @@ class Timeline:
           of these times.
         """
         costs = costs or self.costs or Costs()
-        tables = ActionTables(costs, self.schedule)
         # op -> the times of each stage
         times = {op: [list[float]() for _ in self.placement] for op in OPS}
-        for action, start in self.start.items():
-            transfer_time = tables.transfer_times[tables.id_of(action)]
-            time = max(self.end[action] - start - transfer_time, 0.0)
-            times[action.op][action.stage].append(time)
+        for action, (start, end) in self._list_compute_spans(costs).items():
+            times[action.op][action.stage].append(end - start)
         medians: dict[str, list[float]] = {}
         for op, stage_times in times.items():
             if any(stage_times):
@@ -217,23 +245,25 @@ class Timeline:
         """A picture: one line per rank, columns of equal time, ``.`` is idle.
 
         Columns are so fine that actions begin and end with one. The number of the stage
-        is left out if each rank has a single stage.
+        is left out if each rank has a single stage. ``-`` is a transfer that keeps the
+        rank from computing: before an action what it receives, after it what it sends.
         """
         shows_stage = self.num_stages > len(self.rows)
-        column = self._column_time()
 
         width = 1
         lines: list[list[str]] = []
         for row in self.rows:
             cells = ["."] * self.num_columns
             for action in row:
-                first = round((self.start[action] - self.begin) / column)
-                end = round((self.end[action] - self.begin) / column)
                 label = f"{action.op}{action.microbatch}"
                 if shows_stage:
                     label = str(action)
                 width = max(width, len(label))
-                for index in range(first, end):
+                # What an action computes is written over its transfers.
+                for index in self._columns(self.start[action], self.end[action]):
+                    cells[index] = "-"
+                start = self.compute_start[action]
+                for index in self._columns(start, self.compute_end[action]):
                     cells[index] = label
             lines.append(cells)
 
@@ -247,13 +277,20 @@ class Timeline:
     def num_columns(self) -> int:
         """The number of columns of `to_text`."""
         last = max(self.end.values(), default=self.begin) - self.begin
-        return round(last / self._column_time())
+        return round(last / self._column_time)
 
+    def _columns(self, start: float, end: float) -> range:
+        """The columns from one time to another."""
+        first = round((start - self.begin) / self._column_time)
+        return range(first, round((end - self.begin) / self._column_time))
+
+    @functools.cached_property
     def _column_time(self) -> float:
         """The greatest time of which all times are multiples, if not too fine."""
         durations = [self.end[action] - start for action, start in self.start.items()]
         shortest = min((time for time in durations if time > 0), default=1.0)
         times = [*self.start.values(), *self.end.values()]
+        times += [*self.compute_start.values(), *self.compute_end.values()]
         multiples = [(time - self.begin) / shortest for time in times]
         for parts in range(1, _MAX_COLUMNS):
             if all(abs(x * parts - round(x * parts)) < 1e-6 for x in multiples):

@@ -90,3 +90,21 @@ def test_a_skip_connection_has_arrows_there_and_back():
     ]
     pairs = sorted((ranks[0][i], ranks[1][i]) for i in ranks[0])
     assert pairs == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+
+
+def test_transfers_that_keep_a_rank_from_computing_are_slices_within_actions():
+    costs = Costs(boundary_bytes=8, cotangent_bytes=4, bandwidth=4, overlap=False)
+    slices = events(gpipe(2, 1).simulate(costs), "X", unit=1.0)
+    transfers = [
+        (e["name"], e["tid"], e["ts"], e["dur"])
+        for e in slices
+        if e["cat"] == "transfer"
+    ]
+    assert transfers == [
+        ("sends", 0, 1.0, 1.0),
+        ("receives", 0, 6.5, 0.5),
+        ("receives", 1, 2.0, 1.0),
+        ("sends", 1, 6.0, 0.5),
+    ]
+    whole = {e["name"]: (e["ts"], e["dur"]) for e in slices if e["cat"] in "FB"}
+    assert whole == {"0F0": (0, 2), "1F0": (2, 2), "1B0": (4, 2.5), "0B0": (6.5, 2.5)}

@@ -45,7 +45,7 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     root = parsed(plan)
     boxed = actions(root)
     assert len(boxed) == sum(map(len, plan.schedule.rows))
-    lowest = max(box["y"] for _, box in boxes(root, "busy: "))
+    lowest = max(box["y"] for _, box in boxes(root, "computes: "))
     assert min(box["y"] for box in boxed.values()) > lowest
     shown = [text["text"] for text in texts(root)]
     seconds = format_seconds(plan.forecast.seconds)
@@ -67,6 +67,32 @@ def test_forwards_that_run_in_their_backwards_are_drawn_as_those_of_a_schedule()
         assert forward["x"] + forward["width"] == CLOSE(backward["x"])
         ratio = forward["width"] / backward["width"]
         assert ratio == pytest.approx(costs.forward[1] / costs.backward[1], rel=0.01)
+
+
+def test_transfers_that_keep_a_rank_from_computing_are_parts_of_its_time():
+    plan = planned(
+        2, schedules="1f1b", data=1, balance=(3, 2), overlap=False, latency=1e-6
+    )
+    root = parsed(plan)
+    bars = zip(boxes(root, "computes: "), boxes(root, "transfers: "), strict=True)
+    costs = plan.forecast.costs
+    # Each rank has half of four transfers there and four back, of what crosses.
+    num_bytes = costs.boundary_bytes[1] + costs.cotangent_bytes[1]
+    seconds = (8 * costs.latency + 4 * num_bytes / costs.bandwidth) / 2
+    computing = [
+        4 * (costs.forward[stage] + costs.backward[stage]) for stage in range(2)
+    ]
+    for rank, ((_, busy), (_, transfers)) in enumerate(bars):
+        assert busy["x"] + busy["width"] == CLOSE(transfers["x"])
+        ratio = transfers["width"] / busy["width"]
+        assert ratio == pytest.approx(seconds / computing[rank], rel=0.01)
+    # A forward that runs in its backward is drawn between what it receives and that.
+    boxed = dict(boxes(root, r"1[FB]0"))
+    spans = {title.split(":")[0]: box for title, box in boxed.items()}
+    order = [spans[name] for name in ("1F0 receives", "1F0", "1B0", "1B0 sends")]
+    ends = [box["x"] + box["width"] for box in order]
+    assert [box["x"] for box in order[1:]] == [CLOSE(end) for end in ends[:-1]]
+    assert spans["1F0"]["width"] > 1
 
 
 def test_names_of_ranks_are_cut_only_where_there_is_no_room():

@@ -10,8 +10,9 @@ import pytest
 
 from jpipe.draw import _palette as palette
 from jpipe.draw._frame import fit_frame
+from jpipe.schedules import Costs, gpipe
 
-from .pictures import CLOSE, NAMES, SVG, actions, parsed, predicted, texts
+from .pictures import CLOSE, NAMES, SVG, actions, boxes, parsed, predicted, texts
 
 
 def numbers_in(root: ET.Element) -> list[tuple[dict, str, dict[str, float]]]:
@@ -105,3 +106,28 @@ def test_memory_curves_have_one_scale_and_follow_the_events():
             assert any(corner == CLOSE(point, abs=0.03) for point in curves[0])
     said = [t["text"] for t in texts(root) if t["text"].startswith("peak")]
     assert said[:4] == ["peak 4", "peak 3", "peak 2", "peak 1"]
+
+
+def test_transfers_that_keep_a_rank_from_computing_are_boxes_of_their_own():
+    # There a transfer takes 8 / 4 = 2, 1 of each rank; back 4 / 4 = 1, half of it each.
+    costs = Costs(boundary_bytes=8, cotangent_bytes=4, bandwidth=4, overlap=False)
+    timeline = gpipe(2, 1).simulate(costs)
+    root = parsed(timeline)
+    frame = fit_frame((timeline,), None)
+    spans = {}
+    for title, box in boxes(root, r"\d[FB]0"):
+        per_unit = (frame.right - frame.left) / timeline.makespan
+        start = (box["x"] - frame.left) / per_unit
+        end = start + box["width"] / per_unit
+        spans[title.split(":")[0]] = [CLOSE(start, abs=0.01), CLOSE(end, abs=0.01)]
+    assert spans == {
+        **{"0F0": [0, 1], "0F0 sends": [1, 2], "1F0 receives": [2, 3], "1F0": [3, 4]},
+        **{"1B0": [4, 6], "1B0 sends": [6, 6.5], "0B0 receives": [6.5, 7]},
+        "0B0": [7, 9],
+    }
+    meaning = "transfer, without computing"
+    assert meaning in [text["text"] for text in texts(root)]
+
+    overlapping = parsed(gpipe(2, 1).simulate(Costs(latency=2)))
+    assert len(boxes(overlapping, r"\d[FB]0")) == 4
+    assert meaning not in [text["text"] for text in texts(overlapping)]

@@ -34,12 +34,27 @@ def slow(*row: Any) -> Any:
     return pytest.param(*row, marks=pytest.mark.slow)
 
 
+def outlines(text: str) -> set[str]:
+    """The different lines of what a program prints, but for numbers, units and space.
+
+    A line in quotes is a text that a model wrote.
+    """
+    text = re.sub(r"^(['\"]).*\1$", "text", text, flags=re.MULTILINE)
+    masked = re.sub(r"\d[\d.,:e+-]*( ([KMG]i)?B\b| [mµ]?s\b)?", "0", text)
+    return {" ".join(line.split()) for line in masked.splitlines()}
+
+
+def recorded(name: str) -> str:
+    """What the page of an example says that it prints."""
+    return (EXAMPLES / "outputs" / name).with_suffix(".txt").read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
         slow(
-            "scanned_gpt.py --steps=2 --layers=4",
-            r"(?s)cpu:2 +layer 2 .*cpu:3: \d.*differ by at most \d\.\de-(0[5-9]|\d\d)",
+            "scanned_gpt.py --steps=2 --layers=8",
+            r"(?s)cpu:2 +layers 4-5 .*cpu:3: .*differ by at most \d\.\de-(0[5-9]|\d\d)",
         ),
         (
             "logging_metrics.py --steps=3",
@@ -50,6 +65,8 @@ def slow(*row: Any) -> Any:
             "generate.py --steps=3 --width=32 --blocks=2 --length=16 --prompts=4",
             r"(?s)greedy: 100\.0% of 64 tokens .*sampled at 0\.8: 100\.0% of 64",
         ),
+        slow("gpt2.py --steps=1", r"differ by at most \d\.\de-0[67]\n"),
+        slow("t5.py --steps=1", r"differ by at most \d\.\de-0[67]\n"),
         slow("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
         slow("mixed_precision.py", r"\n1 of 400 steps skipped\n.* 9\d\.\d% on 360"),
         slow("lora.py", r"with the adapters\n  36,864 par.*\n  9\d\.\d%"),
@@ -75,6 +92,7 @@ def test_an_example_runs_and_writes_where_git_ignores(command, shown, tmp_path):
         pytest.importorskip(NEEDS[name])
     printed = run(str(EXAMPLES / name), *options, folder=tmp_path)
     assert re.search(shown, printed), printed
+    assert outlines(printed) == outlines(recorded(name)), "docs/record_examples.py"
     assert {path.name for path in tmp_path.iterdir()} <= {"build"}
 
 
@@ -101,6 +119,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path):
     whole = run(*command[:2], "--folder=build/whole", folder=tmp_path)
     assert len(losses(whole)) == 6
     assert losses(first + second) == losses(whole)
+    kept = recorded("resume").replace("build/resume", "build/whole")
+    assert outlines(whole) == outlines(kept)
 
 
 @pytest.mark.slow
@@ -143,6 +163,9 @@ def test_the_main_job_has_one_loss_in_one_process_and_in_two():
     assert shown[0] == shown[1]
     assert re.search(r"difference is \d\.\de-0[5-9]", printed[0])
     assert re.search(r"it took \d+ s", printed[0])
+    of_schedules = "rank ", "gpipe: ", "0f0b: "
+    different = outlines(printed[0]) ^ outlines(recorded("train_text"))
+    assert all(line.startswith(of_schedules) for line in different), different
 
 
 @pytest.mark.slow
@@ -168,9 +191,12 @@ def test_a_plan_from_the_shell_is_of_a_profile_that_is_measured_once(tmp_path):
 
 @pytest.mark.slow
 def test_the_picture_of_a_plan_is_what_the_example_draws(tmp_path):
-    run("examples/plan.py", "--estimate", "--devices=4", f"--out={tmp_path}")
+    options = "--estimate", "--devices=4", f"--out={tmp_path}"
+    printed = run("examples/plan.py", *options)
     drawn, kept = tmp_path / "plan.svg", ROOT / "docs/plan.svg"
     assert drawn.read_text("utf-8") == kept.read_text("utf-8")
+    here = printed.replace(str(tmp_path), "build/plan")
+    assert outlines(here) == outlines(recorded("plan"))
 
 
 def test_the_table_has_each_example_once():

@@ -3,6 +3,7 @@
 import itertools
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,31 @@ def test_names_of_parameters_are_long_enough_to_tell_stages_apart():
         ["0/0", "0/1", "1/0", "1/1"],
         ["0/2", "0/3", "1/2", "1/3"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "names"),
+    [
+        (2, [["left"], ["right"]]),
+        (3, [["left (part)"], ["left (part)", "right (part)"], ["right (part)"]]),
+    ],
+)
+def test_two_towers_of_one_module_are_named_by_their_parameters(num_stages, names):
+    class Tower(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = nn.relu(nn.Dense(64)(x))
+            return x
+
+    def loss(params, x):
+        left: Any = Tower().apply({"params": params["left"]}, x)
+        right: Any = Tower().apply({"params": params["right"]}, x)
+        return jnp.mean((left - right) ** 2)
+
+    params = {side: Tower().init(KEY, X)["params"] for side in ("left", "right")}
+    grad_fn, _ = placed(loss, params, num_stages)
+    assert grad_fn.plan.layer_names == names
 
 
 class Block(nn.Module):

@@ -494,9 +494,15 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "draw/_bars": [
         ("            x += length\n", ""),
     ],
+    "draw/_plan_bars": [
+        ("if end[forward] == start[action]:", "if False:"),
+    ],
     "draw/_trace": [
         ("clock.microseconds_inside(need, 0.99)", "clock.microseconds_inside(need, 1)"),
         ("(time - self.timeline.begin) * self.unit", "time * self.unit"),
+    ],
+    "draw/_transfers": [
+        ("if compute_end < end:", "if False:"),
     ],
     "planning/_bottleneck_cut": [
         ("starts = latency + transfers if stage else latency", "starts = latency"),

@@ -56,6 +56,16 @@ def test_a_transfer_that_does_not_overlap_keeps_both_ranks_busy_for_half_of_its_
     assert one_rank.simulate(costs).makespan == 6.0
 
 
+def test_text_shows_transfers_that_keep_a_rank_from_computing():
+    costs = Costs(boundary_bytes=8, cotangent_bytes=4, bandwidth=4, overlap=False)
+    timeline = gpipe(2, 1).simulate(costs)
+    # A column is 0.5: F takes 1, its transfer 1 of each rank; B 2, its transfer 0.5.
+    assert timeline.to_text().splitlines() == [
+        "rank 0 |F0 F0 -  -  .  .  .  .  .  .  .  .  .  -  B0 B0 B0 B0|",
+        "rank 1 |.  .  .  .  -  -  F0 F0 B0 B0 B0 B0 -  .  .  .  .  . |",
+    ]
+
+
 def test_the_times_that_are_not_given_follow_from_the_others():
     for costs, expected in (
         (Costs(), [1, 2, 1, 1]),
