@@ -76,14 +76,15 @@ class PlannedModel:
             progress.show(0, 1)
             one_microbatch = request.resized(request.batch().sizes[0])
             num_layers = len(self._names)
-            if self._is_model:
-                if self._sections is None:
-                    self._sections = self._find_sections(one_microbatch)
+            is_first_trace = self._is_model and self._sections is None
+            if is_first_trace:
+                self._sections = self._find_sections(one_microbatch)
+            if self._sections is not None:
                 num_layers = len(self._sections.positions) + 1
             _, specialization, variables = self._specialize(
                 one_microbatch, _one_layer_per_stage(num_layers), cuts=self._sections
             )
-            if self._is_model:
+            if is_first_trace:  # sections have one name in all traces
                 modules = name_stages(specialization.stages, specialization.layout.keys)
                 self._names = [
                     abbreviate(names) or f"section {index}"

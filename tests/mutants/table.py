@@ -546,6 +546,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("(self.size - self.small) / (", "(self.large - self.size) / ("),
         ("max(value, small * self.size / self.small)", "max(value, 0.0)"),
         ("large.microbatch_size < size", "large.microbatch_size > size"),
+        ("small_by_ends.get(ends, no_skip)", "small_by_ends.get(ends, skip)"),
     ],
     "planning/_origin": [
         ("if name in origin and origin[name]", "if origin.get(name)"),
