@@ -100,7 +100,9 @@ class PlanChoices:
             if isinstance(schedule, Schedule) or (name is schedule and callable(name)):
                 if isinstance(schedule, Schedule):
                     schedule.validate()
-                user_schedule = UserSchedule(schedule)
+                user_schedule = UserSchedule(
+                    schedule, needs_forwards_first=needs_forwards_first
+                )
                 name = user_schedule.name
                 if builders.get(name, user_schedule) != user_schedule:
                     raise ValueError(
@@ -135,14 +137,7 @@ class PlanChoices:
         user_names = [name for name in self.builders if name not in BY_NAME]
         for name in self.schedule_names:
             key = find_catalogue_key(name)
-            is_of_user = name in user_names
-            if is_of_user and self.allowed_schedules == FORWARDS_FIRST:
-                yield (
-                    f"schedules: {name} is none of those that are planned for "
-                    f"reduction='batch': choose from "
-                    f"{', '.join(map(repr, FORWARDS_FIRST))}"
-                )
-            elif not is_of_user and key not in self.allowed_schedules:
+            if name not in user_names and key not in self.allowed_schedules:
                 listed = ", ".join(map(repr, self.allowed_schedules))
                 fault = "is unknown"
                 if key in _TRAINING_SCHEDULES:

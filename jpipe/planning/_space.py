@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..schedules import BY_NAME, Schedule, ScheduleBuilder, ScheduleError
+from ..schedules._catalogue import FORWARDS_FIRST, runs_forwards_first
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
 from ._mesh_shapes import MeshShape
@@ -44,9 +45,11 @@ class UserSchedule:
 
     Attributes:
       schedule: the builder or schedule.
+      needs_forwards_first: True if each backward has to follow all forwards.
     """
 
     schedule: Any
+    needs_forwards_first: bool
 
     @property
     def name(self) -> str:
@@ -78,6 +81,14 @@ class UserSchedule:
             raise ValueError(
                 f"plan: schedules: {self.name} {feature}, which is not planned; type "
                 f"jpipe.pipeline(layers, num_microbatches, schedule=...)"
+            )
+        if self.needs_forwards_first and not runs_forwards_first(schedule):
+            raise ValueError(
+                f"plan: schedules: {self.name} runs backwards before the last forward "
+                f"of {num_ranks} ranks and {num_microbatches} micro-batches, and "
+                f"reduction='batch' needs all forwards first: type "
+                f"{' or '.join(map(repr, FORWARDS_FIRST))}, or an order of your own in "
+                f"which each backward follows all forwards"
             )
         return schedule.validate()
 

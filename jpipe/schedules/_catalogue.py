@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ._action import FORWARD
 from ._blocks import one_f_one_b_v, v_half, v_min
 from ._flush import (
     eager_one_f_one_b,
@@ -11,7 +12,7 @@ from ._flush import (
     one_f_one_b,
 )
 from ._looped import interleaved, interleaved_zb, looped_bfs
-from ._schedule import ScheduleBuilder
+from ._schedule import Schedule, ScheduleBuilder
 from ._zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 BY_NAME: dict[str, ScheduleBuilder] = {
@@ -33,6 +34,20 @@ BY_NAME: dict[str, ScheduleBuilder] = {
 }
 # The schedules of training in which each rank runs all forwards first.
 FORWARDS_FIRST = ("gpipe", "looped_bfs")
+
+
+def runs_forwards_first(schedule: Schedule) -> bool:
+    """True if each backward follows all forwards of its rank.
+
+    Example:
+      >>> [runs_forwards_first(build(2, 4)) for build in (gpipe, one_f_one_b)]
+      [True, False]
+    """
+    for row in schedule.rows:
+        is_forward = [action.op == FORWARD for action in row]
+        if is_forward != sorted(is_forward, reverse=True):
+            return False
+    return True
 
 
 def named(name: str) -> ScheduleBuilder:
