@@ -119,17 +119,18 @@ def _settings_of_jit() -> Hashable:
 
 
 def as_weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns an array as a weakly typed one; as it is, where JAX does not allow that.
+    """Returns an array without a part here as a weakly typed one.
 
-    Sets ``array.aval``, since a non-addressable array can be made only of a shape and a
-    dtype.
-    Free when `jax.make_array_from_single_device_arrays` takes a weak type; it does not
-    up to JAX 0.12.
+    As it is, where JAX does not allow that. Calls the class of the array, as
+    `jax.make_array_from_single_device_arrays` does, which takes a shape and a dtype.
+    Free when that takes a weak type; it does not up to JAX 0.12.
     """
-    weak: Any = array
+    weak: Any = jax.typeof(array)
+    new_array: Any = type(array)
     with suppress(AttributeError, TypeError):
-        weak.aval = weak.aval.update(weak_type=True)
-    return weak
+        weak = weak.update(weak_type=True)
+        return new_array(weak, array.sharding, [], committed=True)
+    return array
 
 
 def copier(source: Any, targets: Sequence[Sharding]) -> Copy | None:

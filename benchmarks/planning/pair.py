@@ -1,17 +1,20 @@
-"""Two processes of one core each: how fast arrays pass, and how long steps take.
+"""Two processes of one core each: how fast arrays pass, plans tuned, and steps timed.
 
     process 0, a core    stage 0  ──activations──▶  stage 1    process 1, a core
                                   ◀───gradients───
 
-`python -m jpipe launch` starts them. Each writes what it has measured to a file.
+`python -m jpipe launch` starts them. Both tune the model under each limit, compile all
+ways with the tuned plans among them, and take steps of these in turns. Each writes what
+it has measured to a file.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import jpipe
 from ..peers.measure import pin
 from ..steps import interleaved
 from .models import MODELS
-from .ways import Link, Way, square
+from .ways import Link, Tuned, Way, add_way, plan_way, square
 
 # A visit of a way is predicted to take so many seconds, in so many steps at most.
 VISIT_SECONDS = 0.15
@@ -128,8 +131,60 @@ class Runner:
         return float(metrics["loss"])
 
 
-def measure_ways(name: str, path: Path, rounds: int) -> list[dict[str, Any]]:
-    """Times all ways to run a model, in turns.
+class TunedPlans:
+    """Plans of `jpipe.tune`, as users type it, in this pair of processes.
+
+    Args:
+      name: of the model.
+      layers: the model.
+      x: the mini-batch.
+      ways: the ways to run it; plans that no way equals are added.
+    """
+
+    def __init__(self, name: str, layers: list[Any], x: Any, ways: list[Way]) -> None:
+        self._name = name
+        self._layers = layers
+        self._x = x
+        self._ways = ways
+
+    def tune(self, limit: int | None) -> Tuned:
+        """Tunes the model under a limit of bytes."""
+        tx = optax.sgd(1e-3)
+        multihost_utils.sync_global_devices("tune")
+        start = time.perf_counter()
+        try:
+            plan = jpipe.tune(self._layers, self._x, (), square, tx, memory_limit=limit)
+        except ValueError as error:
+            seconds = time.perf_counter() - start
+            say(f"{self._name}: nothing fits {limit} bytes, {seconds:.0f} s")
+            return Tuned(limit, seconds, refusal=str(error))
+        seconds = time.perf_counter() - start
+        way = plan_way(plan)
+        say(f"{self._name}: tuned for {limit} bytes, {seconds:.0f} s: {way}")
+        assert plan.forecast is not None
+        trials = [
+            (trial.predicted, trial.seconds)
+            for trial in plan.forecast.trials
+            if trial.seconds is not None
+        ]
+        return Tuned(limit, seconds, add_way(self._ways, way), way.seconds, trials)
+
+    def tune_all(self, limits: Sequence[int | None]) -> list[Tuned]:
+        """Tunes the model under limits, the largest first.
+
+        Where nothing fits, nothing fits a smaller limit: that is not tried.
+        """
+        tuned: list[Tuned] = []
+        for limit in limits:
+            if any(earlier.refusal for earlier in tuned):
+                tuned.append(Tuned(limit, None))
+            else:
+                tuned.append(self.tune(limit))
+        return tuned
+
+
+def measure_model(name: str, path: Path, rounds: int) -> dict[str, Any]:
+    """Tunes a model, and times all ways to run it in turns.
 
     Args:
       name: of the model.
@@ -137,17 +192,26 @@ def measure_ways(name: str, path: Path, rounds: int) -> list[dict[str, Any]]:
       rounds: how many count.
 
     Returns:
-      For each way the seconds of its steps, one number a round, the loss of its first
-      step, and the bytes of devices by their names.
+      ``"tuned"``: the fields of each `Tuned`, ``"ways"``: those of each `Way`, and
+      ``"measured"``: for each way the seconds of its steps, one number a round, the
+      loss of its first step, and the bytes of devices by their names.
     """
     layers, x = MODELS[name]()
-    ways = [Way(**fields) for fields in json.loads(path.read_text())["ways"]]
+    fields = json.loads(path.read_text())
+    ways = [Way(**way_fields) for way_fields in fields["ways"]]
+    limits = [planned["limit"] for planned in fields["planned"]]
+    tuned = TunedPlans(name, layers, x, ways).tune_all(limits)
+
+    start = time.perf_counter()
     runners = [Runner(way, layers, x) for way in ways]
+    say(f"{name}: {len(ways)} ways compiled, {time.perf_counter() - start:.0f} s")
     visits: dict[str, Callable[[], None]] = {
         str(index): runner.visit for index, runner in enumerate(runners)
     }
+    start = time.perf_counter()
     seconds = interleaved(visits, rounds)
-    return [
+    say(f"{name}: {rounds} rounds, {time.perf_counter() - start:.0f} s")
+    measured = [
         {
             "seconds": [visit / runner.num_steps for visit in seconds[str(index)]],
             "loss": runner.loss,
@@ -155,13 +219,26 @@ def measure_ways(name: str, path: Path, rounds: int) -> list[dict[str, Any]]:
         }
         for index, runner in enumerate(runners)
     ]
+    return {
+        "tuned": list(map(dataclasses.asdict, tuned)),
+        "ways": list(map(dataclasses.asdict, ways)),
+        "measured": measured,
+    }
+
+
+def say(text: str) -> None:
+    """Prints how far the first process is."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def main() -> None:
     """Runs one process of the two."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cores", type=json.loads, default=[])
-    parser.add_argument("--model", help="its ways are timed; left out, the link is")
+    parser.add_argument(
+        "--model", help="is tuned and timed; left out, the link is timed"
+    )
     parser.add_argument("--ways", type=Path)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--out", type=Path, required=True, help="a folder")
@@ -172,7 +249,7 @@ def main() -> None:
     if options.model is None:
         result: Any = measure_link()._asdict()
     else:
-        result = measure_ways(options.model, options.ways, options.rounds)
+        result = measure_model(options.model, options.ways, options.rounds)
     (options.out / f"{number}.json").write_text(json.dumps(result))
 
 

@@ -162,15 +162,14 @@ def _evaluate_cond(
     results: list[Any] = [None] * len(eqn.outvars)
     if not groups:
         cases = [
-            core.jaxpr_as_fun(branch)(*branch_operands)
-            for branch in eqn.params["branches"]
+            core.jaxpr_as_fun(branch)(*branch_operands) for branch in branches_of(eqn)
         ]
         for i, alternatives in enumerate(zip(*cases, strict=True)):
             results[i] = jax.lax.select_n(branch_index, *alternatives)
         return results
 
     for group in groups:
-        branches, used_operands = branches_of(eqn, group)
+        branches, used_operands = branches_of_results(eqn, group)
         group_results = jax.lax.switch(
             branch_index,
             [core.jaxpr_as_fun(branch) for branch in branches],
@@ -181,7 +180,12 @@ def _evaluate_cond(
     return results
 
 
-def branches_of(
+def branches_of(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The branches of a `jax.lax.cond`, with calls of `jax.jit` inlined."""
+    return [_inline_and_open(branch, _JITS) for branch in eqn.params["branches"]]
+
+
+def branches_of_results(
     eqn: core.JaxprEqn, group: Sequence[int]
 ) -> tuple[list[core.ClosedJaxpr], list[int]]:
     """The branches of a `jax.lax.cond` that give some of its results.
@@ -191,7 +195,7 @@ def branches_of(
     """
     full_branches = list[core.ClosedJaxpr]()
     used_operands = set[int]()
-    for branch in eqn.params["branches"]:
+    for branch in branches_of(eqn):
         outvars = [branch.jaxpr.outvars[i] for i in group]
         full_branches.append(dce_jaxpr(branch, outvars))
         is_used = used_inputs(full_branches[-1])

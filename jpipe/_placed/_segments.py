@@ -194,7 +194,7 @@ def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _inlining.Groups:
     places = [placed[atom] for atom in operands]
 
     result_places = [NOWHERE] * len(eqn.outvars)
-    for branch in eqn.params["branches"]:
+    for branch in _inlining.branches_of(eqn):
         placed_branch = PlacedJaxpr(branch, places)
         for i, atom in enumerate(branch.jaxpr.outvars):
             if len({result_places[i], placed_branch[atom]} - {NOWHERE}) > 1:
@@ -205,7 +205,7 @@ def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _inlining.Groups:
     for i, place in enumerate(result_places):
         groups.setdefault(place, []).append(i)
     for place, group in groups.items():
-        _, used_operands = _inlining.branches_of(eqn, group)
+        _, used_operands = _inlining.branches_of_results(eqn, group)
         for i in used_operands:
             is_large = _size(operands[i]) > 1
             if is_large and places[i] not in (place, NOWHERE):

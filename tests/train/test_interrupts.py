@@ -85,8 +85,11 @@ def test_an_interrupt_at_any_time_leaves_one_state_or_the_other(donate, terminat
     numbers = {*range(1, total - 3, total // 60), *range(total - 12, total - 3)}
     for number in sorted(numbers):
         given = jax.tree.map(jnp.copy, state)
-        with pytest.raises(KeyboardInterrupt):
+        # Where it comes while JAX compares two keys of a cache, JAX raises an error of
+        # its own that quotes it.
+        with pytest.raises((KeyboardInterrupt, ValueError)) as caught:
             interrupted(call, number)
+        assert "KeyboardInterrupt" in f"{caught.type} {caught.value}"
         taken = int(given.step) - int(state.step)
         ref.assert_equal(given, ends[taken])
         seen.add(taken)

@@ -53,6 +53,12 @@ def around(name, *args, **options):
     return lambda: find(name)(optax.adam(RATE), *args, **options)
 
 
+def jitted_adam():
+    """Adam whose update is one call of `jax.jit`, on all parameters."""
+    adam = optax.adam(RATE)
+    return optax.GradientTransformation(adam.init, jax.jit(adam.update))
+
+
 def before(name, *args):
     """A transformation of gradients, which SGD descends."""
     return lambda: optax.chain(find(name)(*args), optax.sgd(RATE))
@@ -76,6 +82,7 @@ MADE = {
     "contrib.normalize": before("contrib.normalize"),
     "add_noise": before("add_noise", 0.1, 0.5, jax.random.key(3)),
     "apply_if_finite": around("apply_if_finite", 3),
+    "apply_if_finite, jitted": lambda: optax.apply_if_finite(jitted_adam(), 3),
     "chain": lambda: optax.chain(
         optax.zero_nans(),
         optax.clip_by_global_norm(0.05),
@@ -287,6 +294,7 @@ QUICK = {
     "adafactor",
     "adafactor, factored",
     "apply_if_finite",
+    "apply_if_finite, jitted",
     "chain",
     "clip_by_global_norm",
     "contrib.dog",
