@@ -101,6 +101,7 @@ REACHED_BY = {
     "checkpoint": "train/test_checkpoint.py",
     "draw": "draw",
     "planning": "planning",
+    "planning/_space": "loss_functions/test_whole_batch.py planning",
     "planning/_sums": "planning/test_profile.py planning/test_partition.py planning",
     "schedules": "schedules",
 }
@@ -581,6 +582,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_residual_ratios": [
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
+    ],
+    "planning/_space": [
+        ("if self.needs_forwards_first and", "if False and"),
     ],
     "planning/_sums": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),
