@@ -14,7 +14,7 @@ from .processes import restart_with, xla_flags
 from .result import DTYPES, FOLDER, SCALES, Result
 
 if TYPE_CHECKING:  # JAX starts with the flags below, not before them
-    from .tables.run import Options
+    from .tables.options import Options
 
 # Before JAX starts: eight host devices of one thread each stand in for as many
 # accelerators, and malloc keeps what is freed, as the allocators of GPUs do.
@@ -135,7 +135,8 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     import jax
 
     from .published import BY_NAME
-    from .tables.run import Options, run
+    from .tables.options import Options
+    from .tables.run import run
 
     if options.scale == "full" and jax.default_backend() == "cpu":
         options.examples = options.examples or 2

@@ -29,7 +29,6 @@ _RESNET = (*_TABLE, "resnet101-speed")
 # name of a part -> what is typed after `python -m`
 PARTS: dict[str, tuple[str, ...]] = {
     "dispatch": ("benchmarks.overhead.dispatch", "--one-device"),
-    "call": ("benchmarks.overhead.call",),
     "memory-amoebanetd": (*_TABLE, "amoebanetd-memory", *_ONE_STAGE),
     "step-resnet101-one-stage": (*_RESNET, *_BFLOAT16, *_ONE_STAGE),
     "step-resnet101-one-stage-1f1b": (*_RESNET, *_BFLOAT16, *_DEFAULTS, *_ONE_STAGE),

@@ -15,6 +15,7 @@ from jpipe.schedules import Costs, Schedule, ScheduleBuilder, gpipe
 from . import reference as ref
 from .house.pages import read_blocks
 from .programs import ROOT
+from .schedules.orders import TORCH_LOOPED_BFS
 
 
 class TestSameBits:
@@ -58,6 +59,19 @@ class TestSameBits:
         ref.assert_close(found, expected, ref.FLOAT32)
         last = self.grads(schedule=descending, remat="except_last")
         ref.assert_close(last, expected, ref.FLOAT32)
+
+    def test_a_csv_file_of_torch_gives_the_numbers_of_one_device(self):
+        layers, (x, targets) = ref.mlp(), ref.regression(9)
+        schedule = Schedule.from_text(TORCH_LOOPED_BFS)
+        devices = jax.devices()[:2]
+        pipe = jpipe.pipeline(
+            layers, 3, balance=[2, 2, 1, 1], schedule=schedule, devices=devices
+        )
+        variables = pipe.init(jax.random.key(0), x)
+        found = pipe.value_and_grad(ref.mse)(variables, x, targets)
+        params = ref.params_of(variables)
+        expected = ref.value_and_grad(layers, params, x, targets)
+        ref.assert_close(found, expected, ref.FLOAT32)
 
     def test_kept_residuals_give_the_same_bits_where_the_same_programs_run(self):
         # The last stage of 1F1B and of the user's order runs F and B fused.

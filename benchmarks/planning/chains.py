@@ -43,18 +43,19 @@ def _random_layer(
 ) -> LayerProfile:
     if is_whole:
         forward, input_grad, weight_grad = (float(rng.randrange(5)) for _ in range(3))
+        backward = abs(input_grad + weight_grad + rng.choice([-1.0, 1.0]))
     else:
         forward = rng.lognormvariate(0, 0.7)
         input_grad = forward * rng.uniform(0.8, 1.1)
         weight_grad = forward * rng.uniform(0.8, 1.1)
-    backward = (input_grad + weight_grad) * rng.uniform(0.7, 1.4)
+        backward = (input_grad + weight_grad) * rng.uniform(0.7, 1.4)
     param_bytes = rng.randint(1, 60)
     output_bytes = rng.randint(1, 40)
     stored_bytes = int(output_bytes * rng.uniform(1, 6))
     return LayerProfile(
         name=f"layer {layer_index}",
         forward=forward,
-        backward=float(round(backward)) if is_whole else backward,
+        backward=backward,
         input_grad=input_grad,
         weight_grad=weight_grad,
         param_bytes=param_bytes,

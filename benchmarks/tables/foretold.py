@@ -14,7 +14,7 @@ from ..cells.predict import Link, Predictor
 from ..experiment import Experiment, Setting
 from ..published import Benchmark
 from ..result import COMPILED, GIB, PREDICTED, Cell
-from .run import Jobs, Options, devices_for
+from .options import Jobs, Options, devices_for
 
 _ONE_F_ONE_B = Way("1f1b", "full")
 _DEFAULT = Way("1f1b", "min_cut")

@@ -27,7 +27,7 @@ from ..cells.predict import Link, Predictor
 from ..experiment import Experiment, Setting, Work
 from ..published import Benchmark
 from ..result import GIB, MEASURED, Cell
-from .run import Jobs, Options, devices_for
+from .options import Jobs, Options, devices_for
 
 KINDS = ("speed", "memory")
 # After so many seconds no other step of a row begins.

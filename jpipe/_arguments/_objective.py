@@ -65,7 +65,7 @@ class Objective:
                 self.loss_fn,
                 {"outputs": outputs, "targets": targets},
                 examples=self._examples,
-                advice=_other_arguments(self.loss_fn),
+                advice=explain_arguments(self.loss_fn),
             )
             raise
         loss, aux = self._split_aux(result)
@@ -134,7 +134,7 @@ def check_results(has_aux: Any, reduction: Any, aux_axes: Any) -> None:
         )
 
 
-def _other_arguments(loss_fn: Callable[..., Any]) -> str:
+def explain_arguments(loss_fn: Callable[..., Any]) -> str:
     """The end of an error of a loss whose arguments are others; empty if they are not.
 
     They are, if it does not take two, or calls the first one as parameters are called.

@@ -27,8 +27,7 @@ from .._layers._text import abbreviate
 from .._processes._arrays import is_here, replicated_sharding
 from .._processes._digest import digest
 from ..schedules import Schedule
-from ..schedules._action import FORWARD
-from ..schedules._catalogue import FORWARDS_FIRST
+from ..schedules._catalogue import FORWARDS_FIRST, runs_forwards_first
 from ._remat import RematSetting
 
 
@@ -71,16 +70,14 @@ class StagePlacement:
         Raises:
           ValueError: if a rank runs a forward after a backward.
         """
-        for row in self.schedule.rows:
-            is_forward = [action.op == FORWARD for action in row]
-            if is_forward != sorted(is_forward, reverse=True):
-                raise ValueError(
-                    f"schedule {self.schedule.name!r} runs backwards before the last "
-                    f"forward, and the loss reads the outputs of the whole mini-batch "
-                    f"at once (jpipe.whole_batch, reduction='batch'): type schedule="
-                    f"{' or '.join(map(repr, FORWARDS_FIRST))}, or give one of your "
-                    f"own in which each backward follows all forwards"
-                )
+        if not runs_forwards_first(self.schedule):
+            raise ValueError(
+                f"schedule {self.schedule.name!r} runs backwards before the last "
+                f"forward, and the loss reads the outputs of the whole mini-batch at "
+                f"once (jpipe.whole_batch, reduction='batch'): type schedule="
+                f"{' or '.join(map(repr, FORWARDS_FIRST))}, or give one of your own in "
+                f"which each backward follows all forwards"
+            )
 
     @property
     def layers(self) -> list[LayerAdapter]:

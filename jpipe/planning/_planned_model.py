@@ -36,14 +36,11 @@ from .._trace._layer_scans import UNDIVIDED
 from ..schedules import gpipe
 from ._describe import describe, describe_function
 from ._plan_record import Plan
-from ._request import Request, sum_outputs
+from ._request import Request
 from ._space import Choice
 from ._traced_layers import TracedLayers
 
 PyTree = Any
-_NO_TARGETS = (
-    "loss_fn= was given and no targets=: the loss was called with () in their place"
-)
 # A model is cut as finely as for about so many stages.
 _NUM_SECTIONS = 16
 
@@ -76,14 +73,15 @@ class PlannedModel:
             progress.show(0, 1)
             one_microbatch = request.resized(request.batch().sizes[0])
             num_layers = len(self._names)
-            if self._is_model:
-                if self._sections is None:
-                    self._sections = self._find_sections(one_microbatch)
+            is_first_trace = self._is_model and self._sections is None
+            if is_first_trace:
+                self._sections = self._find_sections(one_microbatch)
+            if self._sections is not None:
                 num_layers = len(self._sections.positions) + 1
             _, specialization, variables = self._specialize(
                 one_microbatch, _one_layer_per_stage(num_layers), cuts=self._sections
             )
-            if self._is_model:
+            if is_first_trace:  # sections have one name in all traces
                 modules = name_stages(specialization.stages, specialization.layout.keys)
                 self._names = [
                     abbreviate(names) or f"section {index}"
@@ -176,16 +174,10 @@ class PlannedModel:
         def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(model.is_trained(variables, trainable))
 
-        try:
-            initial = model.initial(model.sample_batch(request.x, partition))
-            variables = model.from_entries(initial.specs)
-            function = PipelinedFunction(user_function, partition, trained)
-            specialization = function.specialize(variables, *args)
-        except Exception as error:
-            has_loss = request.loss_fn not in (None, sum_outputs)
-            if has_loss and not jax.tree.leaves(request.targets):
-                error.add_note(_NO_TARGETS)
-            raise
+        initial = model.initial(model.sample_batch(request.x, partition))
+        variables = model.from_entries(initial.specs)
+        function = PipelinedFunction(user_function, partition, trained)
+        specialization = function.specialize(variables, *args)
         return model, specialization, specialization.layout.split_params(variables)
 
 

@@ -265,8 +265,8 @@ def _find_larger_faults(profile: Profile, larger: Profile) -> Iterator[str]:
             f"larger.microbatch_size={larger.microbatch_size}: needs more than "
             f"{profile.microbatch_size}"
         )
-    if _outline(larger) != _outline(profile):
-        yield "larger has other layers, remat modes or skip connections"
+    if _modes_of_layers(larger) != _modes_of_layers(profile):
+        yield "larger has other layers or remat modes"
 
 
 def check_fingerprint(profile: Profile, fingerprint: Mapping[str, str]) -> None:
@@ -302,11 +302,9 @@ def check_fingerprint(profile: Profile, fingerprint: Mapping[str, str]) -> None:
         )
 
 
-def _outline(profile: Profile) -> list[Any]:
-    """The layers and skip connections, as in profiles of micro-batches of any size."""
-    layers = [(layer.name, set(layer.residual_bytes)) for layer in profile.layers]
-    skips = [(skip.name, skip.source, skip.target) for skip in profile.skips]
-    return [layers, skips]
+def _modes_of_layers(profile: Profile) -> list[tuple[str, set[str]]]:
+    """The name and remat modes of each layer, as in profiles of any size."""
+    return [(layer.name, set(layer.residual_bytes)) for layer in profile.layers]
 
 
 def _plain(number: Any) -> int | float:

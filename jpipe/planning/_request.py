@@ -1,6 +1,7 @@
 """The mini-batch, its loss, and how layers are profiled: arguments, checked."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 
 from .._arguments import _call, _microbatch, _variables
 from .._arguments._batch import Axes, Batch
-from .._arguments._objective import Objective
+from .._arguments._objective import Objective, explain_arguments
 from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._layers import _rng
+from .._messages import source_text
 from ._estimate import Rates
 from ._layer_profile import find_count_faults, find_number_faults
 
@@ -120,7 +122,12 @@ class Request:
         """The loss, a part of the last layer."""
         if self.loss_fn is None:
             return None
-        return Objective(self.loss_fn, self.has_aux, self.reduction)
+        objective = Objective(self.loss_fn, self.has_aux, self.reduction)
+        if jax.tree.leaves(self.targets) or explain_arguments(self.loss_fn):
+            return objective
+        return dataclasses.replace(
+            objective, loss_fn=_explain_missing_targets(self.loss_fn)
+        )
 
     @property
     def axes(self) -> Axes:
@@ -140,6 +147,24 @@ class Request:
         one_microbatch = dataclasses.replace(self, num_microbatches=1)
         x, targets = one_microbatch.batch().microbatch_specs(batch_size)
         return dataclasses.replace(one_microbatch, x=x, targets=targets)
+
+
+def _explain_missing_targets(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function, whose error without targets says what to type."""
+
+    @functools.wraps(loss_fn)
+    def call(outputs: PyTree, targets: PyTree) -> Any:
+        try:
+            return loss_fn(outputs, targets)
+        except Exception as error:
+            raise TypeError(
+                f"loss_fn, {source_text(loss_fn)}, was called with targets="
+                f"{targets!r}, and raised {type(error).__name__}: {error}\nType "
+                f"targets=targets beside loss_fn=, those of the mini-batch, as arrays "
+                f"or jax.ShapeDtypeStruct"
+            ) from error
+
+    return call
 
 
 def sum_outputs(outputs: PyTree, _: PyTree) -> jax.Array:

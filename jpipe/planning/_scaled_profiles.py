@@ -33,7 +33,7 @@ scales the residuals of its layers, in the profiles of all sizes of micro-batche
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._partition._remat_mode import MIN_CUT, NONE
@@ -44,7 +44,7 @@ from ._layer_profile import LayerProfile
 from ._mode_names import stores_only_inputs
 from ._plan_record import Plan
 from ._planned_model import PlannedModel
-from ._profile_record import Profile, costs_of_stages
+from ._profile_record import Profile, SkipProfile, costs_of_stages
 from ._request import Request
 from ._space import Choice
 
@@ -137,15 +137,34 @@ def interpolate(profile: Profile, size: int) -> Profile:
         large = large.larger
     interpolation = _Interpolation(size, small.microbatch_size, large.microbatch_size)
     layers = zip(small.layers, large.layers, strict=True)
-    skips = zip(small.skips, large.skips, strict=True)
+    skips = [
+        interpolation.extend_fields(a, b)
+        for a, b in _pair_skips(small.skips, large.skips)
+    ]
     return dataclasses.replace(
         profile,
         layers=tuple(interpolation.extend_fields(a, b) for a, b in layers),
         input_bytes=interpolation.extend(small.input_bytes, large.input_bytes),
-        skips=tuple(interpolation.extend_fields(a, b) for a, b in skips),
+        skips=tuple(skip for skip in skips if skip.bytes > 0),
         microbatch_size=size,
         larger=None,
     )
+
+
+def _pair_skips(
+    small_skips: Sequence[SkipProfile], large_skips: Sequence[SkipProfile]
+) -> Iterator[tuple[SkipProfile, SkipProfile]]:
+    """The skip connections of two sizes; one that a size lacks has no bytes there.
+
+    Equations are ordered by the bytes of their results, which depend on the size, and
+    the order decides which section computes a value.
+    """
+    small_by_ends = {(x.name, x.source, x.target): x for x in small_skips}
+    large_by_ends = {(x.name, x.source, x.target): x for x in large_skips}
+    for ends in small_by_ends | large_by_ends:
+        skip = small_by_ends.get(ends) or large_by_ends[ends]
+        no_skip = dataclasses.replace(skip, bytes=0, cotangent_bytes=0)
+        yield small_by_ends.get(ends, no_skip), large_by_ends.get(ends, no_skip)
 
 
 class _Interpolation(NamedTuple):

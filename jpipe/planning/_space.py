@@ -23,6 +23,7 @@ from ..schedules._catalogue import (
     TRAINING,
     CatalogueEntry,
     find_catalogue_key,
+    runs_forwards_first,
 )
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
@@ -59,9 +60,11 @@ class UserSchedule:
 
     Attributes:
       schedule: the builder or schedule.
+      needs_forwards_first: True if each backward has to follow all forwards.
     """
 
     schedule: Any
+    needs_forwards_first: bool
 
     @property
     def name(self) -> str:
@@ -110,6 +113,14 @@ class UserSchedule:
             raise ValueError(
                 f"plan: schedules: {self.name} {feature}, which is not planned; type "
                 f"jpipe.pipeline(layers, num_microbatches, schedule=...)"
+            )
+        if self.needs_forwards_first and not runs_forwards_first(schedule):
+            raise ValueError(
+                f"plan: schedules: {self.name} runs backwards before the last forward "
+                f"of {num_ranks} ranks and {num_microbatches} micro-batches, and "
+                f"reduction='batch' needs all forwards first: type "
+                f"{' or '.join(map(repr, FORWARDS_FIRST))}, or an order of your own in "
+                f"which each backward follows all forwards"
             )
         return schedule.validate()
 
@@ -182,7 +193,9 @@ class PlanChoices:
             if isinstance(schedule, Schedule):
                 schedule.validate()
             if isinstance(schedule, Schedule) or (key is None and callable(schedule)):
-                user_schedule = UserSchedule(schedule)
+                user_schedule = UserSchedule(
+                    schedule, needs_forwards_first=needs_forwards_first
+                )
                 name = user_schedule.name
                 if builders.get(name, user_schedule) != user_schedule:
                     raise ValueError(
@@ -220,14 +233,7 @@ class PlanChoices:
         user_names = [name for name in self.builders if name not in CATALOGUE]
         for name in self.schedule_names:
             key = find_catalogue_key(name)
-            is_of_user = name in user_names
-            if is_of_user and self.allowed_schedules == FORWARDS_FIRST:
-                yield (
-                    f"schedules: {name} is none of those that are planned for "
-                    f"reduction='batch': choose from "
-                    f"{', '.join(map(repr, FORWARDS_FIRST))}"
-                )
-            elif not is_of_user and key not in self.allowed_schedules:
+            if name not in user_names and key not in self.allowed_schedules:
                 listed = ", ".join(map(repr, self.allowed_schedules))
                 fault = "is unknown"
                 if key in TRAINING:

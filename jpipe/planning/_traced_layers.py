@@ -154,7 +154,8 @@ class TracedLayers:
                 i for i, outputs in enumerate(self._layer_outputs) if var in outputs
             )
             index = list(self._layer_outputs[source]).index(var)
-            name = names.get(var) or f"{var.aval.str_short()} ({index})"
+            # No shape: a skip has one name in micro-batches of all sizes.
+            name = names.get(var) or f"output {index}"
             skip_inputs.setdefault((source, name), []).append(var)
         return skip_inputs
 

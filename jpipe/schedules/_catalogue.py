@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ._action import FORWARD
 from ._blocks import one_f_one_b_v, v_half, v_min
 from ._flush import (
     eager_one_f_one_b,
@@ -15,7 +16,7 @@ from ._flush import (
 )
 from ._looped import interleaved, interleaved_zb, looped_bfs
 from ._placement import place_in_line, place_in_loop, place_in_v
-from ._schedule import ScheduleBuilder
+from ._schedule import Schedule, ScheduleBuilder
 from ._zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 
@@ -78,6 +79,20 @@ BY_NAME: dict[str, ScheduleBuilder] = {
 TRAINING = tuple(name for name in BY_NAME if name != "forward_only")
 # Those of them in which each rank runs all forwards first.
 FORWARDS_FIRST = ("gpipe", "looped_bfs")
+
+
+def runs_forwards_first(schedule: Schedule) -> bool:
+    """True if each backward follows all forwards of its rank.
+
+    Example:
+      >>> [runs_forwards_first(build(2, 4)) for build in (gpipe, one_f_one_b)]
+      [True, False]
+    """
+    for row in schedule.rows:
+        is_forward = [action.op == FORWARD for action in row]
+        if is_forward != sorted(is_forward, reverse=True):
+            return False
+    return True
 
 
 def named(name: str) -> ScheduleBuilder:

@@ -61,8 +61,8 @@ class Schedule(ScheduleData):
         r"""Reads a schedule that `to_text` or a person wrote.
 
         Args:
-          text: one line per rank, cells such as ``2F0`` separated by blanks. Blank
-            lines and comments after a ``#`` are ignored.
+          text: one line per rank, cells such as ``2F0`` separated by blanks or commas.
+            Empty cells, blank lines and comments after a ``#`` are ignored.
           name: the name of the schedule.
 
         Returns:
@@ -79,7 +79,10 @@ class Schedule(ScheduleData):
           >>> Schedule.from_text("0F0 1F1 1B1 0B0\n1F0 0F1 1B0 0B1").replicas
           ((0, 1), (0, 1))
         """
-        lines = [line.partition("#")[0].split() for line in text.splitlines()]
+        lines = [
+            line.partition("#")[0].replace(",", " ").split()
+            for line in text.splitlines()
+        ]
         rows = _parse_rows(name, [line for line in lines if line])
         actions = list(itertools.chain.from_iterable(rows))
         if not actions:

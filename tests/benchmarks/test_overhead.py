@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import jpipe
 from benchmarks.experiment import mean_cross_entropy
-from benchmarks.overhead import actions, by_hand, call, first_step
+from benchmarks.overhead import actions, by_hand, first_step
 
 from .. import reference as ref
 
@@ -30,34 +30,6 @@ def test_steps_by_hand_do_what_jpipe_does(name):
         params, opt_state, loss = run(params, opt_state, x, targets)
         ref.assert_close(loss, metrics["loss"], 1e-5)
     ref.assert_close(params, state.params, 1e-5)
-
-
-def test_ways_to_call_differ_in_one_thing_alone():
-    rows = {row.name: row for row in call.variants()}
-    results = {
-        name: row.call(tuple(jnp.copy(array) for array in row.arrays))
-        for name, row in rows.items()
-    }
-    for count in call.ARGUMENTS:
-        ref.assert_close(results[f"arguments {count}"], results["arguments 1"], 0)
-        one_by_one = results[f"reads {count} one by one"]
-        # Sums of small whole numbers are exact.
-        ref.assert_close(results[f"reads {count} packed"], one_by_one, 0)
-    for count in call.OUTPUTS:
-        assert len(results[f"outputs {count}"]) == count
-    ref.assert_close(results["stages one call"], results["stages two calls"], 1e-6)
-    ref.assert_close(results["callers compiled"], results["callers jit"], 0)
-    for name, is_used_up in (("kept", False), ("donated", True)):
-        row = rows[f"donation {call.DONATED} {name}"]
-        arrays = tuple(jnp.copy(array) for array in row.arrays)
-        row.call(arrays)
-        assert all(array.is_deleted() == is_used_up for array in arrays)
-
-
-def test_each_way_to_call_is_timed():
-    row = call.variants()[0]
-    (times,) = call.measure([row], calls=3, rounds=2).values()
-    assert 0 < times["returned_us"] <= times["done_us"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Losses over all examples of a mini-batch: exact, whatever they are."""
 
+import dataclasses
 import re
 
 import jax
@@ -444,6 +445,30 @@ def test_a_plan_has_a_schedule_that_runs(quick):
     f(pipe.init(jax.random.key(0), x), x, targets)
     with pytest.raises(ValueError, match=r"'1f1b' does not run all forwards first"):
         jpipe.plan(wide_layers(), x, TX, schedules="1f1b", measure=False, **loss)
+
+
+def test_a_schedule_of_a_user_is_planned_if_it_runs_all_forwards_first(double):
+    x, targets = RNG.normal(size=(9, 8)), np.arange(9)
+    layers = [ref.dense(7, float), jnp.tanh, Block(), ref.dense(4, float)]
+    options = {"loss_fn": similarity, "targets": targets, "reduction": "batch"}
+    options |= {"num_devices": 2, "num_microbatches": 3, "measure": False}
+    last_first = schedules.Schedule.from_text(
+        "0F0 0F1 0F2 0B2 0B1 0B0\n1F0 1F1 1F2 1B2 1B1 1B0"
+    )
+    for schedule in (last_first, in_thirds):
+        plan = jpipe.plan(layers, x, TX, schedules=schedule, **options)
+        pipe = jpipe.pipeline(layers, plan=plan)
+        variables = pipe.init(jax.random.key(0), x)
+        find = pipe.value_and_grad(similarity, reduction="batch")
+        params = ref.params_of(variables)
+        expected = ref.value_and_grad(layers, params, x, targets, similarity)
+        ref.assert_close(find(variables, x, targets), expected, ref.FLOAT64)
+    assert "0W0" in plan.schedule.to_text()
+
+    early = dataclasses.replace(schedules.one_f_one_b(2, 3), name="early")
+    for schedule in (early, lambda *sizes: schedules.one_f_one_b(*sizes)):
+        with pytest.raises(ValueError, match=r"runs backwards before the last forward"):
+            jpipe.plan(layers, x, TX, schedules=schedule, **options)
 
 
 def test_checks_run_marked_functions_and_leave_the_loss_out(quick):

@@ -101,6 +101,7 @@ REACHED_BY = {
     "checkpoint": "train/test_checkpoint.py",
     "draw": "draw",
     "planning": "planning",
+    "planning/_space": "loss_functions/test_whole_batch.py planning",
     "planning/_stage_costs": "planning/test_profile.py planning/test_partition.py planning",
     "schedules": "schedules",
 }
@@ -570,6 +571,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("(self.size - self.small) / (", "(self.large - self.size) / ("),
         ("max(value, small * self.size / self.small)", "max(value, 0.0)"),
         ("large.microbatch_size < size", "large.microbatch_size > size"),
+        ("small_by_ends.get(ends, no_skip)", "small_by_ends.get(ends, skip)"),
         ("measured[action.stage] -= sized.action_seconds", "pass"),
         ("factors += [factor] * size", "factors += [1.0] * size"),
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
@@ -579,6 +581,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("workspace = workspace + residuals[bound]", "pass"),
         ("np.maximum(workspace, exchange - activations)", "workspace"),
         ("boundary_bytes(bound[0])", "boundary_bytes(0)"),
+    ],
+    "planning/_space": [
+        ("if self.needs_forwards_first and", "if False and"),
     ],
     "planning/_stage_costs": [
         ("max(first_layer, previous_reader + 1)", "first_layer"),

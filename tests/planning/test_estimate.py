@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 
@@ -178,3 +179,28 @@ def test_a_profile_is_printed_as_a_table():
 def test_bad_arguments_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         jpipe.profile([ref.dense(3)], X, **options)
+
+
+@pytest.mark.parametrize("call", ["profile", "plan"])
+def test_a_loss_without_its_targets_is_told_to_type_them(call):
+    def loss_fn(outputs, targets):
+        return jnp.mean((outputs - targets) ** 2)
+
+    def call_with(loss_fn, **options):
+        layers = [ref.dense(3)]
+        options |= {"loss_fn": loss_fn, "measure": False}
+        if call == "profile":
+            return jpipe.profile(layers, X, **options)
+        return jpipe.plan(layers, X, optax.sgd(0.1), num_devices=1, **options)
+
+    says = (
+        r"loss_fn, loss_fn at .*, was called with targets=\(\), and raised TypeError: "
+        r"unsupported operand .*\nType targets=targets beside loss_fn="
+    )
+    with pytest.raises(TypeError, match=says):
+        call_with(loss_fn)
+    with pytest.raises(TypeError, match="takes 1 positional argument") as refusal:
+        call_with(lambda outputs: jnp.mean(outputs))
+    assert "a pipeline calls loss_fn(outputs, targets)" in refusal.value.__notes__[0]
+    assert call_with(loss_fn, targets=jnp.ones((8, 3)))
+    assert call_with(lambda outputs, _: jnp.mean(outputs))

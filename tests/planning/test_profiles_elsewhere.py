@@ -13,8 +13,8 @@ from flax import linen as nn
 import jpipe
 from jpipe.planning._scaled_profiles import interpolate
 
-from .chains import LayerProfile, Profile
-from .models import SAMPLE, dense
+from .chains import LayerProfile, Profile, SkipProfile
+from .models import SAMPLE, cross_entropy, dense
 
 HERE = jax.devices()[0].device_kind
 TX = optax.adam(1e-3)
@@ -49,6 +49,52 @@ def test_a_saved_profile_leaves_the_choice_of_micro_batches_and_data(limit):
     counts = {plan(saved, num_microbatches=m).schedule.num_microbatches for m in (1, 8)}
     assert counts == {1, 8}
     assert plan(saved, data=2).data == 2
+
+
+class Normed(nn.Module):
+    """A model whose sections read values of earlier ones."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
+        return nn.Dense(4)(nn.relu(h) + nn.Dense(16)(x))
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)]), Normed()]
+)
+def test_a_saved_profile_of_sections_gives_the_plan_of_the_model(model):
+    """Of one example too, with which sections of a batch norm are others."""
+    batch = {"loss_fn": cross_entropy, "targets": jnp.zeros(4, jnp.int32)}
+    profile = jpipe.profile(model, jnp.ones((4, 8)), measure=False, **batch)
+    assert profile.sizes == [1, 2]
+    assert profile.skips
+    saved = Profile.from_json(profile.to_json())
+    assert saved == profile
+    batch |= {"num_devices": 2, "bandwidth": 1e9}
+    for count in (1, 4):
+        batch["num_microbatches"] = count
+        plan = jpipe.plan(model, jnp.ones((4, 8)), TX, profile=saved, **batch)
+        assert plan.schedule.num_microbatches == count
+    expected = jpipe.plan(model, jnp.ones((4, 8)), TX, measure=False, **batch)
+    assert plan.forecast.seconds == expected.forecast.seconds
+    assert plan.stages == expected.stages
+
+
+def test_a_skip_that_a_size_lacks_has_no_bytes_there():
+    layers = tuple(LayerProfile(name, 1.0, 2.0) for name in "abcd")
+    early = SkipProfile("output 0", 0, 2, bytes=8, cotangent_bytes=4)
+    late = dataclasses.replace(early, target=3, bytes=16, cotangent_bytes=16)
+    profile = Profile(
+        layers,
+        skips=(early,),
+        larger=Profile(layers, skips=(late,), microbatch_size=5),
+    )
+    assert Profile.from_json(profile.to_json()) == profile
+    half = SkipProfile("output 0", 0, 2, bytes=4, cotangent_bytes=2)
+    other_half = SkipProfile("output 0", 0, 3, bytes=8, cotangent_bytes=8)
+    for size, skips in {1: (early,), 3: (half, other_half), 5: (late,)}.items():
+        assert interpolate(profile, size).skips == skips
 
 
 def test_costs_of_other_sizes_are_between_or_beyond_those_of_the_two_around_them():
@@ -203,7 +249,7 @@ def test_a_profile_of_larger_micro_batches_is_one_of_the_same_layers():
     other = dataclasses.replace(profile.larger, layers=profile.layers[:-1])
     faults = {
         "larger.microbatch_size=1: needs more than 1": small,
-        "larger has other layers, remat modes or skip connections": other,
+        "larger has other layers or remat modes": other,
     }
     for fault, larger in faults.items():
         text = dataclasses.replace(profile, larger=larger).to_json()

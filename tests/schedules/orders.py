@@ -9,6 +9,12 @@ import pytest
 
 from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
 
+# Written by ScheduleLoopedBFS of torch 2.13: two stages on each of two ranks.
+TORCH_LOOPED_BFS = """\
+0F0,0F1,0F2,2F0,2F1,2F2,,,2B2,2B1,2B0,0B2,0B1,0B0
+,1F0,1F1,1F2,3F0,3F1,3F2,3B2,3B1,3B0,1B2,1B1,1B0
+"""
+
 IN_A_V = {"zb_v", "v_half", "v_min", "1f1b_v", "dualpipe_v"}
 IN_A_LOOP = {"interleaved", "interleaved_zb", "looped_bfs"}
 ON_A_LINE = set(BY_NAME) - IN_A_V - IN_A_LOOP

@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from jpipe.schedules import Action, Schedule, ScheduleError, gpipe
+from jpipe.schedules import Action, Schedule, ScheduleError, gpipe, looped_bfs
+
+from .orders import TORCH_LOOPED_BFS
 
 
 def test_action_parse_refuses_other_texts():
@@ -40,6 +42,16 @@ def test_all_cells_of_a_text_that_are_no_actions_are_in_one_message():
         f"  * E1 '0G0' {says}, such as '2F0' (rank 0, position 1)\n"
         f"  * E1 'B' {says}, such as '2F0' (rank 1, position 2)"
     )
+
+
+def test_a_csv_file_of_torch_is_a_schedule():
+    schedule = Schedule.from_text(TORCH_LOOPED_BFS)
+    lines = TORCH_LOOPED_BFS.split()
+    rows = [[cell for cell in line.split(",") if cell] for line in lines]
+    assert [list(map(str, row)) for row in schedule.rows] == rows
+    ours = looped_bfs(2, 3)
+    assert schedule.placement == ours.placement
+    assert schedule.simulate().makespan == ours.simulate().makespan
 
 
 def json_with(**fields) -> str:
