@@ -117,7 +117,8 @@ class UserSchedule:
         if self.needs_forwards_first and not runs_forwards_first(schedule):
             raise ValueError(
                 f"plan: schedules: {self.name} runs backwards before the last forward "
-                f"of {num_ranks} ranks and {num_microbatches} micro-batches, and "
+                f"with {format_count(num_ranks, 'rank')} and "
+                f"{format_count(num_microbatches, 'micro-batch')}, and "
                 f"reduction='batch' needs all forwards first: type "
                 f"{' or '.join(map(repr, FORWARDS_FIRST))}, or an order of your own in "
                 f"which each backward follows all forwards"
