@@ -19,64 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.experimental import multihost_utils
 
 import jpipe
+from jpipe._api._process_link import measure_process_link
 
 from ..peers.measure import pin
 from ..steps import interleaved
 from .models import MODELS
-from .ways import Link, Tuned, Way, add_way, plan_way, square
+from .ways import Tuned, Way, add_way, plan_way, square
 
 # A visit of a way is predicted to take so many seconds, in so many steps at most.
 VISIT_SECONDS = 0.15
 MOST_STEPS = 20
-# A chain of so many stages, with a transfer before each but the first.
-CHAIN = 31
-REPEATS = 7
-LARGE = 1 << 22  # bytes
-
-
-def measure_link() -> Link:
-    """Latency and bandwidth between the processes.
-
-    A hop is a transfer and the small program that waits for it. A chain of hops between
-    the processes takes longer than one inside the first of them by the transfers.
-    """
-    latency = _transfer_seconds(4)
-    return Link(latency, LARGE / (_transfer_seconds(LARGE) - latency))
-
-
-def _transfer_seconds(num_bytes: int) -> float:
-    """The seconds by which a hop between processes is longer than one inside."""
-    x = jnp.zeros((1, num_bytes // 4), jnp.float32)
-    cells = [f"{stage}F0" for stage in range(CHAIN)]
-    # The first and the last stage are in process 0: its clock sees the whole chain.
-    inside = _chain_seconds(x, " ".join(cells))
-    between = _chain_seconds(x, f"{' '.join(cells[::2])}\n{' '.join(cells[1::2])}")
-    return max(between - inside, 1e-9)
-
-
-def _chain_seconds(x: jax.Array, rows: str) -> float:
-    """The seconds of a hop of a chain of stages; `rows` are those of its schedule.
-
-    The other process does not wait for the result, and may be a few calls ahead.
-    """
-    pipe = jpipe.pipeline(
-        [lambda x: x + 1] * CHAIN,
-        1,
-        balance=[1] * CHAIN,
-        schedule=jpipe.schedules.Schedule.from_text(rows),
-    )
-    variables = pipe.init(jax.random.key(0), x)
-    seconds: list[float] = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(pipe.apply(variables, x))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:]) / (CHAIN - 1)
 
 
 class Runner:
@@ -247,7 +203,9 @@ def main() -> None:
     pin(options.cores[number : number + 1])
     jpipe.distributed()
     if options.model is None:
-        result: Any = measure_link()._asdict()
+        link = measure_process_link(*jax.devices()[:2])
+        # The first process knows it.
+        result: Any = link and {"latency": link.latency, "bandwidth": link.bandwidth}
     else:
         result = measure_model(options.model, options.ways, options.rounds)
     (options.out / f"{number}.json").write_text(json.dumps(result))

@@ -17,6 +17,7 @@ process 0 count for all: the times of transfers and actions, and of steps.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -54,6 +55,7 @@ from ..planning._request import Request
 from ..planning._space import Hardware, PlanChoices
 from ..schedules import Schedule, ScheduleBuilder
 from ..schedules._formats import format_bytes, format_count, format_seconds
+from ._process_link import measure_process_link
 from ._transform import pipeline
 
 PyTree = Any
@@ -242,9 +244,8 @@ def _pose_problem(
     """The problem on paper, with actions and transfers as they are measured here."""
     local = [d for d in job.devices if d.process_index == jax.process_index()]
     device = (local or jax.local_devices())[0]
-    link = measure_neighbor_link(device)
+    link = _measure_link(job.devices, device)
     action_seconds = _gather(measure_action(device))[0]
-    fields = _gather(None if link is None else list(link))[0]
     hardware = Hardware(len(job.devices), memory_limit)
     request = dataclasses.replace(job.request, action_seconds=action_seconds)
     return pose_plan_problem(
@@ -255,8 +256,30 @@ def _pose_problem(
         hardware=hardware,
         link_options=LinkOptions(None, None, device.platform != "cpu"),
         choices=choices,
-        measured_link=None if fields is None else MeasuredLink(*fields),
+        measured_link=link,
     )
+
+
+def _measure_link(devices: Sequence[Device], device: Device) -> MeasuredLink | None:
+    """The transfers between the first neighbors in two processes, if there are any.
+
+    Else those of a device to another one of its process; ``None`` if it has none.
+
+    Args:
+      devices: the devices of the pipeline.
+      device: one of this process.
+    """
+    process = 0
+    neighbors = itertools.pairwise(devices)
+    pairs = [(a, b) for a, b in neighbors if a.process_index != b.process_index]
+    if pairs:
+        source, target = pairs[0]
+        process = source.process_index
+        link = measure_process_link(source, target)
+    else:
+        link = measure_neighbor_link(device)
+    fields = _gather(None if link is None else list(link))[process]
+    return None if fields is None else MeasuredLink(*fields)
 
 
 class _RunningStep:
@@ -283,10 +306,9 @@ class _RunningStep:
         self._state: Any = None
         request = job.request
         devices = job.devices[: candidate.choice.num_devices]
-        # A process that runs no stage waits for the others.
-        self._takes_part = any(
-            device.process_index == jax.process_index() for device in devices
-        )
+        # A step of several processes is compared by all, also by those without a stage.
+        processes = {device.process_index for device in devices}
+        self._takes_part = len(processes) > 1 or jax.process_index() in processes
         self._pipe = pipeline(
             job.layers,
             plan=candidate.plan,

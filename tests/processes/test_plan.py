@@ -11,6 +11,9 @@ def test_all_processes_tune_to_the_same_plan_and_run_it():
     printed = [re.search(r"tuned .*", outcome.of(process)) for process in (0, 1)]
     assert all(printed), str(outcome)
     assert printed[0][0] == printed[1][0]
+    # The process of the first device measures the transfers between both.
+    assert "transfers True" in outcome.of(0)
+    assert "transfers None" in outcome.of(1)
 
 
 def test_each_stage_of_a_plan_is_in_one_process():

@@ -1,5 +1,6 @@
 """One of several processes, which tune together and run the plan."""
 
+import math
 import sys
 
 import jax
@@ -14,6 +15,8 @@ def main(_job: str) -> None:
     import jax.numpy as jnp
     import optax
     from flax import linen as nn
+
+    from jpipe._api._process_link import measure_process_link
 
     layers = [nn.Dense(64) for _ in range(4)]
     x = jnp.ones((64, 64))
@@ -32,6 +35,8 @@ def main(_job: str) -> None:
         num_microbatches=(1, 4),
         rounds=2,
     )
+    link = measure_process_link(*jax.devices()[:2])
+    print("transfers", link and link.latency > 0 and 0 < link.bandwidth < math.inf)
     pipe = jpipe.pipeline(layers, plan=plan)
     assert plan.forecast is not None
     seconds = [trial.seconds for trial in plan.forecast.trials]
