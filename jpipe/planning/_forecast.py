@@ -123,7 +123,10 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
         return costs
 
     exchange = [0.0] * schedule.num_stages
-    last_stages = [row[-1].stage for row in schedule.rows]
+    # A schedule of the user's may leave a rank idle.
+    last_stages = {
+        rank: row[-1].stage for rank, row in enumerate(schedule.rows) if row
+    }
     for rank, num_bytes in zip(
         schedule.placement, costs.accumulator_bytes, strict=True
     ):
