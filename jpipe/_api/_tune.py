@@ -1,7 +1,8 @@
 """`jpipe.tune`: runs the best plans on paper, and takes the fastest.
 
 estimate    the share of each layer in the work, by its jaxpr     (`planning/_profile`)
-even split  compiled and run: shares of the work become seconds
+even split  compiled and run: shares of the work become seconds; if it does not fit, by
+            the first step that does
 search      the best of each family of schedules                 (`planning/_finalists`)
 compile     their steps, and that of one stage on one device; one that needs more than a
             device has is dropped
@@ -61,7 +62,7 @@ from ._transform import pipeline
 PyTree = Any
 # The steps of a turn that are timed, after one that is not.
 _STEPS_IN_A_TURN = 2
-# The turns of the even split, after which shares of the work become seconds.
+# The turns of the first step, after which shares of the work become seconds.
 _FIRST_TURNS = 2
 # A step takes no further turn once it has taken so many times as long as the fastest:
 # the turns of one machine in one minute differ by less.
@@ -129,7 +130,8 @@ def tune(
       data: likewise.
       schedules: likewise; none are made to measure.
       remat: likewise.
-      rounds: the number of turns of all plans; the even split takes two more before.
+      rounds: the number of turns of all plans; the first takes two more before, and one
+        that is far behind takes fewer.
 
     Returns:
       The plan. It prints with what was tried: the predicted and the measured seconds of
@@ -431,20 +433,17 @@ class _Contest:
         Raises:
           ValueError: if nothing fits.
         """
-        even_split = self._compile(split_evenly(self._problem))
-        if not even_split.fault:
-            for _ in range(_FIRST_TURNS):
-                even_split.take_turn(keeps_state=False)
-        if even_split.seconds:
-            self._problem = scale_times(
-                self._problem, even_split.candidate, even_split.median
-            )
-            even_split.candidate = forecast_again(self._problem, even_split.candidate)
-            self._is_scaled = True
+        self._compile(split_evenly(self._problem))
+        self._scale_times()
         one_stage = take_one_stage(self._problem)
         if one_stage is not None:
             self._compile_new([one_stage])
+        self._scale_times()
         self._compile_finalists()
+        if not self._is_scaled:
+            # They were found by estimates alone.
+            self._scale_times()
+            self._compile_finalists()
         num_bytes = sum(step.num_bytes or 0 for step in self._list_fitting())
         keeps_states = self._limit is None or num_bytes <= self._limit
         for _ in count_items("turns of steps taken", range(rounds)):
@@ -475,7 +474,7 @@ class _Contest:
             "profile: each layer's share of the work is estimated",
         ]
         if self._is_scaled:
-            notes[-1] += "; with these seconds the even split took its first turns"
+            notes[-1] += "; with these seconds the first step that ran took its turns"
         if interruption:
             notes.append(interruption)
         plan = make_plan([best.candidate], self._problem.space, notes)
@@ -484,6 +483,21 @@ class _Contest:
         trials = [step.as_trial() for step in (*measured, *not_measured)]
         forecast = dataclasses.replace(plan.forecast, trials=tuple(trials))
         return dataclasses.replace(plan, forecast=forecast)
+
+    def _scale_times(self) -> None:
+        """Makes seconds of shares of the work, once, by the first step that fits."""
+        if self._is_scaled:
+            return
+        for step in self._list_fitting():
+            for _ in range(_FIRST_TURNS):
+                if not step.fault:
+                    step.take_turn(keeps_state=False)
+            if step.seconds:
+                self._problem = scale_times(self._problem, step.candidate, step.median)
+                for other in self._steps:
+                    other.candidate = forecast_again(self._problem, other.candidate)
+                self._is_scaled = True
+                return
 
     def _compile_finalists(self) -> None:
         """Compiles finalists; with less and less room until one fits."""

@@ -124,9 +124,7 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
 
     exchange = [0.0] * schedule.num_stages
     # A schedule of the user's may leave a rank idle.
-    last_stages = {
-        rank: row[-1].stage for rank, row in enumerate(schedule.rows) if row
-    }
+    last_stages = {rank: row[-1].stage for rank, row in enumerate(schedule.rows) if row}
     for rank, num_bytes in zip(
         schedule.placement, costs.accumulator_bytes, strict=True
     ):

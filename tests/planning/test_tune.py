@@ -86,6 +86,25 @@ def test_what_needs_more_than_a_device_has_is_dropped_before_it_runs():
         tune(layers, x, targets, memory_limit=1000, **options)
 
 
+def test_where_the_even_split_does_not_fit_the_first_step_that_does_gives_seconds():
+    """It has both large layers in one stage; without it plans have one in each."""
+    wide = [ref.dense(256), ref.dense(256), ref.dense(256)]
+    layers = [*wide, jnp.tanh, jnp.tanh, ref.dense(4)]
+    x, targets = ref.regression(16)
+    options = {**FEW, "devices": jax.devices()[:2]}
+    free = jpipe.tune(layers, x, targets, ref.mse, TX, **options)
+    sizes = {trial.text: trial.num_bytes for trial in free.forecast.trials}
+    (even_bytes,) = [sizes[text] for text in sizes if "balance [3, 3]" in text]
+    limit = even_bytes - 1
+    assert min(sizes.values()) <= limit
+    plan = tune(layers, x, targets, memory_limit=limit)
+    trials = {trial.text: trial for trial in plan.forecast.trials}
+    (even,) = [trials[text] for text in trials if "balance [3, 3]" in text]
+    assert even.seconds is None
+    seconds = "with these seconds the first step that ran took its turns"
+    assert any(reason.endswith(seconds) for reason in plan.forecast.reasons)
+
+
 def test_an_interrupt_returns_the_fastest_so_far():
     """Control-C when the last of the finalists is traced: the even split has run."""
     layers = blocks()
