@@ -38,6 +38,7 @@ MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 MAY_WAIT = {
     *(
         "_processes._watch",
+        "_api._process_link",
         "_api._step_profile",
         "_api._tune",
         "planning._measure",
