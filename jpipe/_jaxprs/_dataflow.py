@@ -87,6 +87,9 @@ def _dependent_eqn_results(
         # All results follow from the index of a branch, and from the end of a loop.
         is_choice_chosen = not differentiably and _is_choice_chosen(eqn, operands)
         results = [is_choice_chosen] * len(eqn.outvars)
+        if _may_run_no_iteration(eqn):  # the results are then what it begins with
+            for index, is_chosen in enumerate(operands[carry]):
+                results[index] |= is_chosen
         for body in bodies:
             body_results = dependent_results(
                 body,
@@ -104,6 +107,13 @@ def _dependent_eqn_results(
         if next_operands == operands:
             return results
         operands = next_operands
+
+
+def _may_run_no_iteration(eqn: core.JaxprEqn) -> bool:
+    """True if an equation is a loop whose body may never run."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"] == 0
+    return eqn.primitive.name == "while"
 
 
 def _is_choice_chosen(eqn: core.JaxprEqn, operands: Sequence[bool]) -> bool:

@@ -190,6 +190,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ('if differentiably and eqn.primitive.name == "stop_gradient":', "if False:"),
         ("    if not bodies or has_rule:", "    if not bodies:"),
         ('return eqn.primitive.name == "cond" and operands[0]', "return False"),
+        ('return eqn.primitive.name == "while"', "return False"),
     ],
     "_jaxprs/_divided_bodies": [
         ("            if len(parts) > 1:\n                return None\n", ""),
