@@ -68,9 +68,11 @@ def test_other_examples_in_a_later_call_are_found():
 def test_the_awaited_array_of_a_process_that_raises_is_named(refused_then_raised):
     ended(refused_then_raised)
     text = refused_then_raised.of(0)
+    # Where the broken connection ends the transfer before the wait for it is looked at,
+    # JAX raises, and the process that is gone is named alone.
     assert re.search(
-        r"jpipe: process 0 awaited action 1B\d for .*cpu:0, which process 1 "
-        r"sends from .*cpu:\d+.*process 1 has failed: ZeroDivisionError: ",
+        r"jpipe: process 0 (awaited action 1B\d for .*cpu:0, which process 1 "
+        r"sends from .*cpu:\d+.*|ends; )process 1 has failed: ZeroDivisionError: ",
         text,
     ), text
     assert len(re.findall(r"^loss \d", text, re.M)) in (5, 6)
