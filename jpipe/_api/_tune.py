@@ -64,8 +64,8 @@ PyTree = Any
 _STEPS_IN_A_TURN = 2
 # The turns of the first step, after which shares of the work become seconds.
 _FIRST_TURNS = 2
-# A step takes no further turn once it has taken so many times as long as the fastest:
-# the turns of one machine in one minute differ by less.
+# A step takes no further turn once its median is so many times that of the fastest:
+# this saves time of tuning. The number was chosen, not measured.
 _FAR_BEHIND = 1.5
 # The number of searches, each with less room, until a step fits as it is compiled.
 _MAX_SEARCHES = 3

@@ -82,10 +82,12 @@ def _has_namesakes(
         paths = [param_paths[var] for var in read if var in param_paths]
         for module, path in itertools.product(_called_modules(eqn, sys.maxsize), paths):
             names = tuple(module.split("/"))
-            ends = range(len(path), len(names), -1)
-            end = next((e for e in ends if path[e - len(names) : e] == names), 0)
-            if end and module_paths.setdefault(names, path[:end]) != path[:end]:
-                return True
+            # The last place in the path where these names stand, behind other keys.
+            for end in range(len(path), len(names), -1):
+                if path[end - len(names) : end] == names:
+                    if module_paths.setdefault(names, path[:end]) != path[:end]:
+                        return True
+                    break
     return False
 
 

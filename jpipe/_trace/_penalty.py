@@ -59,7 +59,11 @@ _STACKS = {"concatenate", "stack"}
 # Primitives that call a jaxpr, with the names of all supported versions of JAX.
 _CALLS = {
     *_jaxpr.CHECKPOINTS,
-    *("closed_call", "core_call", "eval_jaxpr", "jit", "pjit"),
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "jit",
+    "pjit",
 }
 
 # The data and the penalty of a value, whose sum it is.
