@@ -16,7 +16,7 @@ from .._arguments._cache import RecentCache
 from .._arguments._signature import SignatureIndices
 from .._check._report import CheckReport
 from .._instructions._interrupts import Interrupts
-from .._instructions._program import Program
+from .._instructions._program import Observer, Program
 from .._jaxprs import _nan_location
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
@@ -121,6 +121,7 @@ class TrainStep(LossMethods):
         targets: PyTree,
         *,
         new_states: list[TrainState],
+        observe: Observer | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step; appends the new state to ``new_states`` before it returns."""
         check_state(state, by_layer=self._by_layer)
@@ -150,7 +151,9 @@ class TrainStep(LossMethods):
         _variables.check_concrete(batch)
 
         with Interrupts() as interrupts:
-            outputs = step.program([*leaves, *batch], overwriting=interrupts.hold)
+            outputs = step.program(
+                [*leaves, *batch], observe=observe, overwriting=interrupts.hold
+            )
             new_state, metrics = step.result(outputs, self)
             new_states.append(new_state)
         return new_state, metrics
@@ -339,3 +342,10 @@ class TrainStep(LossMethods):
                 donate=self._may_donate(),
             )
         return self._lowered_steps[key]
+
+
+def take_observed_step(
+    step: TrainStep, state: TrainState, x: PyTree, targets: PyTree, observe: Observer
+) -> tuple[TrainState, dict[str, Any]]:
+    """Takes a step, after each of whose instructions a function is called."""
+    return step._take(state, x, targets, new_states=[], observe=observe)

@@ -1,16 +1,16 @@
 """`jpipe.tune`: runs the best plans on paper, and takes the fastest.
 
-estimate    the share of each layer in the work, by its jaxpr     (`planning/_profile`)
-even split  compiled and run: shares of the work become seconds; if it does not fit, by
-            the first step that does
-search      the best of each family of schedules                 (`planning/_finalists`)
-compile     their steps, and that of one stage on one device; one that needs more than a
-            device has is dropped
-run         the others, in turns, but for those that are far behind after the first; the
-            fastest by its median is the plan
+estimate  the share of each layer in the work, by its jaxpr      (`planning/_profile`)
+try       the even split; then the best on paper of each family of schedules, and the
+          best of all, as long as that should be faster than what ran
+                                                               (`planning/_finalists`)
+  compile   a step that needs more bytes than a device has is dropped
+  run       each action by itself, then steps
+  learn     layers take the times of the stages that ran       (`planning/_ran_steps`),
+            and forecasts the bytes that steps needed        (`planning/_byte_errors`)
+run       those that fit in turns, but for what is far behind; the fastest by its median
+          is the plan
 
-Shares that are estimated make nearly as good a cut as layers that are measured one by
-one. Which schedule is the fastest they do not know, and neither do the measured ones.
 What slows a machine for a while slows all steps of a turn.
 
 Of several processes each compiles and runs its part of the same steps. The numbers of
@@ -19,9 +19,6 @@ process 0 count for all: the times of transfers and actions, and of steps.
 
 import dataclasses
 import itertools
-import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,44 +29,42 @@ from .._instructions._progress import Progress, count_items
 from .._instructions._transfer import Device
 from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
-from .._processes._group import group
 from .._train._transformation import check_optimizer
 from ..planning._finalists import (
-    find_finalists,
+    find_finalist,
     forecast_again,
-    scale_times,
+    learn_times,
+    list_families,
     split_evenly,
     take_one_stage,
 )
-from ..planning._forecast import Candidate
+from ..planning._forecast import Candidate, evaluate
 from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
-from ..planning._measure import measure_action, measure_neighbor_link
+from ..planning._measure import CallSeconds, measure_call, measure_neighbor_link
 from ..planning._mode_names import TRIED_MODES
 from ..planning._plan_problem import (
     PlanProblem,
     explain_loss_functions,
     pose_plan_problem,
 )
-from ..planning._plan_record import Plan, TriedPlan
+from ..planning._plan_record import Plan
 from ..planning._reasons import make_plan
 from ..planning._request import Request
-from ..planning._space import Hardware, PlanChoices
+from ..planning._space import Hardware, PlanChoices, SearchSpace
 from ..schedules import Schedule, ScheduleBuilder
 from ..schedules._formats import format_bytes, format_count, format_seconds
 from ._process_link import measure_process_link
-from ._transform import pipeline
+from ._running_step import RunningStep, StepArguments, gather
 
 PyTree = Any
-# The steps of a turn that are timed, after one that is not.
-_STEPS_IN_A_TURN = 2
-# The turns of the first step, after which shares of the work become seconds.
+# The turns of a step as soon as it is compiled.
 _FIRST_TURNS = 2
-# A step takes no further turn once its median is so many times that of the fastest:
-# this saves time of tuning. The number was chosen, not measured.
+# A step takes no further turn once its median is so many times that of the fastest,
+# and no step of a family is compiled that should be as slow: this saves time of tuning.
+# The number was chosen, not measured.
 _FAR_BEHIND = 1.5
-# The number of searches, each with less room, until a step fits as it is compiled.
+# The number of searches of all choices: each may compile another step.
 _MAX_SEARCHES = 3
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @outside_of_meshes
@@ -167,7 +162,6 @@ def tune(
         remat=remat,
         is_here=True,
         needs_forwards_first=reduction == "batch",
-        fits_schedules=False,
     )
     faults = [
         *find_count_faults("rounds", rounds),
@@ -195,10 +189,11 @@ def tune(
         rngs=rngs,
         measure=False,
     )
-    job = _StepArguments(layers, request, tx, devices=user_devices, rngs=rngs)
+    job = StepArguments(layers, request, tx, devices=user_devices, rngs=rngs)
     with Progress("plans tuned"):  # a terminal shows all progress as a part of this
-        problem = _pose_problem(job, choices, memory_limit)
-        contest = _Contest(job, problem)
+        call = _measure_call(job.devices)
+        problem = _pose_problem(job, choices, memory_limit, call)
+        contest = _Contest(job, problem, call)
         interruption = ""
         try:
             contest.run(rounds)
@@ -209,26 +204,6 @@ def tune(
     return contest.make_plan(interruption)
 
 
-@dataclasses.dataclass(frozen=True)
-class _StepArguments:
-    """The arguments that each step has.
-
-    Attributes:
-      layers: the layers or the model, as for `tune`.
-      request: the mini-batch, the loss, and what is trained.
-      tx: the optimizer.
-      devices: the devices.
-      rngs: as the user gives them; in ``request`` a key stands for none.
-    """
-
-    layers: Any
-    request: Request
-    tx: optax.GradientTransformation
-    _: dataclasses.KW_ONLY
-    devices: Sequence[Device]
-    rngs: _rng.Rngs
-
-
 def _reported_limit(devices: Sequence[Device]) -> int | None:
     """The bytes of the smallest device, as far as those of this process report it."""
     limits: list[int] = []
@@ -236,20 +211,21 @@ def _reported_limit(devices: Sequence[Device]) -> int | None:
         if device.process_index == jax.process_index():
             stats = device.memory_stats() or {}
             limits.append(stats.get("bytes_limit", 0))
-    smallest = min(_gather(min(limits, default=0)))
+    smallest = min(gather(min(limits, default=0)))
     return smallest or None
 
 
 def _pose_problem(
-    job: _StepArguments, choices: PlanChoices, memory_limit: int | None
+    job: StepArguments,
+    choices: PlanChoices,
+    memory_limit: int | None,
+    call: CallSeconds,
 ) -> PlanProblem:
     """The problem on paper, with actions and transfers as they are measured here."""
-    local = [d for d in job.devices if d.process_index == jax.process_index()]
-    device = (local or jax.local_devices())[0]
+    device = _find_local_device(job.devices)
     link = _measure_link(job.devices, device)
-    action_seconds = _gather(measure_action(device))[0]
     hardware = Hardware(len(job.devices), memory_limit)
-    request = dataclasses.replace(job.request, action_seconds=action_seconds)
+    request = dataclasses.replace(job.request, action_seconds=call.in_a_row)
     return pose_plan_problem(
         job.layers,
         request,
@@ -260,6 +236,17 @@ def _pose_problem(
         choices=choices,
         measured_link=link,
     )
+
+
+def _find_local_device(devices: Sequence[Device]) -> Device:
+    """A device of this process, one of the pipeline if it has such."""
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    return (local or jax.local_devices())[0]
+
+
+def _measure_call(devices: Sequence[Device]) -> CallSeconds:
+    """The seconds of a program that computes nothing, in process 0."""
+    return CallSeconds(*gather(measure_call(_find_local_device(devices)))[0])
 
 
 def _measure_link(devices: Sequence[Device], device: Device) -> MeasuredLink | None:
@@ -280,135 +267,8 @@ def _measure_link(devices: Sequence[Device], device: Device) -> MeasuredLink | N
         link = measure_process_link(source, target)
     else:
         link = measure_neighbor_link(device)
-    fields = _gather(None if link is None else list(link))[process]
+    fields = gather(None if link is None else list(link))[process]
     return None if fields is None else MeasuredLink(*fields)
-
-
-class _RunningStep:
-    """A candidate as a training step that is compiled, and run in turns.
-
-    Args:
-      candidate: the candidate, lowered.
-      job: the arguments of its step.
-
-    Attributes:
-      candidate: the candidate.
-      num_bytes: the most that a device holds, with the workspace of its programs;
-        ``None`` before it is compiled.
-      seconds: the seconds of a step, one number for each turn.
-      fault: the reason why it does not run; empty if it may.
-    """
-
-    def __init__(self, candidate: Candidate, job: _StepArguments) -> None:
-        self.candidate = candidate
-        self.num_bytes: int | None = None
-        self.seconds: list[float] = []
-        self.fault = ""
-        self._job = job
-        self._state: Any = None
-        request = job.request
-        devices = job.devices[: candidate.choice.num_devices]
-        # A step of several processes is compared by all, also by those without a stage.
-        processes = {device.process_index for device in devices}
-        self._takes_part = len(processes) > 1 or jax.process_index() in processes
-        self._pipe = pipeline(
-            job.layers,
-            plan=candidate.plan,
-            devices=devices,
-            in_axes=request.in_axes,
-            target_axes=request.target_axes,
-        )
-        loss_fn: Any = request.loss_fn
-        self._step = self._pipe.train_step(
-            loss_fn,
-            job.tx,
-            has_aux=request.has_aux,
-            reduction=request.reduction,
-            trainable=request.trainable,
-        )
-
-    @property
-    def median(self) -> float:
-        """The median of the seconds of a step."""
-        return statistics.median(self.seconds)
-
-    def compile(self, limit: int | None) -> None:
-        """Compiles the step and counts its bytes; drops it if they are too many."""
-        num_bytes = 0
-        try:
-            if self._takes_part:
-                num_bytes = self._count_bytes()
-        except jax.errors.JaxRuntimeError as error:
-            self._drop_if_out_of_memory(error)
-        most_bytes = max(_gather(num_bytes))
-        self.num_bytes = most_bytes
-        if limit is not None and most_bytes > limit:
-            excess = format_bytes(most_bytes - limit)
-            self.fault = f"does not fit: {excess} more than a device has"
-
-    def take_turn(self, *, keeps_state: bool) -> None:
-        """Takes a few steps, from a fresh state if the last turn kept none."""
-        seconds = 0.0
-        try:
-            if self._takes_part:
-                seconds = self._time_steps(keeps_state=keeps_state)
-        except jax.errors.JaxRuntimeError as error:
-            self._drop_if_out_of_memory(error)
-            return
-        self.seconds.append(_gather(seconds)[0])
-
-    def as_trial(self) -> TriedPlan:
-        """Its row in the table."""
-        return TriedPlan(
-            text=str(self.candidate.choice),
-            predicted=self.candidate.seconds,
-            num_bytes=self.num_bytes,
-            seconds=self.median if self.seconds else None,
-            outcome=self.fault,
-        )
-
-    def _count_bytes(self) -> int:
-        """The bytes of the fullest device, by the compiled step."""
-        request = self._job.request
-        state = self._initial_state()
-        report = self._step.compile(state, request.x, request.targets)
-        workspace = defaultdict[str, int](int)  # name of a device -> bytes
-        for program in report.programs:
-            needed = program.workspace_bytes or 0
-            workspace[program.device] = max(workspace[program.device], needed)
-        return max(peak + workspace[device] for device, peak in report.peak_bytes)
-
-    def _time_steps(self, *, keeps_state: bool) -> float:
-        """The seconds of a step."""
-        request = self._job.request
-        state = self._initial_state() if self._state is None else self._state
-        self._state = None  # a step overwrites it
-        state, metrics = self._step(state, request.x, request.targets)
-        jax.block_until_ready((state, metrics))
-        begin = time.perf_counter()
-        for _ in range(_STEPS_IN_A_TURN):
-            state, metrics = self._step(state, request.x, request.targets)
-        jax.block_until_ready((state, metrics))
-        seconds = (time.perf_counter() - begin) / _STEPS_IN_A_TURN
-        if keeps_state:
-            self._state = state
-        return seconds
-
-    def _initial_state(self) -> Any:
-        job = self._job
-        return self._pipe.init_train_state(
-            jax.random.key(0),
-            job.request.x,
-            job.tx,
-            trainable=job.request.trainable,
-            rngs=job.rngs,
-        )
-
-    def _drop_if_out_of_memory(self, error: Exception) -> None:
-        """Drops the step after an error of the memory of this only process."""
-        if jax.process_count() > 1 or _OUT_OF_MEMORY not in str(error):
-            raise error
-        self.fault = "does not fit: a device was out of memory"
 
 
 class _Contest:
@@ -419,13 +279,15 @@ class _Contest:
       problem: the problem on paper.
     """
 
-    def __init__(self, job: _StepArguments, problem: PlanProblem) -> None:
+    def __init__(
+        self, job: StepArguments, problem: PlanProblem, call: CallSeconds
+    ) -> None:
         self._job = job
+        self._call = call
+        # It has the times and the bytes of the steps so far.
         self._problem = problem
         self._limit = problem.space.hardware.memory_limit
-        # True once the shares of layers are seconds.
-        self._is_scaled = False
-        self._steps: list[_RunningStep] = []
+        self._steps: list[RunningStep] = []
 
     def run(self, rounds: int) -> None:
         """Runs the even split, searches, and runs all finalists in turns.
@@ -433,26 +295,34 @@ class _Contest:
         Raises:
           ValueError: if nothing fits.
         """
-        self._compile(split_evenly(self._problem))
-        self._scale_times()
+        self._try(split_evenly(self._problem))
+        # Times that a family takes say little about those of another one: each is tried
+        # with those of the even split.
+        even_space = self._problem.space
         one_stage = take_one_stage(self._problem)
-        if one_stage is not None:
-            self._compile_new([one_stage])
-        self._scale_times()
-        self._compile_finalists()
-        if not self._is_scaled:
-            # They were found by estimates alone.
-            self._scale_times()
-            self._compile_finalists()
+        if one_stage is not None and self._should_be_faster(one_stage):
+            self._try(one_stage)
+        families = list_families(even_space)
+        for names in count_items("families of schedules tried", families):
+            space = dataclasses.replace(
+                even_space.with_schedules(names),
+                byte_errors=self._problem.space.byte_errors,
+            )
+            self._try_best(space, than_fastest=_FAR_BEHIND)
+        for _ in count_items("searches of all schedules", range(_MAX_SEARCHES)):
+            if not self._try_best(self._problem.space, than_fastest=1.0):
+                break
         num_bytes = sum(step.num_bytes or 0 for step in self._list_fitting())
         keeps_states = self._limit is None or num_bytes <= self._limit
         for _ in count_items("turns of steps taken", range(rounds)):
             for step in self._list_close():
-                step.take_turn(keeps_state=keeps_states)
+                step.take_turn()
+                if not keeps_states:
+                    step.release()
         if not self.list_measured():
             raise ValueError(self._explain_no_fit())
 
-    def list_measured(self) -> list[_RunningStep]:
+    def list_measured(self) -> list[RunningStep]:
         """The steps that ran, the fastest first."""
         measured = [step for step in self._list_fitting() if step.seconds]
         return sorted(measured, key=lambda step: step.median)
@@ -471,10 +341,9 @@ class _Contest:
             f"measured: {format_seconds(best.median)} a step, the median of {count}, "
             f"and {format_bytes(best.num_bytes)} in the fullest device, with the "
             f"workspace of its programs",
-            "profile: each layer's share of the work is estimated",
+            "profile: each layer's share of the work of its stage is estimated; the "
+            "stages of the steps that ran take the seconds that were measured",
         ]
-        if self._is_scaled:
-            notes[-1] += "; with these seconds the first step that ran took its turns"
         if interruption:
             notes.append(interruption)
         plan = make_plan([best.candidate], self._problem.space, notes)
@@ -484,52 +353,78 @@ class _Contest:
         forecast = dataclasses.replace(plan.forecast, trials=tuple(trials))
         return dataclasses.replace(plan, forecast=forecast)
 
-    def _scale_times(self) -> None:
-        """Makes seconds of shares of the work, once, by the first step that fits."""
-        if self._is_scaled:
-            return
-        for step in self._list_fitting():
-            for _ in range(_FIRST_TURNS):
-                if not step.fault:
-                    step.take_turn(keeps_state=False)
-            if step.seconds:
-                self._problem = scale_times(self._problem, step.candidate, step.median)
-                for other in self._steps:
-                    other.candidate = forecast_again(self._problem, other.candidate)
-                self._is_scaled = True
-                return
+    def _try_best(self, space: SearchSpace, *, than_fastest: float) -> bool:
+        """Tries the best candidate of some choices that is no step yet.
 
-    def _compile_finalists(self) -> None:
-        """Compiles finalists; with less and less room until one fits."""
-        problem = self._problem
-        for _ in range(_MAX_SEARCHES):
-            new_steps = self._compile_new(find_finalists(problem))
-            if self._limit is None or self._list_fitting() or not new_steps:
-                return
-            excess = min(step.num_bytes or 0 for step in new_steps) - self._limit
-            problem = problem.with_less_room(excess)
+        Args:
+          space: the choices.
+          than_fastest: the candidate should take less than so many times the seconds of
+            the fastest step.
 
-    def _compile_new(self, candidates: Sequence[Candidate]) -> list[_RunningStep]:
-        """Compiles the candidates that are no steps yet."""
-        new_steps: list[_RunningStep] = []
-        for candidate in count_items("steps compiled", candidates):
-            if not any(candidate.is_same_run(x.candidate) for x in self._steps):
-                new_steps.append(self._compile(candidate))
-        return new_steps
+        Returns:
+          False if there is none.
+        """
+        problem = dataclasses.replace(self._problem, space=space)
+        candidate = find_finalist(
+            problem, lambda x: self._should_be_faster(x, than_fastest)
+        )
+        if candidate is not None:
+            self._try(candidate)
+        return candidate is not None
 
-    def _compile(self, candidate: Candidate) -> _RunningStep:
-        step = _RunningStep(candidate, self._job)
+    def _should_be_faster(
+        self, candidate: Candidate, than_fastest: float = 1.0
+    ) -> bool:
+        """True if a candidate is no step yet, fits, and should be as fast.
+
+        Before a step ran, no forecast is known to be right.
+        """
+        if any(candidate.is_same_run(step.candidate) for step in self._steps):
+            return False
+        measured = self.list_measured()
+        if not measured:
+            return True
+        is_fast = candidate.seconds < than_fastest * measured[0].median
+        return is_fast and candidate.fits(self._problem.space.hardware)
+
+    def _try(self, candidate: Candidate) -> None:
+        """Compiles a candidate, runs it, and learns from that."""
+        step = RunningStep(candidate, self._job)
         self._steps.append(step)
         step.compile(self._limit)
-        return step
+        self._note_bytes(step)
+        if not step.fault:
+            step.time_actions(self._call)
+        for _ in range(_FIRST_TURNS):
+            if not step.fault:
+                step.take_turn()
+        step.release()
+        if step.seconds:
+            self._learn_times()
 
-    def _list_close(self) -> list[_RunningStep]:
+    def _learn_times(self) -> None:
+        """Learns from all steps that ran, and forecasts them again."""
+        ran = [step.ran for step in self.list_measured()]
+        self._problem = learn_times(self._problem, ran)
+        for step in self._steps:
+            step.candidate = forecast_again(self._problem, step.candidate)
+
+    def _note_bytes(self, step: RunningStep) -> None:
+        """Notes the bytes that a compiled step needs beyond its forecast."""
+        assert step.num_bytes is not None
+        choice = step.candidate.choice
+        space = self._problem.space
+        lacking = step.num_bytes - evaluate(space, choice).max_bytes
+        space = space.with_byte_error(choice, lacking)
+        self._problem = dataclasses.replace(self._problem, space=space)
+
+    def _list_close(self) -> list[RunningStep]:
         """The steps that fit and are not far behind the fastest."""
         steps = self._list_fitting()
         fastest = min((x.median for x in steps if x.seconds), default=0.0)
         return [x for x in steps if not x.seconds or x.median <= _FAR_BEHIND * fastest]
 
-    def _list_fitting(self) -> list[_RunningStep]:
+    def _list_fitting(self) -> list[RunningStep]:
         """The steps that fit."""
         return [step for step in self._steps if not step.fault]
 
@@ -545,11 +440,3 @@ class _Contest:
             f"compiled:\n  * " + "\n  * ".join(lines) + "\nTake more devices, smaller "
             "micro-batches (num_microbatches=) or a smaller model"
         )
-
-
-def _gather(value: Any) -> list[Any]:
-    """A value of each process, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    facts = group().gather({"value": value}, "jpipe.tune")
-    return [fact["value"] for fact in facts]

@@ -37,6 +37,8 @@ from ._sharding import Sharding, StageMesh
 from ._transfer import Device
 
 Slot = int
+# A function that is called after each instruction with the slots.
+Observer = Callable[[Instruction, list[Any]], None]
 
 
 class Program:
@@ -194,14 +196,14 @@ class Program:
         self,
         leaves: Sequence[Any],
         *,
-        observe: Callable[[Instruction, list[Any]], None] | None = None,
+        observe: Observer | None = None,
         overwriting: Callable[[], None] | None = None,
     ) -> tuple[Any, ...]:
         """Runs all instructions in order. Never waits.
 
         Args:
           leaves: the arguments.
-          observe: a function called after each instruction with the slots, by tests.
+          observe: a function called after each instruction with the slots.
           overwriting: a function called before the first instruction that overwrites an
             argument.
 

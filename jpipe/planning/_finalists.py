@@ -1,26 +1,26 @@
 """The best candidates, lowered to the instructions that they would run.
 
 A search forecasts the bytes of activations. A lowered candidate has its instructions,
-from which the bytes are counted:
-
-    limit of the search = limit of a device - (counted bytes - forecast bytes)
+from which the bytes are counted.
 
 `rank_candidates` lowers the best. Where it needs more than it may, the search is
-repeated under that limit, which leaves this candidate out; until one fits by its
-instructions, or none does by its forecast. Other forecasts may have counted too many
-bytes, and a smaller limit leaves these out too. So those of all searches that are
-faster than the one that fits are lowered last.
+repeated with what its forecast lacked (`_byte_errors`), until one fits by its
+instructions, or none does by its forecast. Forecasts of the same kind may lack less
+than that one. So those of all searches that are faster than the one that fits are
+lowered last.
 
-`find_finalists` does so for each family of schedules by itself: those with as many
-stages on a rank, and with backwards whole or in halves. How fast families are against
-each other is what forecasts know least; the finalists are run (`_api/_tune`).
+`jpipe.tune` runs finalists (`_api/_tune`): the best of each family of schedules by
+itself, as how fast families are against each other is what forecasts know least; then
+the best of all. Layers take the times of the steps that ran before the next is sought.
 """
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
@@ -28,20 +28,16 @@ from .._partition._remat_mode import MIN_CUT
 from ..schedules import gpipe, one_f_one_b
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
-from ._plan_search import search
-from ._scaled_profiles import scale_layers
+from ._plan_search import has_outlines, search
+from ._profile_record import Profile
+from ._ran_steps import LayerFactors, RanStep, find_layer_factors, scale_layers
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
 # of faster ones that are lowered after that.
 _NUM_LOWERED = 4
-# The number of families whose best candidate is run.
-_NUM_FAMILIES = 3
 # The micro-batches of an even split, for each rank.
 _MICROBATCHES_PER_RANK = 4
-# The factor of estimated times is sought from this to its inverse, up to an error.
-_LEAST_FACTOR = 1e-9
-_FACTOR_ERROR = 1e-3
 
 
 def rank_candidates(problem: PlanProblem) -> list[Candidate]:
@@ -63,13 +59,11 @@ def _rank_candidates(problem: PlanProblem) -> list[Candidate]:
     """The ranking of `rank_candidates`; empty if there is no candidate."""
     space = problem.space
     hardware = space.hardware
-    limit = hardware.memory_limit
     lowered: dict[Choice, Candidate] = {}
     # choice -> its candidate, by any of the searches
     forecasts: dict[Choice, Candidate] = {}
     for _ in count_items("candidates lowered", range(_NUM_LOWERED)):
-        under_limit = dataclasses.replace(hardware, memory_limit=limit)
-        candidates = search(dataclasses.replace(space, hardware=under_limit))
+        candidates = search(space)
         for candidate in candidates:
             forecasts.setdefault(candidate.choice, candidate)
         forecast = next((x for x in candidates if x.choice not in lowered), None)
@@ -77,10 +71,10 @@ def _rank_candidates(problem: PlanProblem) -> list[Candidate]:
             break
         counted = _lower(forecast, problem)
         lowered[forecast.choice] = counted
-        if limit is None or counted.fits(hardware) or not forecast.fits(under_limit):
+        if counted.fits(hardware) or not forecast.fits(hardware):
             break
-        assert hardware.memory_limit is not None
-        limit = hardware.memory_limit - (counted.max_bytes - forecast.max_bytes)
+        lacking = counted.max_bytes - forecast.max_bytes
+        space = space.with_byte_error(forecast.choice, lacking)
 
     def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
         return sorted(candidates, key=lambda x: x.objective(hardware))
@@ -101,26 +95,26 @@ def _rank_candidates(problem: PlanProblem) -> list[Candidate]:
     return [*rank(lowered.values()), *not_lowered]
 
 
-def find_finalists(problem: PlanProblem) -> list[Candidate]:
-    """The best candidates of a few families of schedules, the best first.
+def find_finalist(
+    problem: PlanProblem, is_wanted: Callable[[Candidate], bool]
+) -> Candidate | None:
+    """The best forecast for which a function is true; ``None`` if there is none."""
+    forecasts = search(problem.space)
+    best = next(filter(is_wanted, forecasts), None)
+    return None if best is None else _lower(best, problem)
 
-    Raises:
-      ValueError: if no schedule has an order for these numbers.
+
+def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
+    """The schedules with as many stages on a rank, and backwards whole or in halves.
+
+    A schedule of the user's is a family of its own. Families with no order for these
+    numbers are left out.
     """
-    best_of_families: list[Candidate] = []
-    families = _group_by_family(problem.space)
-    for names in count_items("families of schedules searched", families):
-        space = dataclasses.replace(problem.space, schedule_names=names)
-        ranked = _rank_candidates(dataclasses.replace(problem, space=space))
-        best_of_families += ranked[:1]
-    _check_order(problem.space, best_of_families)
-    hardware = problem.space.hardware
-    finalists: list[Candidate] = []
-    for candidate in sorted(best_of_families, key=lambda x: x.objective(hardware)):
-        # On one device all schedules of a micro-batch are one.
-        if not any(candidate.is_same_run(finalist) for finalist in finalists):
-            finalists.append(candidate)
-    return finalists[:_NUM_FAMILIES]
+    families: dict[Any, list[str]] = {}
+    for name in space.schedule_names:
+        families.setdefault(space.builders[name].family, []).append(name)
+    all_names = map(tuple, families.values())
+    return [x for x in all_names if has_outlines(space.with_schedules(x))]
 
 
 def split_evenly(problem: PlanProblem) -> Candidate:
@@ -173,40 +167,68 @@ def take_one_stage(problem: PlanProblem) -> Candidate | None:
     return None
 
 
-def scale_times(problem: PlanProblem, ran: Candidate, seconds: float) -> PlanProblem:
-    """A problem whose layers take so long that a step that ran takes what it took.
+def learn_times(problem: PlanProblem, steps: Sequence[RanStep]) -> PlanProblem:
+    """A problem that forecasts for steps that ran what they took.
 
-    The times of all layers are multiplied by one factor. What an action takes besides
-    stays as it is.
+    Layers take the times of the stages of these steps. Micro-batches of a size that no
+    step had take factors between those of the next smaller and the next larger size
+    that one had, evenly by their logarithms.
+
+    Devices may slow each other down: they share memory, and some also cores. That a
+    step took so many times as long as its actions by themselves do, holds for all steps
+    in which as many devices share a micro-batch: the median of those that ran.
 
     Args:
       problem: the problem.
-      ran: the candidate that ran.
-      seconds: the seconds of its step.
-
-    Returns:
-      The problem; with layers that take next to nothing if actions alone take longer.
+      steps: the steps, at least one.
     """
+    # Programs of shards that run side by side were timed side by side.
+    fewest = min(step.choice.num_shards for step in steps)
+    steps_by_count: dict[int, list[RanStep]] = {}
+    for step in steps:
+        if step.choice.num_shards == fewest:
+            steps_by_count.setdefault(step.num_microbatch_shards, []).append(step)
+    counts = sorted(steps_by_count)
+    profiles = problem.space.profiles
+    # [count, layer, kind of program]
+    logarithms = np.log(
+        [find_layer_factors(profiles[x], steps_by_count[x]) for x in counts]
+    )
+    scaled_profiles: dict[int, Profile] = {}
+    for count, profile in profiles.items():
+        interpolated = _interpolate(np.log(count), np.log(counts), logarithms)
+        factors = [LayerFactors(*layer) for layer in np.exp(interpolated).tolist()]
+        scaled_profiles[count] = scale_layers(profile, factors)
 
-    def scale(factor: float) -> PlanProblem:
-        factors = [factor] * problem.space.num_layers
-        profiles = {
-            count: scale_layers(profile, factors)
-            for count, profile in problem.space.profiles.items()
-        }
-        space = dataclasses.replace(problem.space, profiles=profiles)
-        profile = scale_layers(problem.profile, factors)
-        return dataclasses.replace(problem, space=space, profile=profile)
+    space = dataclasses.replace(problem.space, profiles=scaled_profiles, slowdowns={})
+    ratios: dict[int, list[float]] = {}
+    for step in steps:
+        if step.seconds is not None and step.choice.num_devices > 1:
+            ratio = step.seconds / evaluate(space, step.choice).seconds
+            ratios.setdefault(step.choice.num_shards, []).append(ratio)
+    slowdowns = {
+        num_shards: statistics.median(listed) for num_shards, listed in ratios.items()
+    }
+    space = dataclasses.replace(space, slowdowns=slowdowns)
+    return dataclasses.replace(problem, space=space)
 
-    low = _LEAST_FACTOR
-    high = 1 / _LEAST_FACTOR
-    while high > low * (1 + _FACTOR_ERROR):
-        middle = math.sqrt(low * high)
-        if evaluate(scale(middle).space, ran.choice).seconds < seconds:
-            low = middle
-        else:
-            high = middle
-    return scale(high)
+
+def _interpolate(x: float, knots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The row at a number, from rows at some numbers in order."""
+    return np.apply_along_axis(lambda column: np.interp(x, knots, column), 0, rows)
+
+
+def with_compiled_bytes(lowered: Candidate, num_bytes: int) -> Candidate:
+    """A lowered candidate that needs so many bytes as it is compiled.
+
+    What was not counted is workspace, of all ranks alike.
+    """
+    lacking = num_bytes - lowered.max_bytes
+    memory = [
+        dataclasses.replace(rank, workspace=max(rank.workspace + lacking, 0))
+        for rank in lowered.memory
+    ]
+    return dataclasses.replace(lowered, memory=tuple(memory))
 
 
 def forecast_again(problem: PlanProblem, lowered: Candidate) -> Candidate:
@@ -220,17 +242,6 @@ def _usual_mode(space: SearchSpace) -> str:
     if MIN_CUT.name in space.remat_modes:
         return MIN_CUT.name
     return space.remat_modes[0]
-
-
-def _group_by_family(space: SearchSpace) -> list[tuple[str, ...]]:
-    """The schedules with as many stages on a rank, and backwards whole or in halves.
-
-    A schedule of the user's is a family of its own.
-    """
-    families: dict[Any, list[str]] = {}
-    for name in space.schedule_names:
-        families.setdefault(space.builders[name].family, []).append(name)
-    return list(map(tuple, families.values()))
 
 
 def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
+from ..schedules._costs import TIME_FIELDS
 from ..schedules._placement import group_by_rank
 from ..schedules._schedule import simulate_rows
 from ._fused import fused_costs
@@ -119,6 +120,13 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
         latency=link.latency,
         overlap=link.overlap,
     )
+    if choice.num_devices > 1 and choice.num_shards in space.slowdowns:
+        slowdown = space.slowdowns[choice.num_shards]
+        times = {
+            name: [slowdown * seconds for seconds in getattr(costs, name)]
+            for name in TIME_FIELDS.values()
+        }
+        costs = dataclasses.replace(costs, **times)
     if choice.num_shards == 1:
         return costs
 
@@ -161,6 +169,7 @@ def residual_budgets(space: SearchSpace, choice: Choice) -> list[float] | None:
     limit = space.hardware.memory_limit
     if limit is None:
         return None
+    limit -= space.byte_errors.predict(choice.schedule, choice.num_shards)
     counter = _make_byte_counter(space, choice)
     return [
         limit - float(counter.count_workspace(rank, part.spans, part.modes))
@@ -254,6 +263,7 @@ def _count_memory(
     """The parts of the peak of each rank, on each of its devices."""
     layers = space.profile(choice.schedule, choice.num_shards).layers
     counter = _make_byte_counter(space, choice)
+    lacking = space.byte_errors.predict(choice.schedule, choice.num_shards)
     memory: list[Memory] = []
     for rank, part in enumerate(_list_rank_parts(choice)):
         counted = counter.count(rank, part.spans, part.modes, skips)
@@ -268,7 +278,7 @@ def _count_memory(
             gradients=int(counted.gradients),
             optimizer=optimizer_bytes,
             activations=int(counted.activations) + copied_bytes,
-            workspace=int(counted.workspace),
+            workspace=int(counted.workspace) + lacking,
         )
         memory.append(rank_memory)
     return tuple(memory)

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..schedules._costs import TIME_FIELDS
-
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -59,14 +57,6 @@ class LayerProfile:
         if self.input_grad is None or self.weight_grad is None:
             return self.backward / 2, self.backward / 2
         return self.input_grad, self.weight_grad
-
-    def scaled(self, factor: float) -> "LayerProfile":
-        """The layer if it took so many times as long."""
-        times = {}
-        for name in TIME_FIELDS.values():
-            seconds = getattr(self, name)
-            times[name] = None if seconds is None else factor * seconds
-        return dataclasses.replace(self, **times)
 
     def backward_seconds(self, split_share: float | None) -> float:
         """Mean seconds of backwards, of which this share runs in halves.

@@ -113,12 +113,25 @@ def measure_layers(
     return times, statistics.median(seconds_in_a_row)
 
 
-def measure_action(device: Device) -> float:
-    """The seconds of a program that computes nothing, in a row of them."""
+class CallSeconds(NamedTuple):
+    """Seconds of a program that computes nothing.
+
+    Attributes:
+      in_a_row: seconds of one of many that are not waited for one by one: an action
+        takes at least that.
+      waited: seconds of one that is waited for.
+    """
+
+    in_a_row: float
+    waited: float
+
+
+def measure_call(device: Device) -> CallSeconds:
+    """Measures a program that computes nothing."""
     nothing = _program_of_nothing(device)
     compile_all([nothing.executable])
     nothing.measure_round()
-    return nothing.measure_in_a_row()
+    return CallSeconds(nothing.measure_in_a_row(), nothing.seconds)
 
 
 def _program_of_nothing(device: Device) -> "_MeasuredProgram":

@@ -26,8 +26,9 @@ from ._plan_record import Plan
 from ._planned_model import PlannedModel
 from ._profile import profile_sizes
 from ._profile_record import Profile, can_overlap, check_fingerprint
+from ._ran_steps import RanStep, check_same_layers, find_layer_factors, scale_layers
 from ._request import Request
-from ._scaled_profiles import interpolate, scale_residuals, scale_to_step
+from ._scaled_profiles import interpolate, scale_residuals
 from ._space import Hardware, PlanChoices, SearchSpace, mesh_shapes
 from ._traced_layers import TracedLayers, fingerprint
 
@@ -53,15 +54,6 @@ class PlanProblem:
     request: Request
     model: PlannedModel
     profile: Profile
-
-    def with_less_room(self, num_bytes: int) -> "PlanProblem":
-        """The problem of devices that have so many bytes less; they have a limit."""
-        hardware = self.space.hardware
-        assert hardware.memory_limit is not None
-        limit = max(hardware.memory_limit - num_bytes, 1)
-        hardware = dataclasses.replace(hardware, memory_limit=limit)
-        space = dataclasses.replace(self.space, hardware=hardware)
-        return dataclasses.replace(self, space=space)
 
 
 def pose_plan_problem(
@@ -127,9 +119,11 @@ def pose_plan_problem(
         ]
         profile = profile_sizes(model, traced, requests)
     if ran is not None and ran_costs is not None:
-        profile = scale_to_step(
-            profile, ran, ran_costs, names=traced.names, num_examples=num_examples
-        )
+        check_same_layers(ran, traced.names)
+        ran_size = -(-num_examples // (ran.schedule.num_microbatches * ran.data))
+        step = RanStep.from_costs(ran, ran_costs)
+        factors = find_layer_factors(interpolate(profile, ran_size), [step])
+        profile = scale_layers(profile, factors)
 
     measured_link = profile.link or measured_link
     link = link_options.choose_link(

@@ -111,6 +111,11 @@ def search(space: SearchSpace) -> list[Candidate]:
     return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
 
+def has_outlines(space: SearchSpace) -> bool:
+    """True if some schedule may have an order for these numbers."""
+    return bool(_sorted_outlines(space))
+
+
 def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
     """All outlines of which the best candidate may be, with their cuts."""
     cut_outlines: list[_CutOutline] = []
@@ -128,7 +133,8 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
         if key not in free_cuts:
             free_cuts[key] = _find_cuts(problem, space)
         busiest = least_busy_seconds(problem, free_cuts[key])
-        least_seconds = problem.num_microbatches * busiest
+        slowdown = space.slowdowns.get(outline.shape.num_shards, 1.0)
+        least_seconds = problem.num_microbatches * busiest * slowdown
         # Sums in another order differ by rounding; one as long is a runner-up.
         if least_seconds * (1 - ROUNDING) > best_seconds:
             continue
@@ -176,12 +182,13 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
     def least_seconds(
         shape: MeshShape, num_ranks: int, split_share: float | None
     ) -> float:
-        return _least_seconds(
+        seconds = _least_seconds(
             space.profiles[shape.num_microbatch_shards],
             shape.num_microbatches,
             num_ranks=num_ranks,
             split_share=split_share,
         )
+        return seconds * space.slowdowns.get(shape.num_shards, 1.0)
 
     outlines = []
     for name, shape in itertools.product(space.schedule_names, space.mesh_shapes):
@@ -254,7 +261,10 @@ def _solve(
       free_cuts: the best cuts while memory has no limit.
     """
     limit = space.hardware.memory_limit
-    rooms = None if limit is None else (float(limit),) * schedule.num_ranks
+    rooms = None
+    if limit is not None:
+        room = float(limit - space.byte_errors.predict(schedule, num_shards))
+        rooms = (room,) * schedule.num_ranks
     while True:
         problem = _pose_problem(schedule, num_shards, rooms, space)
         cuts = free_cuts if rooms is None else _find_cuts(problem, space)

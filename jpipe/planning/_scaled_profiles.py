@@ -1,13 +1,5 @@
 """The profiles from which a plan is predicted, made of the one that was measured.
 
-`scale_to_step` scales the layers of each stage of a step that ran to its seconds:
-
-    factor[stage] = (measured - calls) / (predicted - calls)
-
-*measured* and *predicted* are the seconds of all actions of the stage in a step, and
-*calls* what its actions take whatever they compute. The layers of a stage keep their
-shares of it; so do micro-batches of other sizes.
-
 `interpolate` takes seconds and bytes to be linear in the size of a micro-batch: a part
 that does not depend on it, and a part for each example:
 
@@ -32,89 +24,18 @@ scales the residuals of its layers, in the profiles of all sizes of micro-batche
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._partition._remat_mode import MIN_CUT, NONE
-from ..schedules import Costs, gpipe
-from ._fused import fused_costs
+from .._partition._remat_mode import MIN_CUT
+from ..schedules import gpipe
 from ._layer_partition import partition
 from ._layer_profile import LayerProfile
 from ._mode_names import stores_only_inputs
-from ._plan_record import Plan
 from ._planned_model import PlannedModel
 from ._profile_record import Profile, SkipProfile, costs_of_stages
 from ._request import Request
 from ._space import Choice
-
-
-def scale_to_step(
-    profile: Profile,
-    plan: Plan,
-    costs: Costs,
-    *,
-    names: Sequence[str],
-    num_examples: int,
-) -> Profile:
-    """The profile whose stages take the times of a step that ran.
-
-    Args:
-      profile: the profile, of any sizes.
-      plan: the plan of the step.
-      costs: the measured costs of its stages.
-      names: the names of the layers, or sections, of the model.
-      num_examples: the number of examples of the mini-batch.
-
-    Raises:
-      ValueError: if the step is of other layers.
-    """
-    ran_names = list(itertools.chain.from_iterable(x.layers for x in plan.stages))
-    if ran_names != list(names):
-        raise ValueError(
-            f"plan: ran= has the layers {ran_names}, the model has {list(names)}; of "
-            f"one model give the plan of jpipe.plan or jpipe.tune that was built"
-        )
-    schedule = plan.schedule
-    num_microbatch_shards = schedule.num_microbatches * plan.data
-    sized = interpolate(profile, -(-num_examples // num_microbatch_shards))
-    # Residuals do not matter here: the user's own modes store some too.
-    listed = costs_of_stages(sized).residual_bytes
-    modes = [mode if mode in listed else NONE.name for mode in plan.remat]
-    predicted_costs = fused_costs(
-        sized.costs(plan.balance, remat=modes),
-        schedule,
-        is_last_recomputed=stores_only_inputs(modes[-1]),
-        action_seconds=sized.action_seconds,
-    )
-    measured = [0.0] * schedule.num_stages
-    predicted = [0.0] * schedule.num_stages
-    for action in itertools.chain.from_iterable(schedule.rows):
-        seconds = predicted_costs.of(action)
-        if seconds > 0:
-            predicted[action.stage] += seconds - sized.action_seconds
-            measured[action.stage] -= sized.action_seconds
-        measured[action.stage] += costs.of(action)
-
-    factors: list[float] = []  # one per layer
-    for size, stage_measured, stage_predicted in zip(
-        plan.balance, measured, predicted, strict=True
-    ):
-        factor = 1.0
-        if stage_predicted > 0:
-            factor = max(stage_measured, 0.0) / stage_predicted
-        factors += [factor] * size
-    return scale_layers(profile, factors)
-
-
-def scale_layers(profile: Profile, factors: Sequence[float]) -> Profile:
-    """A profile whose layers take so many times as long, each by its factor."""
-    larger = profile.larger
-    if larger is not None:
-        larger = scale_layers(larger, factors)
-    pairs = zip(profile.layers, factors, strict=True)
-    layers = tuple(layer.scaled(factor) for layer, factor in pairs)
-    return dataclasses.replace(profile, layers=layers, larger=larger)
 
 
 def interpolate(profile: Profile, size: int) -> Profile:

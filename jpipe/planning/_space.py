@@ -10,6 +10,7 @@ One device computes one shard at once, so a layer has to be profiled once for ea
 these products, whatever the shape of the mesh.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from ..schedules._catalogue import (
 )
 from ..schedules._choose import call_builder, format_argument
 from ..schedules._formats import format_count
+from ._byte_errors import ByteErrors
 from ._layer_profile import Link, find_count_faults
 from ._mode_names import MODE_NAMES, format_unknown_mode
 from ._plan_record import mesh_text
@@ -281,6 +283,9 @@ class SearchSpace:
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
       builders: name -> a schedule of the catalogue or the user's.
+      slowdowns: number of devices that share a micro-batch -> how many times as long
+        actions take in a step of several devices; 1 where it is unknown.
+      byte_errors: the errors of forecasts of bytes.
     """
 
     profiles: Mapping[int, Profile]
@@ -292,6 +297,8 @@ class SearchSpace:
     balance: tuple[int, ...] | None
     mesh_shapes: tuple[MeshShape, ...]
     builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
+    slowdowns: Mapping[int, float] = field(default_factory=dict)
+    byte_errors: ByteErrors = field(default_factory=ByteErrors)
 
     @property
     def num_layers(self) -> int:
@@ -301,6 +308,15 @@ class SearchSpace:
     def profile(self, schedule: Schedule, num_shards: int) -> Profile:
         """The profile of the shard of a micro-batch that one device computes."""
         return self.profiles[schedule.num_microbatches * num_shards]
+
+    def with_schedules(self, names: tuple[str, ...]) -> "SearchSpace":
+        """The space of these schedules alone, without any made to measure."""
+        return dataclasses.replace(self, schedule_names=names, fits_schedules=False)
+
+    def with_byte_error(self, choice: "Choice", num_bytes: int) -> "SearchSpace":
+        """The space that knows how many bytes the forecast of a choice lacks."""
+        errors = self.byte_errors.noted(choice.schedule, choice.num_shards, num_bytes)
+        return dataclasses.replace(self, byte_errors=errors)
 
 
 @dataclass(frozen=True)

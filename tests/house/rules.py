@@ -39,8 +39,8 @@ MAY_WAIT = {
     *(
         "_processes._watch",
         "_api._process_link",
+        "_api._running_step",
         "_api._step_profile",
-        "_api._tune",
         "planning._measure",
     ),
     "_arguments._stacked",
