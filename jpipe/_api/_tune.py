@@ -95,10 +95,11 @@ def tune(
 ) -> Plan:
     """Decides how to run a model, by running the best plans on its devices.
 
-    The work of each layer is estimated, and plans are searched as `jpipe.plan` does.
-    The best of each of three families of schedules, and an even split under 1F1B, are
-    compiled as training steps. What needs more memory than a device has is dropped; the
-    others take steps in turns. The plan is the fastest of them.
+    The work of each layer is estimated. An even split under 1F1B is compiled as a
+    training step and run, its actions one by one and as a whole; then the best plan on
+    paper of each family of schedules, and a few of all. Each is searched with the times
+    and bytes of those before it. What needs more memory than a device has is dropped.
+    The others take steps in turns, and the plan is the fastest of them.
 
     Each has a state of its own, of a random key; where these do not fit beside each
     other, a fresh one for each turn. Nothing that is passed is changed.
@@ -123,10 +124,9 @@ def tune(
       rngs: as for `Pipeline.init_train_state`.
       num_microbatches: as for `jpipe.plan`.
       data: likewise.
-      schedules: likewise; none are made to measure.
+      schedules: likewise.
       remat: likewise.
-      rounds: the number of turns of all plans; the first takes two more before, and one
-        that is far behind takes fewer.
+      rounds: the number of turns at the end; one that is far behind takes fewer.
 
     Returns:
       The plan. It prints with what was tried: the predicted and the measured seconds of

@@ -92,6 +92,14 @@ class LayerFactors(NamedTuple):
     backward: float = 1.0
     halves: float = 1.0
 
+    def times(self, other: "LayerFactors") -> "LayerFactors":
+        """The factors of both, one after the other."""
+        return LayerFactors(
+            forward=self.forward * other.forward,
+            backward=self.backward * other.backward,
+            halves=self.halves * other.halves,
+        )
+
 
 def check_same_layers(plan: Plan, names: Sequence[str]) -> None:
     """Checks that the plan of a step is one of these layers, or sections.
@@ -126,10 +134,8 @@ def find_layer_factors(
             scaled = scale_layers(profile, factors)
             halves_only = has_whole_backwards and not step.has_whole_backwards
             step_factors = _find_factors_of_step(scaled, step, halves_only=halves_only)
-            factors = [
-                LayerFactors(*(x * y for x, y in zip(pair[0], pair[1], strict=True)))
-                for pair in zip(factors, step_factors, strict=True)
-            ]
+            pairs = zip(factors, step_factors, strict=True)
+            factors = [layer.times(further) for layer, further in pairs]
     return factors
 
 

@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 REACHED_BY = {
     "_api": "loss_functions/test_value_and_grad.py loss_functions models",
     "_api/_loss_function_check": "loss_functions/test_reductions.py",
+    "_api/_running_step": "planning/test_tune.py",
     "_api/_tune": "planning/test_tune.py",
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_mutable": "models/test_decoding.py",
@@ -111,9 +112,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_loss_function_check": [
         ("median_key() if is_single_key(leaf)", "leaf if is_single_key(leaf)"),
     ],
+    "_api/_running_step": [
+        ("peak + workspace[device]", "peak"),
+        ("        self._action_seconds = seconds\n", ""),
+    ],
     "_api/_tune": [
         ("key=lambda step: step.median", "key=lambda step: -step.median"),
-        ("peak + workspace[device]", "peak"),
+        ("            self._learn_times()\n", "            pass\n"),
     ],
     "_arguments/_microbatch": [
         ("(i < remainder)", "(i >= num_microbatches - remainder)"),
@@ -573,9 +578,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("max(value, small * self.size / self.small)", "max(value, 0.0)"),
         ("large.microbatch_size < size", "large.microbatch_size > size"),
         ("small_by_ends.get(ends, no_skip)", "small_by_ends.get(ends, skip)"),
-        ("measured[action.stage] -= sized.action_seconds", "pass"),
-        ("factors += [factor] * size", "factors += [1.0] * size"),
         ("int(num_bytes * ratios.get(mode, 1.0))", "num_bytes"),
+    ],
+    "planning/_ran_steps": [
+        ("seconds_of(action) - call", "seconds_of(action)"),
+        ("predicted[stage] - other[stage]", "predicted[stage]"),
+        ("halves=backward[stage]", "halves=1.0"),
+        ("halves=self.halves * other.halves", "halves=self.halves"),
     ],
     "planning/_rank_bytes": [
         ("self.static + self.gradients + ", "self.static + "),
