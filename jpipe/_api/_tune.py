@@ -33,7 +33,6 @@ from .._train._transformation import check_optimizer
 from ..planning._finalists import (
     find_finalist,
     forecast_again,
-    learn_times,
     list_families,
     split_evenly,
     take_one_stage,
@@ -48,6 +47,7 @@ from ..planning._plan_problem import (
     pose_plan_problem,
 )
 from ..planning._plan_record import Plan
+from ..planning._ran_steps import learn_times
 from ..planning._reasons import make_plan
 from ..planning._request import Request
 from ..planning._space import Hardware, PlanChoices, SearchSpace
@@ -277,6 +277,7 @@ class _Contest:
     Args:
       job: the arguments of all steps.
       problem: the problem on paper.
+      call: the seconds of a program that computes nothing.
     """
 
     def __init__(
@@ -405,9 +406,10 @@ class _Contest:
     def _learn_times(self) -> None:
         """Learns from all steps that ran, and forecasts them again."""
         ran = [step.ran for step in self.list_measured()]
-        self._problem = learn_times(self._problem, ran)
+        space = learn_times(self._problem.space, ran)
+        self._problem = dataclasses.replace(self._problem, space=space)
         for step in self._steps:
-            step.candidate = forecast_again(self._problem, step.candidate)
+            step.candidate = forecast_again(space, step.candidate)
 
     def _note_bytes(self, step: RunningStep) -> None:
         """Notes the bytes that a compiled step needs beyond its forecast."""

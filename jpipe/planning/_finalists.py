@@ -16,11 +16,8 @@ the best of all. Layers take the times of the steps that ran before the next is 
 
 import dataclasses
 import itertools
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from .._instructions._progress import count_items
 from .._instructions._transfer import AbstractDevice
@@ -29,8 +26,6 @@ from ..schedules import gpipe, one_f_one_b
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
 from ._plan_search import has_outlines, search
-from ._profile_record import Profile
-from ._ran_steps import LayerFactors, RanStep, find_layer_factors, scale_layers
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
@@ -50,13 +45,6 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
     Raises:
       ValueError: if no schedule has an order for these numbers.
     """
-    candidates = _rank_candidates(problem)
-    _check_order(problem.space, candidates)
-    return candidates
-
-
-def _rank_candidates(problem: PlanProblem) -> list[Candidate]:
-    """The ranking of `rank_candidates`; empty if there is no candidate."""
     space = problem.space
     hardware = space.hardware
     lowered: dict[Choice, Candidate] = {}
@@ -79,8 +67,7 @@ def _rank_candidates(problem: PlanProblem) -> list[Candidate]:
     def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
         return sorted(candidates, key=lambda x: x.objective(hardware))
 
-    if not lowered:
-        return []
+    _check_order(space, [*lowered.values()])
     best, *_ = rank(lowered.values())
     # Without the bytes, which break ties.
     least = best.objective(hardware)[:2]
@@ -167,57 +154,6 @@ def take_one_stage(problem: PlanProblem) -> Candidate | None:
     return None
 
 
-def learn_times(problem: PlanProblem, steps: Sequence[RanStep]) -> PlanProblem:
-    """A problem that forecasts for steps that ran what they took.
-
-    Layers take the times of the stages of these steps. Micro-batches of a size that no
-    step had take factors between those of the next smaller and the next larger size
-    that one had, evenly by their logarithms.
-
-    Devices may slow each other down: they share memory, and some also cores. That a
-    step took so many times as long as its actions by themselves do, holds for all steps
-    in which as many devices share a micro-batch: the median of those that ran.
-
-    Args:
-      problem: the problem.
-      steps: the steps, at least one.
-    """
-    # Programs of shards that run side by side were timed side by side.
-    fewest = min(step.choice.num_shards for step in steps)
-    steps_by_count: dict[int, list[RanStep]] = {}
-    for step in steps:
-        if step.choice.num_shards == fewest:
-            steps_by_count.setdefault(step.num_microbatch_shards, []).append(step)
-    counts = sorted(steps_by_count)
-    profiles = problem.space.profiles
-    # [count, layer, kind of program]
-    logarithms = np.log(
-        [find_layer_factors(profiles[x], steps_by_count[x]) for x in counts]
-    )
-    scaled_profiles: dict[int, Profile] = {}
-    for count, profile in profiles.items():
-        interpolated = _interpolate(np.log(count), np.log(counts), logarithms)
-        factors = [LayerFactors(*layer) for layer in np.exp(interpolated).tolist()]
-        scaled_profiles[count] = scale_layers(profile, factors)
-
-    space = dataclasses.replace(problem.space, profiles=scaled_profiles, slowdowns={})
-    ratios: dict[int, list[float]] = {}
-    for step in steps:
-        if step.seconds is not None and step.choice.num_devices > 1:
-            ratio = step.seconds / evaluate(space, step.choice).seconds
-            ratios.setdefault(step.choice.num_shards, []).append(ratio)
-    slowdowns = {
-        num_shards: statistics.median(listed) for num_shards, listed in ratios.items()
-    }
-    space = dataclasses.replace(space, slowdowns=slowdowns)
-    return dataclasses.replace(problem, space=space)
-
-
-def _interpolate(x: float, knots: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The row at a number, from rows at some numbers in order."""
-    return np.apply_along_axis(lambda column: np.interp(x, knots, column), 0, rows)
-
-
 def with_compiled_bytes(lowered: Candidate, num_bytes: int) -> Candidate:
     """A lowered candidate that needs so many bytes as it is compiled.
 
@@ -231,9 +167,9 @@ def with_compiled_bytes(lowered: Candidate, num_bytes: int) -> Candidate:
     return dataclasses.replace(lowered, memory=tuple(memory))
 
 
-def forecast_again(problem: PlanProblem, lowered: Candidate) -> Candidate:
-    """A lowered candidate with the times of a problem; its bytes were counted."""
-    forecast = evaluate(problem.space, lowered.choice)
+def forecast_again(space: SearchSpace, lowered: Candidate) -> Candidate:
+    """A lowered candidate with the times of a space; its bytes were counted."""
+    forecast = evaluate(space, lowered.choice)
     return dataclasses.replace(forecast, memory=lowered.memory, plan=lowered.plan)
 
 

@@ -18,20 +18,24 @@ take the times that were measured.
 
 import dataclasses
 import itertools
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from .._partition._remat_mode import NONE
 from ..schedules import Action, Costs
 from ..schedules._action import BACKWARD, FORWARD
+from ._forecast import evaluate
 from ._fused import fused_costs
 from ._layer_profile import LayerProfile
 from ._mode_names import stores_only_inputs
 from ._plan_record import Plan
 from ._profile_record import Profile, costs_of_stages
-from ._space import Choice
+from ._space import Choice, SearchSpace
 
 # The times that each step scales the profile.
 _NUM_SWEEPS = 4
@@ -113,6 +117,56 @@ def check_same_layers(plan: Plan, names: Sequence[str]) -> None:
             f"plan: ran= has the layers {ran_names}, the model has {list(names)}; of "
             f"one model give the plan of jpipe.plan or jpipe.tune that was built"
         )
+
+
+def learn_times(space: SearchSpace, steps: Sequence[RanStep]) -> SearchSpace:
+    """The space that forecasts for steps that ran about what they took.
+
+    Layers take the times of the stages of these steps. Micro-batches of a size that no
+    step had take factors between those of the next smaller and the next larger size
+    that one had, evenly by their logarithms.
+
+    Devices may slow each other down: they share memory, and some also cores. That a
+    step took so many times as long as its actions by themselves do, holds for all steps
+    in which as many devices share a micro-batch: the median of those that ran.
+
+    Args:
+      space: the choices, with their profiles.
+      steps: the steps, at least one.
+    """
+    # Programs of shards that run side by side were timed side by side.
+    fewest = min(step.choice.num_shards for step in steps)
+    steps_by_count: dict[int, list[RanStep]] = {}
+    for step in steps:
+        if step.choice.num_shards == fewest:
+            steps_by_count.setdefault(step.num_microbatch_shards, []).append(step)
+    counts = sorted(steps_by_count)
+    profiles = space.profiles
+    # [count, layer, kind of program]
+    logarithms = np.log(
+        [find_layer_factors(profiles[x], steps_by_count[x]) for x in counts]
+    )
+    scaled_profiles: dict[int, Profile] = {}
+    for count, profile in profiles.items():
+        interpolated = _interpolate(np.log(count), np.log(counts), logarithms)
+        factors = [LayerFactors(*layer) for layer in np.exp(interpolated).tolist()]
+        scaled_profiles[count] = scale_layers(profile, factors)
+
+    space = dataclasses.replace(space, profiles=scaled_profiles, slowdowns={})
+    ratios: dict[int, list[float]] = {}
+    for step in steps:
+        if step.seconds is not None and step.choice.num_devices > 1:
+            ratio = step.seconds / evaluate(space, step.choice).seconds
+            ratios.setdefault(step.choice.num_shards, []).append(ratio)
+    slowdowns = {
+        num_shards: statistics.median(listed) for num_shards, listed in ratios.items()
+    }
+    return dataclasses.replace(space, slowdowns=slowdowns)
+
+
+def _interpolate(x: float, knots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The row at a number, from rows at some numbers in order."""
+    return np.apply_along_axis(lambda column: np.interp(x, knots, column), 0, rows)
 
 
 def find_layer_factors(
