@@ -6,12 +6,13 @@ size.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..schedules import Schedule
-from ._stage_times import count_split_shares
+from ..schedules._action import WEIGHT
 
 
 class _Kind(NamedTuple):
@@ -39,6 +40,8 @@ class ByteErrors:
 
     def predict(self, schedule: Schedule, num_shards: int) -> int:
         """The bytes that a forecast should lack; 0 if none of its kind is known."""
+        if not self.lacking:  # saves a look at all actions
+            return 0
         by_count = self.lacking.get(_kind_of(schedule), {})
         if not by_count:
             return 0
@@ -68,7 +71,8 @@ class ByteErrors:
 
 
 def _kind_of(schedule: Schedule) -> _Kind:
+    actions = itertools.chain.from_iterable(schedule.rows)
     return _Kind(
         num_chunks=schedule.num_stages / schedule.num_ranks,
-        has_halves=any(count_split_shares(schedule)),
+        has_halves=any(action.op == WEIGHT for action in actions),
     )
