@@ -17,6 +17,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import random
@@ -32,11 +33,18 @@ from flax import linen as nn
 from rich.progress import track
 
 import jpipe
+from jpipe.planning._forecast import evaluate
 from jpipe.planning._layer_profile import LayerProfile, Link
 from jpipe.planning._plan_search import search
 from jpipe.planning._scaled_profiles import interpolate
-from jpipe.planning._space import Hardware, MeshShape, SearchSpace, mesh_shapes
-from jpipe.schedules import BY_NAME
+from jpipe.planning._space import (
+    Choice,
+    Hardware,
+    MeshShape,
+    SearchSpace,
+    mesh_shapes,
+)
+from jpipe.schedules import BY_NAME, one_f_one_b
 
 from ..markdown import table
 from ..models.unet import unet
@@ -48,8 +56,9 @@ ACTION_SECONDS = 0.002
 SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
 # Steps that differ by a smaller part are equal.
 EQUAL = 1e-6
-# Shares of the bytes that the fullest device holds without a limit.
-LIMITS = (0.8, 0.6)
+# Shares of the bytes that the fullest device holds with as many layers on each, under
+# 1F1B: no part of the planner decides these.
+LIMITS = (1.0, 0.8)
 # Plans something; returns the seconds of the best step, infinite if nothing fits.
 Problem = Callable[[], float]
 
@@ -58,6 +67,24 @@ def best_step(space: SearchSpace) -> float:
     """The seconds of the best step of a space."""
     best, *_ = search(space)
     return best.seconds if best.fits(space.hardware) else math.inf
+
+
+def bytes_of_even_split(space: SearchSpace) -> int:
+    """The bytes of the fullest device with as many layers on each, under 1F1B."""
+    num_ranks = space.hardware.num_devices
+    (shape,) = space.mesh_shapes
+    choice = Choice(
+        balance=tuple(split_evenly(space.num_layers, num_ranks)),
+        remat=("min_cut",) * num_ranks,
+        schedule=one_f_one_b(num_ranks, shape.num_microbatches),
+    )
+    return evaluate(space, choice).max_bytes
+
+
+def split_evenly(num_layers: int, num_stages: int) -> list[int]:
+    """The numbers of layers of stages that differ by one at most."""
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
@@ -79,7 +106,7 @@ def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             mesh_shapes=(MeshShape(count),),
         )
         yield f"chain {seed}", functools.partial(best_step, space)
-        limit = int(0.7 * search(space)[0].max_bytes)
+        limit = int(0.95 * bytes_of_even_split(space))
         limited = dataclasses.replace(space.hardware, memory_limit=limit)
         limited_space = dataclasses.replace(space, hardware=limited)
         yield f"chain {seed}, limited", functools.partial(best_step, limited_space)
@@ -105,8 +132,8 @@ def skip_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             balance=None,
             mesh_shapes=(MeshShape(count),),
         )
-        peak = search(space)[0].max_bytes
-        for share in (*LIMITS, 0.5):
+        peak = bytes_of_even_split(space)
+        for share in (1.1, 1.0, 0.9):
             limited = dataclasses.replace(
                 space.hardware, memory_limit=int(share * peak)
             )
@@ -237,13 +264,21 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
     widths = tuple(rng.choice([64, 128, 256, 512]) for _ in range(32))
     models["widths"] = Widths(widths), jax.ShapeDtypeStruct((64, 128), jnp.float32)
     for name, (model, x) in models.items():
+        num_layers = len(jpipe.profile(model, x, measure=False).layers)
         for num_devices in (2, 4):
             text = f"{name} on {num_devices}"
             plan = functools.partial(step_of_plan, model, x, num_devices=num_devices)
             yield text, plan
-            forecast = make_plan(model, x, num_devices=num_devices).forecast
-            assert forecast is not None
-            peak = max(memory.total for memory in forecast.memory)
+            even = make_plan(
+                model,
+                x,
+                num_devices=num_devices,
+                schedules="1f1b",
+                remat="min_cut",
+                balance=split_evenly(num_layers, num_devices),
+            )
+            assert even.forecast is not None
+            peak = max(memory.total for memory in even.forecast.memory)
             for share in LIMITS:
                 limited = functools.partial(plan, memory_limit=int(share * peak))
                 yield f"{text}, limit {share}", limited
