@@ -22,7 +22,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from .models import MODELS
 # The seconds that any action of a random chain takes, whose layers take about one.
 ACTION_SECONDS = 0.002
 SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
+GROUPS = ("chains", "models")
 # Steps that differ by a smaller part are equal.
 EQUAL = 1e-6
 # Shares of the bytes that the fullest device holds with as many layers on each, under
@@ -284,13 +285,16 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
                 yield f"{text}, limit {share}", limited
 
 
-def solve_all() -> dict[str, tuple[float, float]]:
+def solve(groups: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Problem -> the seconds of its best step, and of solving it."""
-    problems = dict(chain_problems(40))
-    problems |= skip_problems(30)
-    problems |= long_chain_problems(4)
-    problems |= size_problems(12)
-    problems |= model_problems()
+    problems: dict[str, Problem] = {}
+    if "chains" in groups:
+        problems |= chain_problems(40)
+        problems |= skip_problems(30)
+        problems |= long_chain_problems(4)
+        problems |= size_problems(12)
+    if "models" in groups:
+        problems |= model_problems()
     solved: dict[str, tuple[float, float]] = {}
     for name, problem in track(problems.items(), "planning"):
         begin = time.process_time()
@@ -302,11 +306,11 @@ def solve_all() -> dict[str, tuple[float, float]]:
 def compare(
     solved: Mapping[str, tuple[float, float]], base: Mapping[str, tuple[float, float]]
 ) -> str:
-    """A table of the problems whose steps differ, and a line on all of them."""
+    """A table of solved problems whose steps differ, and a line on all of them."""
     rows = []
     logs = []
-    for name, (base_step, _) in base.items():
-        step, _ = solved[name]
+    for name, (step, _) in solved.items():
+        base_step, _ = base[name]
         if math.isinf(step) or math.isinf(base_step):
             if step != base_step:
                 rows.append([name, "lost" if math.isinf(step) else "won"])
@@ -315,9 +319,9 @@ def compare(
         if abs(logs[-1]) > EQUAL:
             rows.append([name, f"{step / base_step:.4f}"])
     seconds = sum(seconds for _, seconds in solved.values())
-    base_seconds = sum(seconds for _, seconds in base.values())
+    base_seconds = sum(base[name][1] for name in solved)
     summary = (
-        f"{len(base)} problems, {len(rows)} differ: mean "
+        f"{len(solved)} problems, {len(rows)} differ: mean "
         f"{math.exp(sum(logs) / len(logs)):.4f}, longest {math.exp(max(logs)):.3f}, "
         f"shortest {math.exp(min(logs)):.3f}; planning takes "
         f"{seconds / base_seconds:.2f} of {base_seconds:.0f} CPU s"
@@ -342,10 +346,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the steps")
     parser.add_argument("--against", type=Path, help="steps to compare with")
     parser.add_argument("--set", nargs="*", default=[], help="module.constant=value")
+    parser.add_argument("--only", choices=GROUPS, help="some of the problems")
     options = parser.parse_args()
     for assignment in options.set:
         set_constant(assignment)
-    solved = solve_all()
+    solved = solve(GROUPS if options.only is None else [options.only])
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(solved, indent=1) + "\n")
