@@ -41,6 +41,7 @@ from jpipe.planning._space import (
     Choice,
     Hardware,
     MeshShape,
+    PlanChoices,
     SearchSpace,
     mesh_shapes,
 )
@@ -100,10 +101,11 @@ def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             profiles={count: chain},
             optimizer_bytes=[0] * num_layers,
             hardware=Hardware(num_ranks, link=Link(bandwidth=rng.choice([1e2, 1e3]))),
-            schedule_names=SCHEDULES,
-            remat_modes=("min_cut", "full"),
-            fits_schedules=seed % 2 == 0,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=SCHEDULES,
+                remat_modes=("min_cut", "full"),
+                fits_schedules=seed % 2 == 0,
+            ),
             mesh_shapes=(MeshShape(count),),
         )
         yield f"chain {seed}", functools.partial(best_step, space)
@@ -127,10 +129,11 @@ def skip_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             profiles={count: chain},
             optimizer_bytes=[0] * num_layers,
             hardware=Hardware(num_ranks, link=Link(bandwidth=1e3)),
-            schedule_names=("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v"),
-            remat_modes=("min_cut", "full"),
-            fits_schedules=seed % 2 == 0,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v"),
+                remat_modes=("min_cut", "full"),
+                fits_schedules=seed % 2 == 0,
+            ),
             mesh_shapes=(MeshShape(count),),
         )
         peak = bytes_of_even_split(space)
@@ -151,10 +154,10 @@ def long_chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             profiles={16: chain},
             optimizer_bytes=[0] * len(chain.layers),
             hardware=Hardware(8, link=Link(bandwidth=1e3)),
-            schedule_names=("1f1b", "interleaved", "zb_v"),
-            remat_modes=("min_cut",),
-            fits_schedules=False,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=("1f1b", "interleaved", "zb_v"),
+                remat_modes=("min_cut",),
+            ),
             mesh_shapes=(MeshShape(16),),
         )
         yield f"long chain {seed}", functools.partial(best_step, space)
@@ -190,10 +193,10 @@ def size_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             },
             optimizer_bytes=[0] * len(chain.layers),
             hardware=Hardware(num_devices, link=Link(bandwidth=1e3)),
-            schedule_names=("1f1b", "interleaved", "zb_h1"),
-            remat_modes=("min_cut",),
-            fits_schedules=False,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=("1f1b", "interleaved", "zb_h1"),
+                remat_modes=("min_cut",),
+            ),
             mesh_shapes=shapes,
         )
         yield f"sizes of chain {seed}", functools.partial(best_step, space)

@@ -110,7 +110,10 @@ def find_finalists(problem: PlanProblem) -> list[Candidate]:
     best_of_families: list[Candidate] = []
     families = _group_by_family(problem.space)
     for names in count_items("families of schedules searched", families):
-        space = dataclasses.replace(problem.space, schedule_names=names)
+        space = dataclasses.replace(
+            problem.space,
+            choices=dataclasses.replace(problem.space.choices, schedule_names=names),
+        )
         ranked = _rank_candidates(dataclasses.replace(problem, space=space))
         best_of_families += ranked[:1]
     _check_order(problem.space, best_of_families)
@@ -217,9 +220,9 @@ def forecast_again(problem: PlanProblem, lowered: Candidate) -> Candidate:
 
 def _usual_mode(space: SearchSpace) -> str:
     """The remat mode of a user who plans nothing, if the user allows it."""
-    if MIN_CUT.name in space.remat_modes:
+    if MIN_CUT.name in space.choices.remat_modes:
         return MIN_CUT.name
-    return space.remat_modes[0]
+    return space.choices.remat_modes[0]
 
 
 def _group_by_family(space: SearchSpace) -> list[tuple[str, ...]]:
@@ -228,8 +231,8 @@ def _group_by_family(space: SearchSpace) -> list[tuple[str, ...]]:
     A schedule of the user's is a family of its own.
     """
     families: dict[Any, list[str]] = {}
-    for name in space.schedule_names:
-        families.setdefault(space.builders[name].family, []).append(name)
+    for name in space.choices.schedule_names:
+        families.setdefault(space.choices.builders[name].family, []).append(name)
     return list(map(tuple, families.values()))
 
 
@@ -239,7 +242,7 @@ def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         return
     counts = sorted({shape.num_microbatches for shape in space.mesh_shapes})
     raise ValueError(
-        f"plan: schedules={list(space.schedule_names)} have no order for "
+        f"plan: schedules={list(space.choices.schedule_names)} have no order for "
         f"{space.num_layers} layers on {space.hardware.num_devices} devices in "
         f"{counts} micro-batches"
     )

@@ -103,10 +103,10 @@ def search(space: SearchSpace) -> list[Candidate]:
         "candidates improved", _best_few(cut_outlines, space)
     ):
         improved = cut_outline.candidate
-        if space.balance is None and improved.fits(space.hardware):
+        if space.choices.balance is None and improved.fits(space.hardware):
             improved = _climb(cut_outline, space)
         candidates.append(improved)
-        if space.fits_schedules and _is_worth_fitting(improved):
+        if space.choices.fits_schedules and _is_worth_fitting(improved):
             candidates += _with_fitted_schedules(improved, space)
     return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
@@ -133,7 +133,7 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
         if least_seconds * (1 - ROUNDING) > best_seconds:
             continue
         try:
-            schedule = space.builders[outline.schedule_name].build(
+            schedule = space.choices.builders[outline.schedule_name].build(
                 outline.num_ranks, outline.shape.num_microbatches
             )
         except ScheduleError:  # it has no order for these numbers
@@ -164,8 +164,8 @@ def _pose_free_problem(outline: _Outline, space: SearchSpace) -> PartitionProble
 
 def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
     """The best cuts of a problem, or the only one that the user allows."""
-    if space.balance is not None:
-        return [(0, *itertools.accumulate(space.balance))]
+    if space.choices.balance is not None:
+        return [(0, *itertools.accumulate(space.choices.balance))]
     return find_best_cuts(problem)
 
 
@@ -183,12 +183,13 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
             split_share=split_share,
         )
 
+    choices = space.choices
     outlines = []
-    for name, shape in itertools.product(space.schedule_names, space.mesh_shapes):
+    for name, shape in itertools.product(choices.schedule_names, space.mesh_shapes):
         num_ranks = space.hardware.num_devices // shape.num_shards
         for ranks in range(1, min(num_ranks, space.num_layers) + 1):
             try:
-                placement, split_share = space.builders[name].outline(
+                placement, split_share = choices.builders[name].outline(
                     ranks, shape.num_microbatches
                 )
             except ScheduleError:  # a user's has no order for these numbers
@@ -196,7 +197,7 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
             num_stages = len(placement)
             if num_stages > space.num_layers:
                 continue
-            if space.balance is not None and len(space.balance) != num_stages:
+            if choices.balance is not None and len(choices.balance) != num_stages:
                 continue
             outline = _Outline(
                 least_seconds=least_seconds(shape, ranks, split_share),
@@ -289,7 +290,7 @@ def _pose_problem(
     """
     return PartitionProblem(
         profile=space.profile(schedule, num_shards),
-        modes=(space.remat_modes,) * schedule.num_stages,
+        modes=(space.choices.remat_modes,) * schedule.num_stages,
         link=space.hardware.link,
         objective="step",
         schedule=schedule,
@@ -371,8 +372,9 @@ def _with_fitted_schedules(
     num_stages = len(candidate.choice.remat)
     remats = [candidate.choice.remat]
     if space.hardware.memory_limit is not None:
-        fastest = min(space.remat_modes, key=stores_only_inputs)
-        remats += [(mode,) * num_stages for mode in (fastest, space.remat_modes[-1])]
+        modes = space.choices.remat_modes
+        fastest = min(modes, key=stores_only_inputs)
+        remats += [(mode,) * num_stages for mode in (fastest, modes[-1])]
     for remat in dict.fromkeys(remats):
         choice = dataclasses.replace(candidate.choice, remat=remat)
         try:

@@ -134,24 +134,25 @@ class PlanChoices:
     """The choices that a user leaves to a plan.
 
     Attributes:
+      schedule_names: the schedules, by names in ``builders``.
+      remat_modes: the modes that a stage may have; in a `SearchSpace` the one that
+        stores most first.
+      fits_schedules: True if schedules are made to measure too.
+      balance: the only balance that is allowed; ``None``: any.
       data: the numbers of devices that may share a micro-batch; ``None``: any.
       num_microbatches: the numbers of micro-batches; ``None``: the default ones.
-      schedule_names: the schedules, by names in ``builders``.
-      remat_modes: the modes that a stage may have.
-      balance: the only balance that is allowed; ``None``: any.
-      fits_schedules: True if schedules are made to measure too.
       allowed_schedules: the schedules of the catalogue that the loss allows.
-      builders: name -> the schedule.
+      builders: name -> a schedule of the catalogue or the user's.
     """
 
-    data: tuple[Any, ...] | None
-    num_microbatches: tuple[Any, ...] | None
     schedule_names: tuple[Any, ...]
     remat_modes: tuple[Any, ...]
-    balance: Sequence[int] | None
-    fits_schedules: bool
-    allowed_schedules: tuple[str, ...]
-    builders: Mapping[str, NamedSchedule]
+    fits_schedules: bool = False
+    balance: Sequence[int] | None = None
+    data: tuple[Any, ...] | None = None
+    num_microbatches: tuple[Any, ...] | None = None
+    allowed_schedules: tuple[str, ...] = TRAINING
+    builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
 
     @classmethod
     def from_options(
@@ -267,31 +268,23 @@ class MeshShape(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices that a plan has.
+    """The choices that a plan has, and what each costs.
 
     Attributes:
       profiles: number of shards of all micro-batches -> profile of one shard, in which
         the state of layers includes that of the optimizer.
       optimizer_bytes: the bytes of the optimizer's state of each layer.
       hardware: the devices.
-      schedule_names: the schedules, by names in ``builders``.
-      remat_modes: the modes that a stage may have, the one that stores most first.
-      fits_schedules: True if schedules are made to measure too.
-      balance: the only balance that is allowed; ``None``: any.
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
-      builders: name -> a schedule of the catalogue or the user's.
+      choices: schedules, remat modes and balance.
     """
 
     profiles: Mapping[int, Profile]
     optimizer_bytes: Sequence[int]
     hardware: Hardware
-    schedule_names: tuple[str, ...]
-    remat_modes: tuple[str, ...]
-    fits_schedules: bool
-    balance: tuple[int, ...] | None
     mesh_shapes: tuple[MeshShape, ...]
-    builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
+    choices: PlanChoices
 
     @property
     def num_layers(self) -> int:
