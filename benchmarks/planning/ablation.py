@@ -288,14 +288,19 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
                 yield f"{text}, limit {share}", limited
 
 
-def solve(groups: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Problem -> the seconds of its best step, and of solving it."""
+def solve(groups: Sequence[str], share: float) -> dict[str, tuple[float, float]]:
+    """Problem -> the seconds of its best step, and of solving it.
+
+    Args:
+      groups: the problems to solve.
+      share: the part of the random chains to solve, the first ones.
+    """
     problems: dict[str, Problem] = {}
     if "chains" in groups:
-        problems |= chain_problems(40)
-        problems |= skip_problems(30)
-        problems |= long_chain_problems(4)
-        problems |= size_problems(12)
+        problems |= chain_problems(int(40 * share))
+        problems |= skip_problems(int(30 * share))
+        problems |= long_chain_problems(int(4 * share))
+        problems |= size_problems(int(12 * share))
     if "models" in groups:
         problems |= model_problems()
     solved: dict[str, tuple[float, float]] = {}
@@ -350,10 +355,12 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="steps to compare with")
     parser.add_argument("--set", nargs="*", default=[], help="module.constant=value")
     parser.add_argument("--only", choices=GROUPS, help="some of the problems")
+    parser.add_argument("--share", type=float, default=1, help="of the random chains")
     options = parser.parse_args()
     for assignment in options.set:
         set_constant(assignment)
-    solved = solve(GROUPS if options.only is None else [options.only])
+    groups = GROUPS if options.only is None else (options.only,)
+    solved = solve(groups, options.share)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(solved, indent=1) + "\n")

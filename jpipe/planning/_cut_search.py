@@ -17,7 +17,7 @@ What a schedule makes of a cut, its simulation tells: `climb_by_simulation` look
 the best one around some cuts.
 
 A climb is a best-first search: the neighbors of the best cut that was not yet expanded
-are scored, those with one end moved or two by one layer each; so are the neighbors of a
+are scored, those with one end or two moved by one layer each; so are the neighbors of a
 few worse ones, which may lead to a better one yet. It ends when some expansions in a
 row brought nothing better.
 """
@@ -25,7 +25,7 @@ row brought nothing better.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,14 +54,12 @@ class Score(NamedTuple):
       time: the time of the busiest rank or of a step, as the objective is.
       is_bound: True if the time is a lower bound of one that was not simulated.
       latency: the time of one micro-batch, where that decides between equal times.
-      unevenness: the sum of the squares of the times of ranks.
     """
 
     missing_bytes: float
     time: float
     is_bound: bool = False
     latency: float = 0.0
-    unevenness: float = 0.0
 
 
 def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
@@ -70,10 +68,10 @@ def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
     With one stage per rank the first has the fastest slowest stage of all, or of steps
     the shortest that a climb from there finds.
     """
-    starts = list(_starts(problem))
+    start = _find_start(problem)
     if problem.has_one_stage_per_rank and problem.objective == "max":
-        return starts
-    return _climb(starts, lambda cuts: _score(problem, cuts), _MAX_SCORED)
+        return [start]
+    return _climb([start], lambda cuts: _score(problem, cuts), _MAX_SCORED)
 
 
 def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
@@ -82,31 +80,23 @@ def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
     return max(modes.missing_bytes.item() for modes in rank_modes)
 
 
-def least_busy_seconds(problem: PartitionProblem, cuts: Sequence[Ends]) -> float:
-    """The seconds of one micro-batch in the busiest rank of the most even of cuts."""
-    rank_modes = problem.solve_cuts(np.array(cuts))
-    return _loads(rank_modes).max(axis=0).min().item() * problem.times.unit
-
-
-def _starts(problem: PartitionProblem) -> Iterator[Ends]:
-    """The cut with the fastest slowest stage; of several per rank also an even one.
+def _find_start(problem: PartitionProblem) -> Ends:
+    """The cut with the fastest slowest stage.
 
     With one stage per rank it keeps to the limit, or exceeds it least.
     """
+    times = problem.fastest_times
+    least: Ends | None = None
     if problem.has_one_stage_per_rank:
         rank_modes = problem.solve_stages()
-        _, ends = minimize_max([stage.missing_bytes for stage in rank_modes])
+        _, least = minimize_max([stage.missing_bytes for stage in rank_modes])
         times = [
             np.where(stage.missing_bytes <= 0, stage.times, np.inf)
             for stage in rank_modes
         ]
-        yield minimize_bottleneck(times, problem.times.overlapped) or ends
-        return
-    num_layers = problem.num_layers
-    num_stages = problem.num_stages
-    if ends := minimize_bottleneck(problem.fastest_times, problem.times.overlapped):
-        yield ends
-    yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
+    start = minimize_bottleneck(times, problem.times.overlapped) or least
+    assert start is not None, "there are as many layers as stages"
+    return start
 
 
 def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
@@ -117,7 +107,6 @@ def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
     bottlenecks = loads.max(axis=0)
     between = problem.times.between(cuts)
     latencies = loads.sum(axis=0) + between
-    unevenness = np.square(loads).sum(axis=0)
     times = bottlenecks
     if problem.objective == "step":
         waits = loads.sum(axis=0) - bottlenecks
@@ -126,13 +115,9 @@ def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
         times = problem.num_microbatches * bottlenecks + waits + between
         latencies = np.zeros(len(cuts))
     return [
-        Score(missing, time, latency=latency, unevenness=squares)
-        for missing, time, latency, squares in zip(
-            missing_bytes.tolist(),
-            times.tolist(),
-            latencies.tolist(),
-            unevenness.tolist(),
-            strict=True,
+        Score(missing, time, latency=latency)
+        for missing, time, latency in zip(
+            missing_bytes.tolist(), times.tolist(), latencies.tolist(), strict=True
         )
     ]
 
@@ -182,16 +167,8 @@ def climb_by_simulation(
         ends = map(tuple, cuts.tolist())
         return list(map(score, ends, bottlenecks.tolist(), missing_bytes.tolist()))
 
-    few_cuts = _list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
-    best, *_ = _climb([*cuts[:max_cuts], *few_cuts], score_cuts, max_cuts)
+    best, *_ = _climb(cuts[:max_cuts], score_cuts, max_cuts)
     return best
-
-
-def _list_cuts(num_layers: int, num_stages: int, *, max_cuts: int) -> Iterator[Ends]:
-    """All cuts, if there are at most ``max_cuts``; else none."""
-    if math.comb(num_layers - 1, num_stages - 1) <= max_cuts:
-        for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
-            yield (0, *inner, num_layers)
 
 
 def _climb(
@@ -240,17 +217,13 @@ def _climb(
 
 
 def _moves(ends: Ends) -> Cuts:
-    """The numbers to add to ends for each neighbor, the nearest first."""
+    """The numbers to add to ends for each neighbor."""
     num_ends = len(ends)
     inner_ends = range(1, num_ends - 1)
     unit = np.eye(num_ends, dtype=np.intp)
-    # An end moves up to half a stage.
-    reach = max(1, ends[-1] // (2 * num_ends))
-
     moves: list[Cuts] = []
-    for distance in range(1, reach + 1):
-        for i in inner_ends:
-            moves += [-distance * unit[i], distance * unit[i]]
+    for i in inner_ends:
+        moves += [-unit[i], unit[i]]
     for i, j in itertools.combinations(inner_ends, 2):
         moves += [a * unit[i] + b * unit[j] for a, b in _PAIRED_STEPS]
     return np.array(moves, np.intp).reshape(-1, num_ends)

@@ -29,7 +29,6 @@ from ._profile_record import (
     modes_of_stages,
 )
 from ._stage_costs import Ends
-from ._stage_times import count_split_shares
 
 
 def partition(
@@ -52,7 +51,7 @@ def partition(
     then the most even one. A ``schedule`` has the last word on steps: its simulated
     time decides between the best cuts and those around them. Where it runs several
     stages on a rank, in a V or a loop, the load of a rank is that of all its stages;
-    then the answer is the best that a search from several starts finds.
+    then the answer is the best that a search finds.
 
     Args:
       costs: the time of each layer, forward and backward, or a `Profile`.
@@ -191,7 +190,6 @@ def _checked_problem(
         link=link_options.choose_link(overlap=can_overlap(profile.origin)),
         objective=objective,
         schedule=schedule,
-        split_shares=count_split_shares(schedule),
         num_microbatches=num_microbatches,
         max_bytes=limits,
         residuals_only=True,

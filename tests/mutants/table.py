@@ -552,10 +552,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_plan_search": [
         ("max(sum(layers) / num_ranks, *layers)", "max(sum(layers), *layers)"),
-        (
-            "least_seconds = problem.num_microbatches * busiest",
-            "least_seconds = 2 * problem.num_microbatches * busiest",
-        ),
+        ("if outline.least_seconds >= best_seconds:", "if best_seconds < math.inf:"),
     ],
     "planning/_problem": [
         ("num_bytes - self.max_bytes[rank]", "num_bytes"),
