@@ -6,7 +6,8 @@
     improve    the best few: a climb by simulation, then a schedule made to measure
 
 Outlines are solved from the lowest bound of their seconds on. One whose bound is above
-the best candidate so far is left out.
+the best candidate so far is left out; and so is one whose busiest rank computes longer
+in its cut, before that is simulated.
 
 A schedule may overlap what the problem of a cut adds up, which the climb sees, and skip
 connections hold more than the problem counts. Where a simulated rank exceeds its limit
@@ -26,7 +27,7 @@ from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import Schedule, ScheduleError
 from ..schedules._bound import ROUNDING
-from ._cut_search import climb_by_simulation, find_best_cuts
+from ._cut_search import climb_by_simulation, find_best_cut
 from ._forecast import (
     Candidate,
     evaluate,
@@ -65,17 +66,17 @@ class _Outline(NamedTuple):
 
 
 class _CutOutline(NamedTuple):
-    """An outline with its cuts.
+    """An outline with its cut.
 
     Attributes:
-      candidate: the best of them, simulated.
-      problem: the problem that they solve.
-      cuts: good cuts, the best first.
+      candidate: the cut and its modes, simulated.
+      problem: the problem that it solves.
+      ends: the ends of its stages.
     """
 
     candidate: Candidate
     problem: PartitionProblem
-    cuts: list[Ends]
+    ends: Ends
 
 
 def search(space: SearchSpace) -> list[Candidate]:
@@ -119,19 +120,12 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
         except ScheduleError:  # it has no order for these numbers
             continue
         num_shards = outline.shape.num_shards
-        for cut_outline in _solve(schedule, num_shards, space):
+        for cut_outline in _solve(schedule, num_shards, space, best_seconds):
             cut_outlines.append(cut_outline)
             candidate = cut_outline.candidate
             if candidate.fits(space.hardware):
                 best_seconds = min(best_seconds, candidate.seconds)
     return cut_outlines
-
-
-def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
-    """The best cuts of a problem, or the only one that the user allows."""
-    if space.choices.balance is not None:
-        return [(0, *itertools.accumulate(space.choices.balance))]
-    return find_best_cuts(problem)
 
 
 def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
@@ -204,23 +198,31 @@ def _least_seconds(
 
 
 def _solve(
-    schedule: Schedule, num_shards: int, space: SearchSpace
+    schedule: Schedule, num_shards: int, space: SearchSpace, best_seconds: float
 ) -> Iterator[_CutOutline]:
-    """Cuts of a schedule, until those of a candidate that fits, or none does.
+    """Cuts of a schedule, until that of a candidate that fits, or none does.
 
     Args:
       schedule: the schedule.
       num_shards: the number of devices over which each micro-batch is spread.
       space: the choices.
+      best_seconds: the step of the best candidate that fits so far.
     """
     limit = space.hardware.memory_limit
     rooms = None if limit is None else (float(limit),) * schedule.num_ranks
     while True:
         problem = _pose_problem(schedule, num_shards, rooms, space)
-        cuts = _find_cuts(problem, space)
-        candidate = evaluate(space, _as_choice(problem, cuts[0]))
-        yield _CutOutline(candidate, problem, cuts)
-        counted = problem.solve_cuts(np.array(cuts[:1]))
+        if space.choices.balance is None:
+            ends = find_best_cut(problem)
+        else:
+            ends = 0, *itertools.accumulate(space.choices.balance)
+        counted = problem.solve_cuts(np.array([ends]))
+        busiest = max(rank.times.item() for rank in counted) * problem.times.unit
+        # Sums in another order differ by rounding; one as long is a runner-up.
+        if problem.num_microbatches * busiest * (1 - ROUNDING) > best_seconds:
+            return
+        candidate = evaluate(space, _as_choice(problem, ends))
+        yield _CutOutline(candidate, problem, ends)
         if candidate.fits(space.hardware) or any(
             rank.missing_bytes.item() > 0 for rank in counted
         ):
@@ -299,7 +301,7 @@ def _climb(cut_outline: _CutOutline, space: SearchSpace) -> Candidate:
 
     def simulate(ends: Ends) -> float:
         nonlocal best
-        if ends == cut_outline.cuts[0]:
+        if ends == cut_outline.ends:
             return cut_outline.candidate.seconds
         candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
         if not candidate.fits(space.hardware):
@@ -307,7 +309,7 @@ def _climb(cut_outline: _CutOutline, space: SearchSpace) -> Candidate:
         best = min(best, candidate, key=lambda x: x.objective(space.hardware))
         return candidate.seconds
 
-    climb_by_simulation(cut_outline.problem, cut_outline.cuts, simulate)
+    climb_by_simulation(cut_outline.problem, cut_outline.ends, simulate)
     return best
 
 

@@ -553,6 +553,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_plan_search": [
         ("max(sum(layers) / num_ranks, *layers)", "max(sum(layers), *layers)"),
         ("if outline.least_seconds >= best_seconds:", "if best_seconds < math.inf:"),
+        (
+            "if problem.num_microbatches * busiest * (1 - ROUNDING) > best_seconds:",
+            "if 2 * problem.num_microbatches * busiest > best_seconds:",
+        ),
     ],
     "planning/_problem": [
         ("num_bytes - self.max_bytes[rank]", "num_bytes"),
