@@ -60,7 +60,7 @@ class _Transfer(NamedTuple):
 
 
 class _CountedStep:
-    """What all ranks hold, now and at each moment of a step so far.
+    """The arrays that all ranks hold, now and at each moment of a step so far.
 
     Args:
       schedule: the actions.
