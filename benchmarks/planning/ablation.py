@@ -17,11 +17,12 @@ import ast
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,19 @@ from flax import linen as nn
 from rich.progress import track
 
 import jpipe
+from jpipe.planning._forecast import evaluate
 from jpipe.planning._layer_profile import LayerProfile, Link
 from jpipe.planning._plan_search import search
 from jpipe.planning._scaled_profiles import interpolate
-from jpipe.planning._space import Hardware, MeshShape, SearchSpace, mesh_shapes
-from jpipe.schedules import BY_NAME
+from jpipe.planning._space import (
+    Choice,
+    Hardware,
+    MeshShape,
+    PlanChoices,
+    SearchSpace,
+    mesh_shapes,
+)
+from jpipe.schedules import BY_NAME, one_f_one_b
 
 from ..markdown import table
 from ..models.unet import unet
@@ -46,10 +55,12 @@ from .models import MODELS
 # The seconds that any action of a random chain takes, whose layers take about one.
 ACTION_SECONDS = 0.002
 SCHEDULES = tuple(name for name in BY_NAME if name != "forward_only")
+GROUPS = ("chains", "models")
 # Steps that differ by a smaller part are equal.
 EQUAL = 1e-6
-# Shares of the bytes that the fullest device holds without a limit.
-LIMITS = (0.8, 0.6)
+# Shares of the bytes that the fullest device holds with as many layers on each, under
+# 1F1B: no part of the planner decides these.
+LIMITS = (1.0, 0.8)
 # Plans something; returns the seconds of the best step, infinite if nothing fits.
 Problem = Callable[[], float]
 
@@ -58,6 +69,24 @@ def best_step(space: SearchSpace) -> float:
     """The seconds of the best step of a space."""
     best, *_ = search(space)
     return best.seconds if best.fits(space.hardware) else math.inf
+
+
+def bytes_of_even_split(space: SearchSpace) -> int:
+    """The bytes of the fullest device with as many layers on each, under 1F1B."""
+    num_ranks = space.hardware.num_devices
+    (shape,) = space.mesh_shapes
+    choice = Choice(
+        balance=tuple(split_evenly(space.num_layers, num_ranks)),
+        remat=("min_cut",) * num_ranks,
+        schedule=one_f_one_b(num_ranks, shape.num_microbatches),
+    )
+    return evaluate(space, choice).max_bytes
+
+
+def split_evenly(num_layers: int, num_stages: int) -> list[int]:
+    """The numbers of layers of stages that differ by one at most."""
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
@@ -72,14 +101,15 @@ def chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             profiles={count: chain},
             optimizer_bytes=[0] * num_layers,
             hardware=Hardware(num_ranks, link=Link(bandwidth=rng.choice([1e2, 1e3]))),
-            schedule_names=SCHEDULES,
-            remat_modes=("min_cut", "full"),
-            fits_schedules=seed % 2 == 0,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=SCHEDULES,
+                remat_modes=("min_cut", "full"),
+                fits_schedules=seed % 2 == 0,
+            ),
             mesh_shapes=(MeshShape(count),),
         )
         yield f"chain {seed}", functools.partial(best_step, space)
-        limit = int(0.7 * search(space)[0].max_bytes)
+        limit = int(0.95 * bytes_of_even_split(space))
         limited = dataclasses.replace(space.hardware, memory_limit=limit)
         limited_space = dataclasses.replace(space, hardware=limited)
         yield f"chain {seed}, limited", functools.partial(best_step, limited_space)
@@ -99,14 +129,15 @@ def skip_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             profiles={count: chain},
             optimizer_bytes=[0] * num_layers,
             hardware=Hardware(num_ranks, link=Link(bandwidth=1e3)),
-            schedule_names=("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v"),
-            remat_modes=("min_cut", "full"),
-            fits_schedules=seed % 2 == 0,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v"),
+                remat_modes=("min_cut", "full"),
+                fits_schedules=seed % 2 == 0,
+            ),
             mesh_shapes=(MeshShape(count),),
         )
-        peak = search(space)[0].max_bytes
-        for share in (*LIMITS, 0.5):
+        peak = bytes_of_even_split(space)
+        for share in (1.1, 1.0, 0.9):
             limited = dataclasses.replace(
                 space.hardware, memory_limit=int(share * peak)
             )
@@ -123,10 +154,10 @@ def long_chain_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             profiles={16: chain},
             optimizer_bytes=[0] * len(chain.layers),
             hardware=Hardware(8, link=Link(bandwidth=1e3)),
-            schedule_names=("1f1b", "interleaved", "zb_v"),
-            remat_modes=("min_cut",),
-            fits_schedules=False,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=("1f1b", "interleaved", "zb_v"),
+                remat_modes=("min_cut",),
+            ),
             mesh_shapes=(MeshShape(16),),
         )
         yield f"long chain {seed}", functools.partial(best_step, space)
@@ -162,10 +193,10 @@ def size_problems(num_chains: int) -> Iterator[tuple[str, Problem]]:
             },
             optimizer_bytes=[0] * len(chain.layers),
             hardware=Hardware(num_devices, link=Link(bandwidth=1e3)),
-            schedule_names=("1f1b", "interleaved", "zb_h1"),
-            remat_modes=("min_cut",),
-            fits_schedules=False,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=("1f1b", "interleaved", "zb_h1"),
+                remat_modes=("min_cut",),
+            ),
             mesh_shapes=shapes,
         )
         yield f"sizes of chain {seed}", functools.partial(best_step, space)
@@ -237,25 +268,41 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
     widths = tuple(rng.choice([64, 128, 256, 512]) for _ in range(32))
     models["widths"] = Widths(widths), jax.ShapeDtypeStruct((64, 128), jnp.float32)
     for name, (model, x) in models.items():
+        num_layers = len(jpipe.profile(model, x, measure=False).layers)
         for num_devices in (2, 4):
             text = f"{name} on {num_devices}"
             plan = functools.partial(step_of_plan, model, x, num_devices=num_devices)
             yield text, plan
-            forecast = make_plan(model, x, num_devices=num_devices).forecast
-            assert forecast is not None
-            peak = max(memory.total for memory in forecast.memory)
+            even = make_plan(
+                model,
+                x,
+                num_devices=num_devices,
+                schedules="1f1b",
+                remat="min_cut",
+                balance=split_evenly(num_layers, num_devices),
+            )
+            assert even.forecast is not None
+            peak = max(memory.total for memory in even.forecast.memory)
             for share in LIMITS:
                 limited = functools.partial(plan, memory_limit=int(share * peak))
                 yield f"{text}, limit {share}", limited
 
 
-def solve_all() -> dict[str, tuple[float, float]]:
-    """Problem -> the seconds of its best step, and of solving it."""
-    problems = dict(chain_problems(40))
-    problems |= skip_problems(30)
-    problems |= long_chain_problems(4)
-    problems |= size_problems(12)
-    problems |= model_problems()
+def solve(groups: Sequence[str], share: float) -> dict[str, tuple[float, float]]:
+    """Problem -> the seconds of its best step, and of solving it.
+
+    Args:
+      groups: the problems to solve.
+      share: the part of the random chains to solve, the first ones.
+    """
+    problems: dict[str, Problem] = {}
+    if "chains" in groups:
+        problems |= chain_problems(int(40 * share))
+        problems |= skip_problems(int(30 * share))
+        problems |= long_chain_problems(int(4 * share))
+        problems |= size_problems(int(12 * share))
+    if "models" in groups:
+        problems |= model_problems()
     solved: dict[str, tuple[float, float]] = {}
     for name, problem in track(problems.items(), "planning"):
         begin = time.process_time()
@@ -267,11 +314,11 @@ def solve_all() -> dict[str, tuple[float, float]]:
 def compare(
     solved: Mapping[str, tuple[float, float]], base: Mapping[str, tuple[float, float]]
 ) -> str:
-    """A table of the problems whose steps differ, and a line on all of them."""
+    """A table of solved problems whose steps differ, and a line on all of them."""
     rows = []
     logs = []
-    for name, (base_step, _) in base.items():
-        step, _ = solved[name]
+    for name, (step, _) in solved.items():
+        base_step, _ = base[name]
         if math.isinf(step) or math.isinf(base_step):
             if step != base_step:
                 rows.append([name, "lost" if math.isinf(step) else "won"])
@@ -280,9 +327,9 @@ def compare(
         if abs(logs[-1]) > EQUAL:
             rows.append([name, f"{step / base_step:.4f}"])
     seconds = sum(seconds for _, seconds in solved.values())
-    base_seconds = sum(seconds for _, seconds in base.values())
+    base_seconds = sum(base[name][1] for name in solved)
     summary = (
-        f"{len(base)} problems, {len(rows)} differ: mean "
+        f"{len(solved)} problems, {len(rows)} differ: mean "
         f"{math.exp(sum(logs) / len(logs)):.4f}, longest {math.exp(max(logs)):.3f}, "
         f"shortest {math.exp(min(logs)):.3f}; planning takes "
         f"{seconds / base_seconds:.2f} of {base_seconds:.0f} CPU s"
@@ -307,10 +354,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the steps")
     parser.add_argument("--against", type=Path, help="steps to compare with")
     parser.add_argument("--set", nargs="*", default=[], help="module.constant=value")
+    parser.add_argument("--only", choices=GROUPS, help="some of the problems")
+    parser.add_argument("--share", type=float, default=1, help="of the random chains")
     options = parser.parse_args()
     for assignment in options.set:
         set_constant(assignment)
-    solved = solve_all()
+    groups = GROUPS if options.only is None else (options.only,)
+    solved = solve(groups, options.share)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(solved, indent=1) + "\n")

@@ -98,8 +98,8 @@ def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
     numbers are left out.
     """
     families: dict[Any, list[str]] = {}
-    for name in space.schedule_names:
-        families.setdefault(space.builders[name].family, []).append(name)
+    for name in space.choices.schedule_names:
+        families.setdefault(space.choices.builders[name].family, []).append(name)
     all_names = map(tuple, families.values())
     return [x for x in all_names if has_outlines(space.with_schedules(x))]
 
@@ -175,9 +175,9 @@ def forecast_again(space: SearchSpace, lowered: Candidate) -> Candidate:
 
 def _usual_mode(space: SearchSpace) -> str:
     """The remat mode of a user who plans nothing, if the user allows it."""
-    if MIN_CUT.name in space.remat_modes:
+    if MIN_CUT.name in space.choices.remat_modes:
         return MIN_CUT.name
-    return space.remat_modes[0]
+    return space.choices.remat_modes[0]
 
 
 def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:
@@ -186,7 +186,7 @@ def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         return
     counts = sorted({shape.num_microbatches for shape in space.mesh_shapes})
     raise ValueError(
-        f"plan: schedules={list(space.schedule_names)} have no order for "
+        f"plan: schedules={list(space.choices.schedule_names)} have no order for "
         f"{space.num_layers} layers on {space.hardware.num_devices} devices in "
         f"{counts} micro-batches"
     )

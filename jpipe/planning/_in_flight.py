@@ -15,7 +15,7 @@ and stores nothing.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..schedules import Schedule
-from ..schedules._action import FORWARD, INPUT, OPS, WEIGHT
+from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ..schedules._placement import group_by_rank
 from ._fused import find_fused_microbatches
 
@@ -59,6 +59,110 @@ class _Transfer(NamedTuple):
     received: Held
 
 
+class _CountedStep:
+    """The arrays that all ranks hold, now and at each moment of a step so far.
+
+    Args:
+      schedule: the actions.
+      skips: the stages of each skip connection.
+
+    Attributes:
+      moments: for each rank, the different numbers of arrays that it held.
+    """
+
+    def __init__(self, schedule: Schedule, skips: Sequence[tuple[int, int]]) -> None:
+        placement = schedule.placement
+        self._placement = placement
+        self._stages = [[0] * len(Held) for _ in placement]
+        self._stages[0][Held.INPUT] = schedule.num_microbatches
+        # rank -> the counts of its stages, and of its ends of skip connections
+        self._ranks = [
+            [self._stages[stage] for stage in rank_stages]
+            + [[0] * len(Held) for _ in skips]
+            for rank_stages in group_by_rank(placement, schedule.num_ranks)
+        ]
+        # stage -> the counts among which its inputs are, and those of its outputs
+        self._inputs: list[list[list[int]]] = [[] for _ in placement]
+        self._outputs: list[list[list[int]]] = [[] for _ in placement]
+        # stage -> what it sends in a forward, and in a backward
+        self._sent: list[list[_Transfer]] = [[] for _ in placement]
+        self._sent_back: list[list[_Transfer]] = [[] for _ in placement]
+        self._inputs[0].append(self._stages[0])  # the mini-batch
+        for stage in range(len(placement) - 1):
+            sender, receiver = self._stages[stage : stage + 2]
+            self._connect(stage, stage + 1, sender, receiver)
+        for place, (source, target) in enumerate(skips, start=-len(skips)):
+            sender = self._ranks[placement[source]][place]
+            receiver = self._ranks[placement[target]][place]
+            self._connect(source, target, sender, receiver)
+        self.moments: list[set[tuple[int, ...]]] = [set() for _ in schedule.rows]
+        for rank in range(schedule.num_ranks):
+            self._record(rank)
+
+    def run(self, op: str, stage: int, *, is_fused: bool) -> None:
+        """Runs an action: it frees arrays, stores some, and sends some.
+
+        Args:
+          op: the op.
+          stage: the stage.
+          is_fused: True if forward and backward of the micro-batch are one program.
+        """
+        rank = self._placement[stage]
+        held = self._stages[stage]
+        if op == WEIGHT:
+            held[Held.PENDING] -= 1
+            self._record(rank)
+            return
+        is_forward = op == FORWARD
+        if is_forward != is_fused:
+            for inputs in self._inputs[stage]:
+                inputs[Held.INPUT] -= 1
+        if not is_fused:
+            held[Held.RESIDUALS] += 1 if is_forward else -1
+        if op == INPUT:
+            held[Held.PENDING] += 1
+        if not is_forward:
+            for outputs in self._outputs[stage]:
+                outputs[Held.OUTPUT_GRAD] -= 1
+        self._send(rank, self._sent[stage] if is_forward else self._sent_back[stage])
+
+    def _connect(
+        self, source: int, target: int, sender: list[int], receiver: list[int]
+    ) -> None:
+        """Lets a stage send an array to a later one, and that one its gradient back."""
+        self._outputs[source].append(sender)
+        self._inputs[target].append(receiver)
+        source_rank = self._placement[source]
+        target_rank = self._placement[target]
+        self._sent[source].append(
+            _Transfer(sender, Held.SENT_OUTPUT, target_rank, receiver, Held.INPUT)
+        )
+        self._sent_back[target].append(
+            _Transfer(
+                receiver, Held.SENT_INPUT_GRAD, source_rank, sender, Held.OUTPUT_GRAD
+            )
+        )
+
+    def _send(self, rank: int, transfers: Sequence[_Transfer]) -> None:
+        """Sends arrays one after the other; both ranks hold them meanwhile."""
+        crossing = [x for x in transfers if x.receiver_rank != rank]
+        for transfer in transfers:
+            if transfer.receiver_rank == rank:
+                transfer.receiver[transfer.received] += 1
+        for transfer in crossing:
+            transfer.sender[transfer.sent] += 1
+        self._record(rank)
+        for transfer in crossing:
+            transfer.receiver[transfer.received] += 1
+            self._record(transfer.receiver_rank)
+        for transfer in crossing:
+            transfer.sender[transfer.sent] -= 1
+
+    def _record(self, rank: int) -> None:
+        """Adds a moment of a rank."""
+        self.moments[rank].add(tuple(itertools.chain(*self._ranks[rank])))
+
+
 @functools.lru_cache(maxsize=64)
 def count_in_flight(
     schedule: Schedule,
@@ -79,100 +183,17 @@ def count_in_flight(
       For each rank the numbers of arrays: ``[moments, stages of the rank and skips,
       Held]``. Of a skip connection a rank holds the arrays of its own end.
     """
-    placement = schedule.placement
     last = schedule.num_stages - 1
     fused_microbatches = find_fused_microbatches(schedule) if has_fused else set[int]()
-    counts = [[0] * len(Held) for _ in placement]
-    counts[0][Held.INPUT] = schedule.num_microbatches
-    stages_of = group_by_rank(placement, schedule.num_ranks)
-    # rank -> skip -> its counts there
-    skip_counts = [[[0] * len(Held) for _ in skips] for _ in schedule.rows]
-    moments: list[set[tuple[int, ...]]] = [set() for _ in schedule.rows]
-
-    def record(rank: int) -> None:
-        held = itertools.chain(
-            *(counts[stage] for stage in stages_of[rank]), *skip_counts[rank]
-        )
-        moments[rank].add(tuple(held))
-
-    def list_transfers(op: str, stage: int) -> list[_Transfer]:
-        """The arrays that a stage sends."""
-        transfers: list[_Transfer] = []
-        is_forward = op == FORWARD
-        sent = Held.SENT_OUTPUT if is_forward else Held.SENT_INPUT_GRAD
-        received = Held.INPUT if is_forward else Held.OUTPUT_GRAD
-        neighbor = stage + 1 if is_forward else stage - 1
-        if 0 <= neighbor <= last:
-            transfer = _Transfer(
-                counts[stage], sent, placement[neighbor], counts[neighbor], received
-            )
-            transfers.append(transfer)
-        for index, ends in enumerate(skips):
-            begin, end = ends if is_forward else reversed(ends)
-            if begin == stage:
-                sender = skip_counts[placement[begin]][index]
-                receiver = skip_counts[placement[end]][index]
-                transfer = _Transfer(sender, sent, placement[end], receiver, received)
-                transfers.append(transfer)
-        return transfers
-
-    transfers_of = {
-        (op, stage): list_transfers(op, stage)
-        for op in OPS
-        for stage in range(schedule.num_stages)
-        if op != WEIGHT
-    }
-    # stage -> the counts of the skips that it reads, and of those that it sends
-    read_skips: list[list[list[int]]] = [[] for _ in placement]
-    sent_skips: list[list[list[int]]] = [[] for _ in placement]
-    for index, (source, target) in enumerate(skips):
-        read_skips[target].append(skip_counts[placement[target]][index])
-        sent_skips[source].append(skip_counts[placement[source]][index])
-
-    for rank in range(schedule.num_ranks):
-        record(rank)
+    step = _CountedStep(schedule, skips)
     for op, stage, microbatch in schedule.order():
-        rank = placement[stage]
-        held = counts[stage]
         is_fused = stage == last and microbatch in fused_microbatches
-        if op == WEIGHT:
-            held[Held.PENDING] -= 1
-            record(rank)
-            continue
-        is_forward = op == FORWARD
-        if is_forward != is_fused:
-            for inputs in (held, *read_skips[stage]):
-                inputs[Held.INPUT] -= 1
-        if not is_fused:
-            held[Held.RESIDUALS] += 1 if is_forward else -1
-        if not is_forward:
-            if op == INPUT:
-                held[Held.PENDING] += 1
-            if stage < last:
-                held[Held.OUTPUT_GRAD] -= 1
-            for grads in sent_skips[stage]:
-                grads[Held.OUTPUT_GRAD] -= 1
-
-        crossing: list[_Transfer] = []
-        for transfer in transfers_of[op, stage]:
-            if transfer.receiver_rank == rank:
-                transfer.receiver[transfer.received] += 1
-            else:
-                transfer.sender[transfer.sent] += 1
-                crossing.append(transfer)
-        record(rank)
-        for transfer in crossing:
-            transfer.receiver[transfer.received] += 1
-            record(transfer.receiver_rank)
-        for transfer in crossing:
-            transfer.sender[transfer.sent] -= 1
-
+        step.run(op, stage, is_fused=is_fused)
     in_flight: list[Counts] = []
-    for rank, rank_moments in enumerate(moments):
+    for moments in step.moments:
         # Skips are those of one cut, for which dropping rows takes more than it saves.
-        rows = np.array([*rank_moments]) if skips else _drop_dominated(rank_moments)
-        num_held = len(stages_of[rank]) + len(skips)
-        in_flight.append(rows.reshape(len(rows), num_held, len(Held)))
+        rows = np.array([*moments]) if skips else _drop_dominated(moments)
+        in_flight.append(rows.reshape(len(rows), -1, len(Held)))
     return in_flight
 
 

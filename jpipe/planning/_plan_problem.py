@@ -144,12 +144,10 @@ def pose_plan_problem(
         },
         optimizer_bytes=optimizer_bytes,
         hardware=hardware,
-        schedule_names=choices.schedule_names,
-        remat_modes=sort_modes(choices.remat_modes),
-        fits_schedules=choices.fits_schedules,
-        balance=balance,
         mesh_shapes=shapes,
-        builders=choices.builders,
+        choices=dataclasses.replace(
+            choices, remat_modes=sort_modes(choices.remat_modes), balance=balance
+        ),
     )
     return PlanProblem(space, request, model, profile)
 

@@ -136,24 +136,25 @@ class PlanChoices:
     """The choices that a user leaves to a plan.
 
     Attributes:
+      schedule_names: the schedules, by names in ``builders``.
+      remat_modes: the modes that a stage may have; in a `SearchSpace` the one that
+        stores most first.
+      fits_schedules: True if schedules are made to measure too.
+      balance: the only balance that is allowed; ``None``: any.
       data: the numbers of devices that may share a micro-batch; ``None``: any.
       num_microbatches: the numbers of micro-batches; ``None``: the default ones.
-      schedule_names: the schedules, by names in ``builders``.
-      remat_modes: the modes that a stage may have.
-      balance: the only balance that is allowed; ``None``: any.
-      fits_schedules: True if schedules are made to measure too.
       allowed_schedules: the schedules of the catalogue that the loss allows.
-      builders: name -> the schedule.
+      builders: name -> a schedule of the catalogue or the user's.
     """
 
-    data: tuple[Any, ...] | None
-    num_microbatches: tuple[Any, ...] | None
     schedule_names: tuple[Any, ...]
     remat_modes: tuple[Any, ...]
-    balance: Sequence[int] | None
-    fits_schedules: bool
-    allowed_schedules: tuple[str, ...]
-    builders: Mapping[str, NamedSchedule]
+    fits_schedules: bool = False
+    balance: Sequence[int] | None = None
+    data: tuple[Any, ...] | None = None
+    num_microbatches: tuple[Any, ...] | None = None
+    allowed_schedules: tuple[str, ...] = TRAINING
+    builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
 
     @classmethod
     def from_options(
@@ -166,7 +167,6 @@ class PlanChoices:
         balance: Sequence[int] | None = None,
         is_here: bool,
         needs_forwards_first: bool,
-        fits_schedules: bool = True,
     ) -> "PlanChoices":
         """The choices of the arguments of `jpipe.plan` of these names.
 
@@ -179,7 +179,6 @@ class PlanChoices:
           is_here: True if the plan is for the devices of these processes: a stage is in
             one process.
           needs_forwards_first: True if each backward has to follow all forwards.
-          fits_schedules: True if schedules may be made to measure.
         """
         data_counts = None if data is None else _as_tuple(data)
         if data is None and is_here:
@@ -214,9 +213,7 @@ class PlanChoices:
             schedule_names=tuple(names),
             remat_modes=_as_tuple(remat),
             balance=balance,
-            fits_schedules=(
-                fits_schedules and schedules is None and not needs_forwards_first
-            ),
+            fits_schedules=schedules is None and not needs_forwards_first,
             allowed_schedules=tuple(allowed),
             builders=builders,
         )
@@ -269,20 +266,16 @@ class MeshShape(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices that a plan has.
+    """The choices that a plan has, and what each costs.
 
     Attributes:
       profiles: number of shards of all micro-batches -> profile of one shard, in which
         the state of layers includes that of the optimizer.
       optimizer_bytes: the bytes of the optimizer's state of each layer.
       hardware: the devices.
-      schedule_names: the schedules, by names in ``builders``.
-      remat_modes: the modes that a stage may have, the one that stores most first.
-      fits_schedules: True if schedules are made to measure too.
-      balance: the only balance that is allowed; ``None``: any.
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
-      builders: name -> a schedule of the catalogue or the user's.
+      choices: schedules, remat modes and balance.
       slowdowns: number of devices that share a micro-batch -> how many times as long
         actions take in a step of several devices; 1 where it is unknown.
       byte_errors: the errors of forecasts of bytes.
@@ -291,12 +284,8 @@ class SearchSpace:
     profiles: Mapping[int, Profile]
     optimizer_bytes: Sequence[int]
     hardware: Hardware
-    schedule_names: tuple[str, ...]
-    remat_modes: tuple[str, ...]
-    fits_schedules: bool
-    balance: tuple[int, ...] | None
     mesh_shapes: tuple[MeshShape, ...]
-    builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
+    choices: PlanChoices
     slowdowns: Mapping[int, float] = field(default_factory=dict)
     byte_errors: ByteErrors = field(default_factory=ByteErrors)
 
@@ -311,7 +300,10 @@ class SearchSpace:
 
     def with_schedules(self, names: tuple[str, ...]) -> "SearchSpace":
         """The space of these schedules alone, without any made to measure."""
-        return dataclasses.replace(self, schedule_names=names, fits_schedules=False)
+        choices = dataclasses.replace(
+            self.choices, schedule_names=names, fits_schedules=False
+        )
+        return dataclasses.replace(self, choices=choices)
 
     def with_byte_error(self, choice: "Choice", num_bytes: int) -> "SearchSpace":
         """The space that knows how many bytes the forecast of a choice lacks."""

@@ -532,7 +532,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "peak - forecast.gradients",
         ),
         (
-            "families.setdefault(space.builders[name].family, [])",
+            "families.setdefault(space.choices.builders[name].family, [])",
             "families.setdefault(0, [])",
         ),
     ],
@@ -550,16 +550,17 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "planning/_in_flight": [
         ("is_fused = stage == last and", "is_fused = False and"),
-        ("                transfer.sender[transfer.sent] += 1\n", ""),
-        ("begin, end = ends if is_forward else reversed(ends)", "begin, end = ends"),
-        ("            for grads in sent_skips[stage]:", "            for grads in ():"),
-        ("                held[Held.PENDING] += 1\n", ""),
+        ("transfer.sender[transfer.sent] += 1", "transfer.sender[transfer.sent] += 0"),
+        ("self._sent_back[target].append(", "self._sent_back[source].append("),
+        ("for outputs in self._outputs[stage]:", "for outputs in ():"),
+        ("held[Held.PENDING] += 1", "held[Held.PENDING] += 0"),
     ],
     "planning/_plan_search": [
         ("max(sum(layers) / num_ranks, *layers)", "max(sum(layers), *layers)"),
+        ("if outline.least_seconds >= best_seconds:", "if best_seconds < math.inf:"),
         (
-            "least_seconds = problem.num_microbatches * busiest",
-            "least_seconds = 2 * problem.num_microbatches * busiest",
+            "if problem.num_microbatches * busiest * (1 - ROUNDING) > best_seconds:",
+            "if 2 * problem.num_microbatches * busiest > best_seconds:",
         ),
     ],
     "planning/_problem": [

@@ -15,7 +15,13 @@ from jpipe import schedules
 from jpipe.planning._forecast import evaluate
 from jpipe.planning._layer_profile import Link
 from jpipe.planning._plan_search import search
-from jpipe.planning._space import Choice, Hardware, MeshShape, SearchSpace
+from jpipe.planning._space import (
+    Choice,
+    Hardware,
+    MeshShape,
+    PlanChoices,
+    SearchSpace,
+)
 
 from .chains import LayerProfile, Profile, every_cut, random_chain
 
@@ -40,10 +46,10 @@ def random_space(
                 bandwidth=rng.choice([math.inf, 50.0]), overlap=rng.random() < 0.5
             ),
         ),
-        schedule_names=tuple(schedule_names),
-        remat_modes=remat_modes,
-        fits_schedules=False,
-        balance=None,
+        choices=PlanChoices(
+            schedule_names=tuple(schedule_names),
+            remat_modes=remat_modes,
+        ),
         mesh_shapes=(MeshShape(count),),
     )
 
@@ -51,7 +57,7 @@ def random_space(
 def every_candidate(space):
     """All cuts, remat modes, schedules and numbers of ranks."""
     (shape,) = space.mesh_shapes
-    for name in space.schedule_names:
+    for name in space.choices.schedule_names:
         for ranks in range(1, space.hardware.num_devices + 1):
             try:
                 schedule = schedules.BY_NAME[name](ranks, shape.num_microbatches)
@@ -61,7 +67,7 @@ def every_candidate(space):
             if count > space.num_layers:
                 continue
             for balance in every_cut(space.num_layers, count):
-                for modes in itertools.product(space.remat_modes, repeat=count):
+                for modes in itertools.product(space.choices.remat_modes, repeat=count):
                     yield evaluate(space, Choice(tuple(balance), modes, schedule))
 
 
@@ -116,10 +122,11 @@ def test_only_the_stages_that_have_to_store_less_compute_again():
         profiles={4: chain(10, 100, 10, 10)},
         optimizer_bytes=[0] * 4,
         hardware=Hardware(2),
-        schedule_names=("1f1b",),
-        remat_modes=MODES,
-        fits_schedules=False,
-        balance=(2, 2),
+        choices=PlanChoices(
+            schedule_names=("1f1b",),
+            remat_modes=MODES,
+            balance=(2, 2),
+        ),
         mesh_shapes=(MeshShape(4),),
     )
     best, *_ = search(space)
@@ -142,10 +149,10 @@ def test_a_forecast_holds_what_a_timeline_of_its_schedule_shows(name):
             profiles={4: chain},
             optimizer_bytes=[0] * 8,
             hardware=Hardware(ranks),
-            schedule_names=(name,),
-            remat_modes=MODES,
-            fits_schedules=False,
-            balance=None,
+            choices=PlanChoices(
+                schedule_names=(name,),
+                remat_modes=MODES,
+            ),
             mesh_shapes=(MeshShape(4),),
         )
         candidate = evaluate(space, Choice(balance, tuple(modes), schedule))
@@ -169,10 +176,10 @@ def test_stages_of_one_rank_are_not_of_very_different_lengths():
         profiles={16: chain},
         optimizer_bytes=[0] * 32,
         hardware=Hardware(8),
-        schedule_names=("interleaved",),
-        remat_modes=("min_cut",),
-        fits_schedules=False,
-        balance=None,
+        choices=PlanChoices(
+            schedule_names=("interleaved",),
+            remat_modes=("min_cut",),
+        ),
         mesh_shapes=(MeshShape(16),),
     )
     best, *_ = search(space)
