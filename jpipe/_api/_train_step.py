@@ -341,7 +341,10 @@ class TrainStep(LossMethods):
                 has_aux=self._pipelined_loss.objective.has_aux,
                 donate=self._may_donate(),
             )
-        return self._lowered_steps[key]
+        step = self._lowered_steps[key]
+        # `compile` may have lowered it for specs, of which no loss can be run.
+        self._pipelined_loss.check_loss(step.specialization, targets)
+        return step
 
 
 def take_observed_step(

@@ -1,5 +1,6 @@
 """The loss of a mini-batch and its gradients, as functions in stages."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +40,8 @@ class PipelinedLoss:
     losses: Mapping[bool, Callable[..., Any]]
     outputs: list[PyTree]
     unchecked: str = ""
-    # specialization -> specs of the outputs that its loss reads, until it was checked
-    _outputs_to_check: dict[Specialization, PyTree] = field(
+    # specialization -> ``targets -> None``, which checks its loss, until it was checked
+    _checks: dict[Specialization, Callable[[PyTree], None]] = field(
         default_factory=dict, init=False
     )
 
@@ -59,37 +60,48 @@ class PipelinedLoss:
         self.outputs.clear()  # after a trace that could not be built
         specialization = self.functions[train].specialize(variables, x, targets, rngs)
         if self.outputs:
-            self._outputs_to_check[specialization] = self.outputs[0]
-        if specialization in self._outputs_to_check:
-            batch = specialization.batch
-            if batch.num_microbatch_shards > 1:
-                self._check_loss(
-                    self._outputs_to_check[specialization],
-                    batch,
-                    variables,
-                    targets,
-                    train=train,
-                )
-            # `compile` may pass specs, with which no loss can be run.
-            if not any(map(_is_spec, jax.tree.leaves(targets))):
-                del self._outputs_to_check[specialization]
+            self._checks[specialization] = functools.partial(
+                self._probe,
+                outputs=self.outputs[0],
+                variables=_microbatch.array_specs(variables, "variables"),
+                batch=specialization.batch,
+                train=train,
+            )
+        self.check_loss(specialization, targets)
         return specialization
 
-    def _check_loss(
+    def check_loss(self, specialization: Specialization, targets: PyTree) -> None:
+        """Checks the loss of a specialization, unless it was checked.
+
+        Args:
+          specialization: the specialization.
+          targets: the targets; of specs, as `compile` may pass, no loss can be run.
+
+        Raises:
+          ValueError: if micro-batches would train another loss.
+        """
+        if specialization not in self._checks:
+            return
+        self._checks[specialization](targets)
+        if not any(map(_is_spec, jax.tree.leaves(targets))):
+            del self._checks[specialization]
+
+    def _probe(
         self,
-        outputs: PyTree,
-        batch: Batch,
-        variables: PyTree,
         targets: PyTree,
         *,
+        outputs: PyTree,
+        variables: PyTree,
+        batch: Batch,
         train: bool,
     ) -> None:
         """Runs the loss alone, at once and in parts: see `_loss_check.probe`."""
+        if batch.num_microbatch_shards == 1:
+            return
 
         def trace_outputs(num_examples: int) -> PyTree:
-            specs = _microbatch.array_specs(variables, "variables")
             args = batch.microbatch_specs(num_examples)
-            jax.eval_shape(lambda *args: self.losses[train](*args), specs, *args)
+            jax.eval_shape(lambda *args: self.losses[train](*args), variables, *args)
             return self.outputs.pop()
 
         num_inputs = len(jax.tree.leaves(batch.args[0]))

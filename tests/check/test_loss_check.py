@@ -302,6 +302,21 @@ def test_a_wrong_loss_is_refused_whatever_came_before(model):
             step(variables, X[:count], TOKENS[:count].astype(np.int32))
 
 
+def test_a_step_compiled_for_specs_checks_its_loss_until_it_passes():
+    pipe, tx = jpipe.sequential([nn.Dense(WORDS)], 3), optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), X, tx)
+    step = pipe.train_step(masked_mean, tx)
+    args = state, X, TOKENS.astype(np.int32)
+    step.compile(*jax.eval_shape(lambda: args))
+    assert "the loss was not checked: its targets are not arrays" in str(step)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="micro-batches would train another loss"):
+            step(*args)
+    assert int(state.step) == 0
+    step(state, X, np.ones_like(args[2]))
+    assert "not checked" not in str(step)
+
+
 def test_loss_that_passed_is_compiled_once(model):
     pipe, variables = model
 

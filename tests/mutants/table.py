@@ -27,6 +27,7 @@ REACHED_BY = {
     "_api": "loss_functions/test_value_and_grad.py loss_functions models",
     "_api/_loss_function_check": "loss_functions/test_reductions.py",
     "_api/_running_step": "planning/test_tune.py",
+    "_api/_train_step": "check/test_loss_check.py train",
     "_api/_tune": "planning/test_tune.py",
     "_arguments": "train/test_reductions.py matrix arguments train",
     "_arguments/_mutable": "models/test_decoding.py",
@@ -98,6 +99,7 @@ REACHED_BY = {
     "_trace/_example_state": "models/test_decoding.py",
     "_trace/_state_updates": "train/test_model_state.py mesh/test_data_axis.py layers loss_functions models",
     "_train": "test_transparency.py test_batches.py matrix train mesh",
+    "_train/_pipelined_loss": "check/test_loss_check.py",
     "_disk": "train/test_checkpoint.py",
     "checkpoint": "train/test_checkpoint.py",
     "draw": "draw",
@@ -115,6 +117,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_running_step": [
         ("peak + workspace[device]", "peak"),
         ("        self._action_seconds = seconds\n", ""),
+    ],
+    "_api/_train_step": [
+        ("self._pipelined_loss.check_loss(step.specialization, targets)", "pass"),
     ],
     "_api/_tune": [
         ("key=lambda step: step.median", "key=lambda step: -step.median"),
@@ -479,6 +484,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("*_rng.step_keys(rngs, step), step + 1", "*_rng.step_keys(rngs, step), step"),
         ("new_state[self.variable_indices[leaf]] = value", "pass"),
     ],
+    "_train/_pipelined_loss": [
+        ("if not any(map(_is_spec, jax.tree.leaves(targets))):", "if True:"),
+    ],
     "_train/_transformation": [
         ("else jnp.zeros_like(param)", "else jnp.ones_like(param)"),
     ],
@@ -639,7 +647,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("end=start + seconds)", "end=start + 2 * seconds)"),
     ],
     "schedules/_timeline": [
-        ("- start - transfer_time", "- start"),
+        ("min(start + tables.receive_times[action_id], end)", "min(start, end)"),
+        ("end - tables.send_times[action_id]", "end"),
     ],
 }
 
