@@ -33,6 +33,7 @@ from .._train._transformation import check_optimizer
 from ..planning._finalists import (
     find_finalist,
     forecast_again,
+    list_even_modes,
     list_families,
     split_evenly,
     take_one_stage,
@@ -296,7 +297,10 @@ class _Contest:
         Raises:
           ValueError: if nothing fits.
         """
-        self._try(split_evenly(self._problem))
+        for mode in list_even_modes(self._problem.space):
+            self._try(split_evenly(self._problem, mode))
+            if self.list_measured():
+                break
         # Times that a family takes say little about those of another one: each is tried
         # with those of the even split.
         even_space = self._problem.space
@@ -380,8 +384,13 @@ class _Contest:
 
         Before a step ran, no forecast is known to be right.
         """
-        if any(candidate.is_same_run(step.candidate) for step in self._steps):
-            return False
+        for step in self._steps:
+            # With other remat modes it may be less than what did not fit.
+            is_other = (
+                step.fault and candidate.choice.remat != step.candidate.choice.remat
+            )
+            if candidate.is_same_run(step.candidate) and not is_other:
+                return False
         measured = self.list_measured()
         if not measured:
             return True

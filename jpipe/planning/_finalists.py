@@ -104,10 +104,19 @@ def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
     return [x for x in all_names if has_outlines(space.with_schedules(x))]
 
 
-def split_evenly(problem: PlanProblem) -> Candidate:
+def list_even_modes(space: SearchSpace) -> list[str]:
+    """The remat modes of an even split: the usual one, and one that stores least."""
+    return [*dict.fromkeys([_usual_mode(space), space.choices.remat_modes[-1]])]
+
+
+def split_evenly(problem: PlanProblem, mode: str) -> Candidate:
     """The candidate of a user who plans nothing: as many layers per stage, 1F1B.
 
     A loss of the whole mini-batch follows all forwards: there it is GPipe.
+
+    Args:
+      problem: the problem.
+      mode: the remat mode of all stages.
     """
     space = problem.space
     num_shards = min(shape.num_shards for shape in space.mesh_shapes)
@@ -121,7 +130,7 @@ def split_evenly(problem: PlanProblem) -> Candidate:
     build = gpipe if problem.request.reduction == "batch" else one_f_one_b
     choice = Choice(
         balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
-        remat=(_usual_mode(space),) * num_ranks,
+        remat=(mode,) * num_ranks,
         schedule=build(num_ranks, count),
         num_shards=num_shards,
     )
