@@ -13,7 +13,6 @@ import jpipe
 
 from .. import reference as ref
 from .small_losses import (
-    RNG,
     TARGETS,
     X,
     matrices,
@@ -122,7 +121,7 @@ clipped.defvjp(lambda x: (x, None), lambda _, grads: (jnp.clip(grads, -0.1, 0.1)
 @pytest.mark.parametrize("weight_reads", ["targets", "outputs"])
 def test_weighted_totals_are_divided_by_the_sum_of_weights(double, weight_reads):
     """Where targets alone tell the weight, cotangents are as large as on one device."""
-    mask = RNG.integers(0, 2, 10).astype(float)
+    mask = (np.arange(10) % 3 > 0).astype(float)
 
     def masked(params, x, targets, mask):
         y = perceptron(params, x)
