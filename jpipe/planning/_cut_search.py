@@ -1,4 +1,4 @@
-"""The best cut of a problem: a climb from the cut with the fastest slowest stage.
+"""The best cuts of a problem: a climb from the cut with the fastest slowest stage.
 
 With one stage on each rank a rank's time and bytes are those of its stage, and so are
 its best modes: a dynamic program finds the cut that keeps to the limit and whose
@@ -14,10 +14,10 @@ the begin and at the end of a step as often as there are other ranks, for a stag
     step = num_microbatches * busiest rank + (num_ranks - 1) * slowest stage + transfers
 
 What a schedule makes of a cut, its simulation tells: `climb_by_simulation` looks for
-the best one around that cut.
+the best one around some cuts.
 
 A climb is a best-first search: the neighbors of the best cut that was not yet expanded
-are scored, those with one end or two moved by one layer each; so are the neighbors of a
+are scored, those with one end moved or two by one layer each; so are the neighbors of a
 few worse ones, which may lead to a better one yet. It ends when some expansions in a
 row brought nothing better.
 """
@@ -25,7 +25,7 @@ row brought nothing better.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,25 +52,28 @@ class Score(NamedTuple):
     Attributes:
       missing_bytes: the bytes by which the rank that lacks most exceeds its limit.
       time: the time of the busiest rank or of a step, as the objective is.
-      latency: the time of one micro-batch, where that decides between equal times;
-        infinite if the time is a lower bound of one that was not simulated.
+      is_bound: True if the time is a lower bound of one that was not simulated.
+      latency: the time of one micro-batch, where that decides between equal times.
+      unevenness: the sum of the squares of the times of ranks.
     """
 
     missing_bytes: float
     time: float
+    is_bound: bool = False
     latency: float = 0.0
+    unevenness: float = 0.0
 
 
-def find_best_cut(problem: PartitionProblem) -> Ends:
-    """The best cut; if none keeps to the limit, the one that exceeds it least.
+def find_best_cuts(problem: PartitionProblem) -> list[Ends]:
+    """Cuts, the best first; if none keeps to the limit, the one that exceeds it least.
 
-    With one stage per rank it has the fastest slowest stage of all, or of steps
+    With one stage per rank the first has the fastest slowest stage of all, or of steps
     the shortest that a climb from there finds.
     """
-    start = _find_start(problem)
+    starts = list(_starts(problem))
     if problem.has_one_stage_per_rank and problem.objective == "max":
-        return start
-    return _climb(start, lambda cuts: _score(problem, cuts), _MAX_SCORED)
+        return starts
+    return _climb(starts, lambda cuts: _score(problem, cuts), _MAX_SCORED)
 
 
 def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
@@ -79,23 +82,31 @@ def count_missing_bytes(problem: PartitionProblem, ends: Ends) -> float:
     return max(modes.missing_bytes.item() for modes in rank_modes)
 
 
-def _find_start(problem: PartitionProblem) -> Ends:
-    """The cut with the fastest slowest stage.
+def least_busy_seconds(problem: PartitionProblem, cuts: Sequence[Ends]) -> float:
+    """The seconds of one micro-batch in the busiest rank of the most even of cuts."""
+    rank_modes = problem.solve_cuts(np.array(cuts))
+    return _loads(rank_modes).max(axis=0).min().item() * problem.times.unit
+
+
+def _starts(problem: PartitionProblem) -> Iterator[Ends]:
+    """The cut with the fastest slowest stage; of several per rank also an even one.
 
     With one stage per rank it keeps to the limit, or exceeds it least.
     """
-    times = problem.fastest_times
-    least: Ends | None = None
     if problem.has_one_stage_per_rank:
         rank_modes = problem.solve_stages()
-        _, least = minimize_max([stage.missing_bytes for stage in rank_modes])
+        _, ends = minimize_max([stage.missing_bytes for stage in rank_modes])
         times = [
             np.where(stage.missing_bytes <= 0, stage.times, np.inf)
             for stage in rank_modes
         ]
-    start = minimize_bottleneck(times, problem.times.overlapped) or least
-    assert start is not None, "there are as many layers as stages"
-    return start
+        yield minimize_bottleneck(times, problem.times.overlapped) or ends
+        return
+    num_layers = problem.num_layers
+    num_stages = problem.num_stages
+    if ends := minimize_bottleneck(problem.fastest_times, problem.times.overlapped):
+        yield ends
+    yield tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
 
 
 def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
@@ -106,6 +117,7 @@ def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
     bottlenecks = loads.max(axis=0)
     between = problem.times.between(cuts)
     latencies = loads.sum(axis=0) + between
+    unevenness = np.square(loads).sum(axis=0)
     times = bottlenecks
     if problem.objective == "step":
         waits = loads.sum(axis=0) - bottlenecks
@@ -114,9 +126,13 @@ def _score(problem: PartitionProblem, cuts: Cuts) -> list[Score]:
         times = problem.num_microbatches * bottlenecks + waits + between
         latencies = np.zeros(len(cuts))
     return [
-        Score(missing, time, latency=latency)
-        for missing, time, latency in zip(
-            missing_bytes.tolist(), times.tolist(), latencies.tolist(), strict=True
+        Score(missing, time, latency=latency, unevenness=squares)
+        for missing, time, latency, squares in zip(
+            missing_bytes.tolist(),
+            times.tolist(),
+            latencies.tolist(),
+            unevenness.tolist(),
+            strict=True,
         )
     ]
 
@@ -133,15 +149,15 @@ def _missing_bytes(rank_modes: Sequence[RankModes]) -> np.ndarray:
 
 def climb_by_simulation(
     problem: PartitionProblem,
-    start: Ends,
+    cuts: Sequence[Ends],
     simulate: Callable[[Ends], float],
 ) -> Ends:
-    """The best of a cut and those around it, by their simulated steps.
+    """The best of some cuts and those around them, by their simulated steps.
 
     Args:
       problem: the problem, which says what keeps to the limit and what is not worth a
         simulation: no order of its actions makes the rank that has most to do faster.
-      start: the cut from which the climb begins.
+      cuts: the cuts from which the climb begins, the best first.
       simulate: the seconds of a step of a cut; infinite if it is out of the question.
     """
     num_actions = sum(map(len, problem.schedule.rows))
@@ -154,7 +170,7 @@ def climb_by_simulation(
             return Score(missing_bytes, math.inf)
         lower_bound = problem.num_microbatches * bottleneck
         if lower_bound >= shortest_step:
-            return Score(0.0, lower_bound, latency=math.inf)
+            return Score(0.0, lower_bound, is_bound=True)
         step = simulate(ends)
         shortest_step = min(shortest_step, step)
         return Score(0.0, step)
@@ -166,31 +182,50 @@ def climb_by_simulation(
         ends = map(tuple, cuts.tolist())
         return list(map(score, ends, bottlenecks.tolist(), missing_bytes.tolist()))
 
-    return _climb(start, score_cuts, max_cuts)
+    few_cuts = _list_cuts(problem.num_layers, problem.num_stages, max_cuts=max_cuts)
+    best, *_ = _climb([*cuts[:max_cuts], *few_cuts], score_cuts, max_cuts)
+    return best
+
+
+def _list_cuts(num_layers: int, num_stages: int, *, max_cuts: int) -> Iterator[Ends]:
+    """All cuts, if there are at most ``max_cuts``; else none."""
+    if math.comb(num_layers - 1, num_stages - 1) <= max_cuts:
+        for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+            yield (0, *inner, num_layers)
 
 
 def _climb(
-    start: Ends, score_cuts: Callable[[Cuts], Sequence[Score]], max_cuts: int
-) -> Ends:
-    """The best of a cut and those around the best.
+    starts: Iterable[Ends],
+    score_cuts: Callable[[Cuts], Sequence[Score]],
+    max_cuts: int,
+) -> list[Ends]:
+    """The best cuts among some and those around the best of them.
 
     Args:
-      start: the cut from which the search begins.
+      starts: the cuts from which the search begins.
       score_cuts: ``cuts -> scores``, one per cut.
-      max_cuts: the number of cuts to score at most, besides the start.
+      max_cuts: the number of cuts to score at most, besides the starts.
+
+    Returns:
+      All cuts seen, the best first.
     """
-    (best_score,) = score_cuts(np.array([start]))
-    seen = {start: best_score}  # cut -> its score
-    queue = [(best_score, start)]
-    moves = _moves(start)
+    first_cuts = list(dict.fromkeys(starts))
+    # cut -> its score
+    seen = dict(zip(first_cuts, score_cuts(np.array(first_cuts)), strict=True))
+    max_cuts += len(seen)
+    moves = _moves(first_cuts[0])
+    queue = [(score, ends) for ends, score in seen.items()]
+    heapq.heapify(queue)
+
+    best_score, _ = queue[0]
     tries = _PATIENCE
-    while queue and tries and len(seen) <= max_cuts:
+    while queue and tries and len(seen) < max_cuts:
         tries -= 1
         _, ends = heapq.heappop(queue)
         neighbors = ends + moves
         neighbors = neighbors[(np.diff(neighbors) > 0).all(axis=1)]
         new_cuts = [cut for cut in map(tuple, neighbors.tolist()) if cut not in seen]
-        new_cuts = new_cuts[: max_cuts + 1 - len(seen)]
+        new_cuts = new_cuts[: max_cuts - len(seen)]
         if not new_cuts:
             continue
 
@@ -201,17 +236,21 @@ def _climb(
         if min(new_scores) < best_score:
             best_score = min(new_scores)
             tries = _PATIENCE
-    return min(seen, key=lambda ends: (seen[ends], ends))
+    return sorted(seen, key=lambda ends: (seen[ends], ends))
 
 
 def _moves(ends: Ends) -> Cuts:
-    """The numbers to add to ends for each neighbor."""
+    """The numbers to add to ends for each neighbor, the nearest first."""
     num_ends = len(ends)
     inner_ends = range(1, num_ends - 1)
     unit = np.eye(num_ends, dtype=np.intp)
+    # An end moves up to half a stage.
+    reach = max(1, ends[-1] // (2 * num_ends))
+
     moves: list[Cuts] = []
-    for i in inner_ends:
-        moves += [-unit[i], unit[i]]
+    for distance in range(1, reach + 1):
+        for i in inner_ends:
+            moves += [-distance * unit[i], distance * unit[i]]
     for i, j in itertools.combinations(inner_ends, 2):
         moves += [a * unit[i] + b * unit[j] for a, b in _PAIRED_STEPS]
     return np.array(moves, np.intp).reshape(-1, num_ends)

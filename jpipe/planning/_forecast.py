@@ -10,8 +10,9 @@ with the backward that follows it, and the first stage has no input gradient.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..schedules import Action, Costs, Schedule, Skip, Timeline
 from ..schedules._action import BACKWARD, INPUT, WEIGHT
@@ -171,8 +172,8 @@ def residual_budgets(space: SearchSpace, choice: Choice) -> list[float] | None:
     limit -= space.byte_errors.predict(choice.schedule, choice.num_shards)
     counter = _make_byte_counter(space, choice)
     return [
-        limit - float(counter.count_workspace(rank, bounds, modes))
-        for rank, (bounds, modes) in enumerate(_list_stages(choice))
+        limit - float(counter.count_workspace(rank, part.spans, part.modes))
+        for rank, part in enumerate(_list_rank_parts(choice))
     ]
 
 
@@ -222,16 +223,30 @@ def _count_dispatched(schedule: Schedule, costs: Costs) -> int:
     return num_programs + num_transfers
 
 
-def _list_stages(choice: Choice) -> Iterator[tuple[list[tuple[int, int]], list[str]]]:
-    """For each rank, where its stages begin and end, and their remat modes."""
+class _RankPart(NamedTuple):
+    """The stages of one rank.
+
+    Attributes:
+      spans: where each of them begins and ends.
+      modes: their remat modes.
+    """
+
+    spans: list[tuple[int, int]]
+    modes: list[str]
+
+
+def _list_rank_parts(choice: Choice) -> list[_RankPart]:
+    """The stages of each rank."""
     ends = [0, *itertools.accumulate(choice.balance)]
-    bounds = list(itertools.pairwise(ends))
+    spans = list(itertools.pairwise(ends))
     schedule = choice.schedule
-    for stages in group_by_rank(schedule.placement, schedule.num_ranks):
-        yield (
-            [bounds[stage] for stage in stages],
-            [choice.remat[stage] for stage in stages],
+    return [
+        _RankPart(
+            spans=[spans[stage] for stage in stages],
+            modes=[choice.remat[stage] for stage in stages],
         )
+        for stages in group_by_rank(schedule.placement, schedule.num_ranks)
+    ]
 
 
 def _make_byte_counter(space: SearchSpace, choice: Choice) -> ByteCounter:
@@ -250,9 +265,9 @@ def _count_memory(
     counter = _make_byte_counter(space, choice)
     lacking = space.byte_errors.predict(choice.schedule, choice.num_shards)
     memory: list[Memory] = []
-    for rank, (bounds, modes) in enumerate(_list_stages(choice)):
-        counted = counter.count(rank, bounds, modes, skips)
-        owned = list(itertools.chain.from_iterable(range(*x) for x in bounds))
+    for rank, part in enumerate(_list_rank_parts(choice)):
+        counted = counter.count(rank, part.spans, part.modes, skips)
+        owned = list(itertools.chain.from_iterable(range(*x) for x in part.spans))
         # The state of a layer has the optimizer's among it.
         owned_bytes = sum(layers[x].param_bytes + layers[x].state_bytes for x in owned)
         optimizer_bytes = sum(space.optimizer_bytes[x] for x in owned)

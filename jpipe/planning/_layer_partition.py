@@ -12,7 +12,7 @@ import numpy as np
 
 from ..schedules import Schedule, ScheduleBuilder, one_f_one_b
 from ..schedules._choose import choose_schedule
-from ._cut_search import climb_by_simulation, count_missing_bytes, find_best_cut
+from ._cut_search import climb_by_simulation, count_missing_bytes, find_best_cuts
 from ._layer_profile import (
     LayerProfile,
     LinkOptions,
@@ -29,6 +29,7 @@ from ._profile_record import (
     modes_of_stages,
 )
 from ._stage_costs import Ends
+from ._stage_times import count_split_shares
 
 
 def partition(
@@ -49,9 +50,9 @@ def partition(
     With one stage per rank the answer is the best that there is, found by dynamic
     programming. Of several that are as good the one with the shortest step is taken,
     then the most even one. A ``schedule`` has the last word on steps: its simulated
-    time decides between that cut and those around it. Where it runs several stages on a
-    rank, in a V or a loop, the load of a rank is that of all its stages; then the
-    answer is the best that a search finds.
+    time decides between the best cuts and those around them. Where it runs several
+    stages on a rank, in a V or a loop, the load of a rank is that of all its stages;
+    then the answer is the best that a search from several starts finds.
 
     Args:
       costs: the time of each layer, forward and backward, or a `Profile`.
@@ -96,14 +97,15 @@ def partition(
         remat=remat,
         link_options=LinkOptions(bandwidth, latency, overlap),
     )
-    best = find_best_cut(problem)
+    cuts = find_best_cuts(problem)
+    best = cuts[0]
     missing_bytes = count_missing_bytes(problem, best)
     if missing_bytes > 0:
         raise ValueError(_too_small(problem, best, missing_bytes))
     if objective == "step" and schedule is not None:
         best = climb_by_simulation(
             problem,
-            best,
+            cuts,
             lambda ends: problem.schedule.simulate(problem.costs(ends)).makespan,
         )
     return [end - begin for begin, end in itertools.pairwise(best)]
@@ -189,6 +191,7 @@ def _checked_problem(
         link=link_options.choose_link(overlap=can_overlap(profile.origin)),
         objective=objective,
         schedule=schedule,
+        split_shares=count_split_shares(schedule),
         num_microbatches=num_microbatches,
         max_bytes=limits,
         residuals_only=True,

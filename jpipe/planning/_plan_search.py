@@ -6,8 +6,8 @@
     improve    the best few: a climb by simulation, then a schedule made to measure
 
 Outlines are solved from the lowest bound of their seconds on. One whose bound is above
-the best candidate so far is left out; and so is one whose busiest rank computes longer
-in its cut, before that is simulated.
+the best candidate so far is left out; and so is one in which some rank computes longer
+in all cuts that were looked at, before its schedule is built and simulated.
 
 A schedule may overlap what the problem of a cut adds up, which the climb sees, and skip
 connections hold more than the problem counts. Where a simulated rank exceeds its limit
@@ -27,7 +27,7 @@ from .. import schedules
 from .._instructions._progress import count_items
 from ..schedules import Schedule, ScheduleError
 from ..schedules._bound import ROUNDING
-from ._cut_search import climb_by_simulation, find_best_cut
+from ._cut_search import climb_by_simulation, find_best_cuts, least_busy_seconds
 from ._forecast import (
     Candidate,
     evaluate,
@@ -39,6 +39,7 @@ from ._problem import PartitionProblem
 from ._profile_record import Profile
 from ._space import Choice, MeshShape, SearchSpace
 from ._stage_costs import Ends
+from ._stage_times import count_split_shares
 
 # The number of candidates that are improved, and of actions in all their schedules: of
 # very long ones only the best is (benchmarks/results/planning.md).
@@ -57,26 +58,31 @@ class _Outline(NamedTuple):
       shape: the numbers of micro-batches, and of devices that share one.
       num_ranks: the number of ranks.
       schedule_name: the name of the schedule.
+      placement: the rank of each stage.
+      split_share: the share of backwards that run in halves, 0 or 1; ``None`` if it
+        depends on the numbers.
     """
 
     least_seconds: float
     shape: MeshShape
     num_ranks: int
     schedule_name: str
+    placement: tuple[int, ...]
+    split_share: float | None
 
 
 class _CutOutline(NamedTuple):
-    """An outline with its cut.
+    """An outline with its cuts.
 
     Attributes:
-      candidate: the cut and its modes, simulated.
-      problem: the problem that it solves.
-      ends: the ends of its stages.
+      candidate: the best of them, simulated.
+      problem: the problem that they solve.
+      cuts: good cuts, the best first.
     """
 
     candidate: Candidate
     problem: PartitionProblem
-    ends: Ends
+    cuts: list[Ends]
 
 
 def search(space: SearchSpace) -> list[Candidate]:
@@ -114,9 +120,23 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
     """All outlines of which the best candidate may be, with their cuts."""
     cut_outlines: list[_CutOutline] = []
     best_seconds = math.inf
+    # shape, placement, times of backwards -> cuts; the same for all schedules while
+    # memory has no limit
+    free_cuts: dict[tuple[MeshShape, tuple[int, ...], bytes], list[Ends]] = {}
     # With a fast candidate early, outlines with larger bounds need not be solved.
     for outline in count_items("schedules tried", _sorted_outlines(space)):
         if outline.least_seconds >= best_seconds:
+            continue
+        problem = _pose_free_problem(outline, space)
+        backward_times = problem.times.backward(outline.split_share).tobytes()
+        key = outline.shape, problem.schedule.placement, backward_times
+        if key not in free_cuts:
+            free_cuts[key] = _find_cuts(problem, space)
+        busiest = least_busy_seconds(problem, free_cuts[key])
+        slowdown = space.slowdowns.get(outline.shape.num_shards, 1.0)
+        least_seconds = problem.num_microbatches * busiest * slowdown
+        # Sums in another order differ by rounding; one as long is a runner-up.
+        if least_seconds * (1 - ROUNDING) > best_seconds:
             continue
         try:
             schedule = space.choices.builders[outline.schedule_name].build(
@@ -125,12 +145,34 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
         except ScheduleError:  # it has no order for these numbers
             continue
         num_shards = outline.shape.num_shards
-        for cut_outline in _solve(schedule, num_shards, space, best_seconds):
+        for cut_outline in _solve(schedule, num_shards, space, free_cuts[key]):
             cut_outlines.append(cut_outline)
             candidate = cut_outline.candidate
             if candidate.fits(space.hardware):
                 best_seconds = min(best_seconds, candidate.seconds)
     return cut_outlines
+
+
+def _pose_free_problem(outline: _Outline, space: SearchSpace) -> PartitionProblem:
+    """The problem of an outline while memory has no limit, which needs no actions."""
+    placement = outline.placement
+    without_actions = Schedule(
+        name=outline.schedule_name,
+        num_stages=len(placement),
+        num_microbatches=outline.shape.num_microbatches,
+        placement=placement,
+        rows=((),) * outline.num_ranks,
+    )
+    problem = _pose_problem(without_actions, outline.shape.num_shards, None, space)
+    shares = (outline.split_share,) * len(placement)
+    return dataclasses.replace(problem, split_shares=shares)
+
+
+def _find_cuts(problem: PartitionProblem, space: SearchSpace) -> list[Ends]:
+    """The best cuts of a problem, or the only one that the user allows."""
+    if space.choices.balance is not None:
+        return [(0, *itertools.accumulate(space.choices.balance))]
+    return find_best_cuts(problem)
 
 
 def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
@@ -169,6 +211,8 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
                 shape=shape,
                 num_ranks=ranks,
                 schedule_name=name,
+                placement=placement,
+                split_share=split_share,
             )
             outlines.append(outline)
     return sorted(outlines, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
@@ -204,15 +248,18 @@ def _least_seconds(
 
 
 def _solve(
-    schedule: Schedule, num_shards: int, space: SearchSpace, best_seconds: float
+    schedule: Schedule,
+    num_shards: int,
+    space: SearchSpace,
+    free_cuts: list[Ends],
 ) -> Iterator[_CutOutline]:
-    """Cuts of a schedule, until that of a candidate that fits, or none does.
+    """Cuts of a schedule, until those of a candidate that fits, or none does.
 
     Args:
       schedule: the schedule.
       num_shards: the number of devices over which each micro-batch is spread.
       space: the choices.
-      best_seconds: the step of the best candidate that fits so far.
+      free_cuts: the best cuts while memory has no limit.
     """
     limit = space.hardware.memory_limit
     rooms = None
@@ -221,18 +268,10 @@ def _solve(
         rooms = (room,) * schedule.num_ranks
     while True:
         problem = _pose_problem(schedule, num_shards, rooms, space)
-        if space.choices.balance is None:
-            ends = find_best_cut(problem)
-        else:
-            ends = 0, *itertools.accumulate(space.choices.balance)
-        counted = problem.solve_cuts(np.array([ends]))
-        busiest = max(rank.times.item() for rank in counted) * problem.times.unit
-        busiest *= space.slowdowns.get(num_shards, 1.0)
-        # Sums in another order differ by rounding; one as long is a runner-up.
-        if problem.num_microbatches * busiest * (1 - ROUNDING) > best_seconds:
-            return
-        candidate = evaluate(space, _as_choice(problem, ends))
-        yield _CutOutline(candidate, problem, ends)
+        cuts = free_cuts if rooms is None else _find_cuts(problem, space)
+        candidate = evaluate(space, _as_choice(problem, cuts[0]))
+        yield _CutOutline(candidate, problem, cuts)
+        counted = problem.solve_cuts(np.array(cuts[:1]))
         if candidate.fits(space.hardware) or any(
             rank.missing_bytes.item() > 0 for rank in counted
         ):
@@ -265,6 +304,7 @@ def _pose_problem(
         link=space.hardware.link,
         objective="step",
         schedule=schedule,
+        split_shares=count_split_shares(schedule),
         num_microbatches=schedule.num_microbatches,
         max_bytes=rooms,
         num_shards=num_shards,
@@ -311,7 +351,7 @@ def _climb(cut_outline: _CutOutline, space: SearchSpace) -> Candidate:
 
     def simulate(ends: Ends) -> float:
         nonlocal best
-        if ends == cut_outline.ends:
+        if ends == cut_outline.cuts[0]:
             return cut_outline.candidate.seconds
         candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
         if not candidate.fits(space.hardware):
@@ -319,7 +359,7 @@ def _climb(cut_outline: _CutOutline, space: SearchSpace) -> Candidate:
         best = min(best, candidate, key=lambda x: x.objective(space.hardware))
         return candidate.seconds
 
-    climb_by_simulation(cut_outline.problem, cut_outline.ends, simulate)
+    climb_by_simulation(cut_outline.problem, cut_outline.cuts, simulate)
     return best
 
 

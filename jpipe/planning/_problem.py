@@ -60,6 +60,8 @@ class PartitionProblem:
         part of both stages, half of its time in each.
       objective: ``"max"`` or ``"step"``.
       schedule: the schedule of the stages; 1F1B if the user has none.
+      split_shares: for each stage, the share of its backwards that run in halves;
+        ``None``: unknown, and counted as the faster of none and all.
       num_microbatches: the number of micro-batches of a step.
       max_bytes: the limit of each rank; ``None``: no limit.
       residuals_only: True if neither arrays between stages count, nor the bytes that
@@ -75,6 +77,7 @@ class PartitionProblem:
     link: Link
     objective: str
     schedule: Schedule
+    split_shares: tuple[float | None, ...]
     num_microbatches: int
     max_bytes: tuple[float, ...] | None
     residuals_only: bool = False
@@ -123,7 +126,12 @@ class PartitionProblem:
     @functools.cached_property
     def times(self) -> StageTimes:
         """The times of the stages."""
-        return StageTimes(self.profile, self.link, self.schedule)
+        return StageTimes(
+            self.profile,
+            self.link,
+            placement=self.schedule.placement,
+            split_shares=self.split_shares,
+        )
 
     @functools.cached_property
     def _byte_counter(self) -> ByteCounter:

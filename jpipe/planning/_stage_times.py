@@ -51,13 +51,13 @@ class _BusyKey(NamedTuple):
     """All that the times of a stage depend on, besides its layers.
 
     Attributes:
-      split_share: the share of its backwards that run in halves.
+      split_share: the share of its backwards that run in halves; ``None``: unknown.
       is_recomputed: True if its backward computes the forward again.
       crosses_before: True if the stage before it is on another rank.
       crosses_after: True if the stage after it is.
     """
 
-    split_share: float
+    split_share: float | None
     is_recomputed: bool
     crosses_before: bool
     crosses_after: bool
@@ -69,14 +69,23 @@ class StageTimes:
     Args:
       profile: the layers.
       link: the transfers between two ranks.
-      schedule: the schedule of the stages.
+      placement: the rank of each stage.
+      split_shares: for each stage, the share of its backwards that run in halves;
+        ``None``: unknown, and counted as the faster of none and all.
     """
 
-    def __init__(self, profile: Profile, link: Link, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        link: Link,
+        *,
+        placement: Sequence[int],
+        split_shares: Sequence[float | None],
+    ) -> None:
         self._layers = profile.layers
         self._link = link
-        self._placement = schedule.placement
-        self._split_shares = count_split_shares(schedule)
+        self._placement = placement
+        self._split_shares = split_shares
         transfer_seconds = [
             link.seconds(layer.output_bytes) + link.seconds(layer.cotangent_bytes)
             for layer in self._layers[:-1]
@@ -131,6 +140,11 @@ class StageTimes:
         seconds = self._transfer_seconds if self._link.overlap else 0.0
         return np.broadcast_to(self._count(seconds), len(self._layers) + 1)
 
+    def backward(self, split_share: float | None) -> Matrix:
+        """The time of the backward of each layer, of which a share runs in halves."""
+        seconds = [layer.backward_seconds(split_share) for layer in self._layers]
+        return self._count(seconds)
+
     def _crosses(self, stage: int) -> bool:
         """True if a stage begins on another rank than the one before it ends."""
         if not 0 < stage < len(self._placement):
@@ -146,9 +160,7 @@ class StageTimes:
         forward = self._count([layer.forward for layer in self._layers])
         if key.is_recomputed:
             forward = 2 * forward
-        share = key.split_share
-        backward = self._count([x.backward_seconds(share) for x in self._layers])
-        times = sum_stages(forward + backward, empty=np.inf)
+        times = sum_stages(forward + self.backward(key.split_share), empty=np.inf)
         if not self._link.overlap:
             halves = self._count(self._transfer_seconds / 2)
             times += key.crosses_before * halves[:, None]

@@ -567,8 +567,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("max(sum(layers) / num_ranks, *layers)", "max(sum(layers), *layers)"),
         ("if outline.least_seconds >= best_seconds:", "if best_seconds < math.inf:"),
         (
-            "if problem.num_microbatches * busiest * (1 - ROUNDING) > best_seconds:",
-            "if 2 * problem.num_microbatches * busiest > best_seconds:",
+            "least_seconds = problem.num_microbatches * busiest",
+            "least_seconds = 2 * problem.num_microbatches * busiest",
         ),
     ],
     "planning/_problem": [
