@@ -249,9 +249,12 @@ def _find_time_factors(
     forwards = [action for action in actions if action.op == FORWARD]
     backwards = [action for action in actions if action.op != FORWARD]
 
-    measured = _sum_over_stages(forwards, step.action_seconds.__getitem__, call)
-    predicted = _sum_over_stages(forwards, predicted_costs.of, call)
-    forward_factors = [_ratio(measured[x], predicted[x]) for x in stages]
+    has_forward = {action.stage for action in forwards}
+    forward_measured = _sum_over_stages(forwards, step.action_seconds.__getitem__, call)
+    forward_predicted = _sum_over_stages(forwards, predicted_costs.of, call)
+    forward_factors = [
+        _ratio(forward_measured[stage], forward_predicted[stage]) for stage in stages
+    ]
 
     def predict(backward: float) -> dict[int, float]:
         """The seconds of backwards of each stage, with their own share scaled."""
@@ -262,14 +265,13 @@ def _find_time_factors(
         costs = _predict_costs(scale_layers(profile, factors), choice)
         return _sum_over_stages(backwards, costs.of, call)
 
-    measured_forward = measured
     measured = _sum_over_stages(backwards, step.action_seconds.__getitem__, call)
     predicted = predict(1.0)
     other = predict(0.0)
     backward_factors: list[float] = []
     for stage in stages:
         factor = _ratio(measured[stage], predicted[stage])
-        if stage not in measured_forward:  # all are fused with backwards
+        if stage not in has_forward:  # all are fused with backwards
             forward_factors[stage] = factor
         elif measured[stage] > other[stage]:
             factor = _ratio(

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -279,6 +280,11 @@ def test_a_plan_after_a_step_that_ran_has_the_times_of_its_stages():
     costs = same.forecast.costs
     assert costs.forward == pytest.approx([0.3, 0.0], rel=1e-6)
     assert costs.backward == pytest.approx([0.6, 0.3], rel=1e-6)
+    # A forward that was fused took its share of that program.
+    apart = options | {"schedules": "gpipe", "balance": [2, 2]}
+    costs = jpipe.plan(layers, x, tx, ran=step.plan, costs=measured, **apart)
+    forward = costs.forecast.costs.forward[-1]
+    assert 0.05 < np.ravel(forward)[0] < 0.15
     # So the first layer alone is the first stage.
     free = jpipe.plan(layers, x, tx, ran=step.plan, costs=measured, **options)
     assert free.balance == [1, 3]

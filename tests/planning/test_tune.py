@@ -95,7 +95,7 @@ def test_what_needs_more_than_a_device_has_is_dropped_before_it_runs():
         tune(layers, x, targets, memory_limit=1000, **options)
 
 
-def test_where_the_even_split_does_not_fit_times_are_those_of_a_step_that_does():
+def test_where_the_even_split_does_not_fit_one_that_stores_less_is_tried():
     """It has both large layers in one stage; other plans have one in each."""
     wide = [ref.dense(256), ref.dense(256), ref.dense(256)]
     layers = [*wide, jnp.tanh, jnp.tanh, ref.dense(4)]
@@ -117,11 +117,9 @@ def test_where_the_even_split_does_not_fit_times_are_those_of_a_step_that_does()
     assert even.outcome == "does not fit: 1 B more than a device has"
     # With less that is stored it was tried too.
     assert "1f1b, balance [3, 3], 4 micro-batches, remat full" in trials
-    # Its stages have the bytes that it needs, and times of this machine: estimates of
-    # no device are further off.
-    assert max(x.total for x in plan.forecast.memory) < even_bytes
-    best = plan.forecast.trials[0]
-    assert best.seconds / 5 < best.predicted < best.seconds * 5
+    # The forecast has the bytes that it needs as it is compiled.
+    (best, *_) = plan.forecast.trials
+    assert max(x.total for x in plan.forecast.memory) == best.num_bytes < even_bytes
 
 
 def test_later_steps_are_planned_with_the_times_of_earlier_ones():
@@ -143,34 +141,36 @@ def test_later_steps_are_planned_with_the_times_of_earlier_ones():
 
 
 def test_an_interrupt_returns_the_fastest_so_far():
-    """Control-C when the last of the finalists is traced: the even split has run."""
-    layers = blocks()
-    x, targets = ref.regression(8)
-    num_traces = 0
-    last = None
+    """Control-C when the second step is traced: the even split has run."""
+    has_run = False
+
+    def note_run(x):
+        nonlocal has_run
+        has_run = True
+        return x
+
+    def noted(x):
+        read = jax.lax.stop_gradient(x)
+        spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x + jax.pure_callback(note_run, spec, read)
 
     def loss_fn(outputs, targets):
-        nonlocal num_traces
-        num_traces += 1
-        if num_traces == last:
+        if has_run:
             raise KeyboardInterrupt
         return ref.mse(outputs, targets)
 
-    given = {"devices": jax.devices()[:2], **FEW}
-    whole = jpipe.tune(layers, x, targets, loss_fn, TX, **given)
-    last = num_traces
-    num_traces = 0
-    plan = jpipe.tune(layers, x, targets, loss_fn, TX, **given)
+    layers = [noted, *blocks()]
+    x, targets = ref.regression(8)
+    options = {**FEW, "devices": jax.devices()[:2], "schedules": None}
+    plan = jpipe.tune(layers, x, targets, loss_fn, TX, **options)
     assert any(x.startswith("interrupted: ") for x in plan.forecast.reasons)
-    assert len(plan.forecast.trials) == len(whole.forecast.trials)
-    best, *others = plan.forecast.trials
+    best, *_ = plan.forecast.trials
+    assert best.text == "1f1b, balance [2, 3], 4 micro-batches, remat min_cut"
     assert best.seconds is not None
-    assert others[-1].seconds is None
     # Before any step ran there is nothing to return.
-    num_traces = 0
-    last = 1
+    assert has_run
     with pytest.raises(KeyboardInterrupt):
-        jpipe.tune(layers, x, targets, loss_fn, TX, **given)
+        jpipe.tune(layers, x, targets, loss_fn, TX, **options)
 
 
 class Classifier(nn.Module):
