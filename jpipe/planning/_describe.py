@@ -7,7 +7,7 @@ training step    residuals, compiled actions, peaks
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .._instructions import _memory
@@ -82,45 +82,35 @@ def describe(info: PipelineInfo, forecast: Forecast | None = None) -> Plan:
       forecast: the forecast of the plan that it was built by, if there is one.
     """
     placement = info.placement
+    stages = [
+        _describe_stage(info, index) for index in range(len(placement.layer_groups))
+    ]
+    layout = info.layout
+    if layout is not None:
+        stages = [_add_params(stage, info, layout) for stage in stages]
+    skips: list[tuple[str, int, int]] = []
     specialization = info.specialization
-    residual_bytes: Sequence[int | None] = [None] * len(placement.layer_groups)
-    peaks: tuple[tuple[str, int], ...] = ()
+    if specialization is not None:
+        stages = _add_trace(stages, specialization)
+        skips = _find_skips(specialization.stages)
     compiled_actions: tuple[Action, ...] = ()
+    peaks: list[tuple[str, int]] = []
     training = info.training
     if training is not None:
+        stages = _add_step(stages, training)
         compiled_actions = training.compiled_actions
-        program = training.program
-        residual_bytes = peak_residual_bytes(program, len(placement.layer_groups))
-        devices = map(placement.device_text, program.devices)
-        peaks = tuple(zip(devices, _memory.peak_bytes(program), strict=True))
-    sent_bytes: Sequence[int | None] = [None] * len(placement.layer_groups)
-    work: Sequence[float | None] = [None] * len(placement.layer_groups)
-    skips: Sequence[tuple[str, int, int]] = ()
-    if specialization is not None:
-        sent_bytes = _sent_bytes(placement, specialization.stages)
-        work = _work_shares(specialization.stages)
-        skips = _find_skips(specialization.stages)
-
-    stages = []
-    for index in range(len(placement.layer_groups)):
-        stage = _describe_stage(
-            info,
-            index,
-            residual_bytes=residual_bytes[index],
-            sent_bytes=sent_bytes[index],
-            work=work[index],
-        )
-        stages.append(stage)
+        devices = map(placement.device_text, training.program.devices)
+        peaks = [*zip(devices, _memory.peak_bytes(training.program), strict=True)]
     return Plan(
         stages=tuple(stages),
         schedule=placement.schedule,
         compiled_actions=compiled_actions,
-        peak_bytes=peaks,
+        peak_bytes=tuple(peaks),
         skips=tuple(skips),
         forecast=forecast,
         data=placement.num_shards,
         cuts=info.cuts if specialization is None else specialization.cuts,
-        param_shapes=None if info.layout is None else info.layout.param_shapes,
+        param_shapes=None if layout is None else layout.param_shapes,
     )
 
 
@@ -141,39 +131,9 @@ def describe_tail(specialization: Specialization | None) -> str:
     )
 
 
-def _work_shares(stages: Stages) -> list[float]:
-    """The estimated share of each stage in the work of a forward."""
-    work = [
-        _work.estimate_work(stages.slice_of(s).closed) for s in range(stages.num_stages)
-    ]
-    total = max(sum(work), 1)
-    return [stage_work / total for stage_work in work]
-
-
-def _describe_stage(
-    info: PipelineInfo,
-    index: int,
-    *,
-    residual_bytes: int | None,
-    sent_bytes: int | None,
-    work: float | None,
-) -> StagePlan:
-    """The description of one stage.
-
-    Args:
-      info: the pipeline.
-      index: the index of the stage.
-      residual_bytes: the most that it stores between forward and backward in a step.
-      sent_bytes: the bytes of a micro-batch that it sends.
-      work: its share in the work of a forward.
-    """
+def _describe_stage(info: PipelineInfo, index: int) -> StagePlan:
+    """A stage as far as it is known when the pipeline is made."""
     placement = info.placement
-    params = _StageParams()
-    if info.layout is not None:
-        params = _count_params(info, info.layout, index)
-    residuals = None
-    if info.training is not None:
-        residuals = info.training.residuals(index)
     replicas = dict.fromkeys(placement.replicas(index))
     return StagePlan(
         index=index,
@@ -181,61 +141,75 @@ def _describe_stage(
         device=", ".join(map(placement.device_text, replicas)),
         layers=tuple(info.names[index]),
         remat=placement.remat[index].name,
-        num_params=params.num_params,
-        param_bytes=params.param_bytes,
-        residual_bytes=residual_bytes,
-        num_trained=params.num_trained,
-        residuals={} if residuals is None else residuals.nbytes,
-        recomputed_flops=None if residuals is None else residuals.recomputed_flops,
-        sharded_params=params.sharded_params,
-        sent_bytes=sent_bytes,
         modules=tuple(info.modules[index]) if info.modules else (),
-        work=work,
     )
 
 
-@dataclass(frozen=True)
-class _StageParams:
-    """The parameters of a stage, counted; for the attributes see `StagePlan`."""
-
-    num_params: int | None = None
-    param_bytes: int | None = None
-    num_trained: int | None = None
-    sharded_params: dict[str, int] = field(default_factory=dict)
-
-
-def _count_params(info: PipelineInfo, layout: ParamLayout, stage: int) -> _StageParams:
-    """Counts the parameters that a stage reads; shared ones within it count once."""
-    device = info.placement.devices[stage]
-    read = set(info.stage_params[stage])
-    indices = [index for index in layout.param_indices if index in read]
-    # index of a parameter -> its number of elements
-    sizes = {index: layout.specs[index].size for index in indices}
-
+def _add_params(stage: StagePlan, info: PipelineInfo, layout: ParamLayout) -> StagePlan:
+    """Adds the parameters that a stage reads; shared ones within it count once."""
+    training = info.training
+    device = info.placement.devices[stage.index]
+    read = set(info.stage_params[stage.index])
+    num_params = 0
+    num_trained = 0
     param_bytes = 0
     sharded_params: dict[str, int] = {}  # axis of the mesh -> sharded elements
-    for index in indices:
+    for index in layout.param_indices:
+        if index not in read:
+            continue
         spec = layout.specs[index]
         num_bytes = nbytes(spec)
         if isinstance(device, StageMesh):
             sharding = device.fitting(layout.shardings[index], spec.shape)
             num_bytes = device.local_bytes(num_bytes, sharding)
             for axis in sharding.axes:
-                sharded_params[axis] = sharded_params.get(axis, 0) + sizes[index]
+                sharded_params[axis] = sharded_params.get(axis, 0) + spec.size
+        num_params += spec.size
         param_bytes += num_bytes
-
-    num_trained = None
-    training = info.training
-    if training is not None:
-        num_trained = sum(
-            sizes[index] for index in indices if training.stages.trained[index]
-        )
-    return _StageParams(
-        num_params=sum(sizes.values()),
+        if training is not None and training.stages.trained[index]:
+            num_trained += spec.size
+    return replace(
+        stage,
+        num_params=num_params,
         param_bytes=param_bytes,
-        num_trained=num_trained,
+        num_trained=None if training is None else num_trained,
         sharded_params=sharded_params,
     )
+
+
+def _add_trace(
+    stages: Sequence[StagePlan], specialization: Specialization
+) -> list[StagePlan]:
+    """Adds the bytes that each stage sends, and its share in the work of a forward."""
+    traced = specialization.stages
+    sent_bytes = _sent_bytes(specialization.placement, traced)
+    work = [_work.estimate_work(traced.slice_of(x.index).closed) for x in stages]
+    total_work = max(sum(work), 1)
+    return [
+        replace(
+            stage,
+            sent_bytes=sent_bytes[stage.index],
+            work=work[stage.index] / total_work,
+        )
+        for stage in stages
+    ]
+
+
+def _add_step(stages: Sequence[StagePlan], training: Specialization) -> list[StagePlan]:
+    """Adds what each stage stores between forward and backward in a training step."""
+    residual_bytes = peak_residual_bytes(training.program, len(stages))
+    described: list[StagePlan] = []
+    for stage in stages:
+        stage = replace(stage, residual_bytes=residual_bytes[stage.index])
+        residuals = training.residuals(stage.index)
+        if residuals is not None:
+            stage = replace(
+                stage,
+                residuals=residuals.nbytes,
+                recomputed_flops=residuals.recomputed_flops,
+            )
+        described.append(stage)
+    return described
 
 
 def _find_skips(stages: Stages) -> list[tuple[str, int, int]]:
