@@ -3,7 +3,7 @@
 Time is that of a roofline. An equation takes as long as its floating-point operations,
 or as the bytes that it reads and writes, whichever is longer:
 
-    seconds(eqn) = max(flops / peak_flops, bytes / memory_bandwidth)
+    seconds(eqn) = max(flops / peak_flops, bytes / memory_bandwidth)    (`Rates`)
 
 XLA fuses cheap equations, such as sums, masks and reductions: all of those in a jaxpr
 are taken as one, which touches only the arrays that other equations read or write too.
@@ -17,33 +17,14 @@ References:
   Architectures <https://doi.org/10.1145/1498765.1498785>`_ (2009).
 """
 
-from typing import NamedTuple
-
 from jax.extend import core
 
 from .._jaxprs import _flops, _jaxpr, _min_cut
 from .._jaxprs._computation import Computation
+from ._origin import Rates
 
 # Primitives that read as much of their first operand as they return.
 _PARTIAL_READS = frozenset(["dynamic_slice", "gather", "slice"])
-
-
-class Rates(NamedTuple):
-    """The speed of a device.
-
-    Attributes:
-      flops: floating-point operations in a second.
-      bandwidth: bytes that it reads and writes in its memory in a second.
-      action: the seconds of a computation without equations.
-    """
-
-    flops: float = 1e12
-    bandwidth: float = 1e11
-    action: float = 2e-5
-
-    def seconds(self, flops: float, num_bytes: float) -> float:
-        """The seconds of so many operations that touch so many bytes."""
-        return max(flops / self.flops, num_bytes / self.bandwidth)
 
 
 def estimate_seconds(computation: Computation, rates: Rates) -> float:

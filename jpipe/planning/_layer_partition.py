@@ -23,7 +23,6 @@ from ._mode_names import MODE_NAMES, format_unknown_mode, stores_only_inputs
 from ._problem import PartitionProblem
 from ._profile_record import (
     Profile,
-    can_overlap,
     costs_of_stages,
     find_profile_faults,
     modes_of_stages,
@@ -188,7 +187,7 @@ def _checked_problem(
     return PartitionProblem(
         profile=profile,
         modes=tuple((mode,) for mode in modes),
-        link=link_options.choose_link(overlap=can_overlap(profile.origin)),
+        link=link_options.choose_link(profile.origin),
         objective=objective,
         schedule=schedule,
         split_shares=count_split_shares(schedule),

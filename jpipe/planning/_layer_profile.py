@@ -1,12 +1,13 @@
-"""The costs of a layer, a skip connection and a link, and checks of their numbers."""
+"""The costs of a layer, a skip connection and a link, and checks of numbers."""
 
-import dataclasses
 import math
 import numbers
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from ._origin import is_measured_on_cpu
 
 
 @dataclass(frozen=True)
@@ -151,21 +152,27 @@ class LinkOptions(NamedTuple):
         is_number = isinstance(self.bandwidth, numbers.Real)
         if number is not None and not (is_number and number > 0):
             yield f"bandwidth={number!r}; needs bytes per second, more than 0"
-        if self.overlap is not None:
-            yield from find_flag_faults("overlap", self.overlap)
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            yield f"overlap={self.overlap!r}; needs True or False"
 
     def choose_link(
-        self, *, overlap: bool, measured: MeasuredLink | None = None
+        self, origin: Mapping[str, str], *, measured: MeasuredLink | None = None
     ) -> Link:
         """The link of these options: what is left out is as it was measured.
 
+        Transfers overlap, unless layers were measured on a CPU: its cores copy
+        themselves.
+
         Args:
-          overlap: True if ranks overlap transfers unless the options say more.
+          origin: the origin of the costs of layers.
           measured: a link; ``None``: none was measured, and transfers take no time
             but what the options say.
         """
         latency = self.latency
         bandwidth = self.bandwidth
+        overlap = self.overlap
+        if overlap is None:
+            overlap = not is_measured_on_cpu(origin)
         origin_text = ""
         if measured is not None and (latency is None or bandwidth is None):
             origin_text = f"measured from {measured.source} to {measured.target}"
@@ -178,44 +185,15 @@ class LinkOptions(NamedTuple):
         return Link(
             latency=0.0 if latency is None else latency,
             bandwidth=math.inf if bandwidth is None else bandwidth,
-            overlap=overlap if self.overlap is None else self.overlap,
+            overlap=overlap,
             origin_text=origin_text,
         )
-
-
-def find_layer_faults(layers: Sequence[LayerProfile], **fields: float) -> Iterator[str]:
-    """Finds the wrong numbers of a profile, one line each.
-
-    Args:
-      layers: the layers of the profile.
-      **fields: its other fields that are numbers.
-    """
-    if not layers:
-        yield "layers is empty; needs at least one"
-    for i, layer in enumerate(layers):
-        prefix = f"layer {i} ({layer.name})"
-        for layer_field in dataclasses.fields(layer)[1:]:
-            name = layer_field.name
-            value = getattr(layer, name)
-            is_unknown = value is None and layer_field.default is None
-            if name != "residual_bytes" and not is_unknown:
-                yield from find_number_faults(f"{prefix}: {name}", value)
-        for mode, value in layer.residual_bytes.items():
-            yield from find_number_faults(f"{prefix}: residual_bytes[{mode!r}]", value)
-    for name, value in fields.items():
-        yield from find_number_faults(name, value)
 
 
 def find_count_faults(name: str, value: Any) -> Iterator[str]:
     """A fault if a value is no positive integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
         yield f"{name}={value!r}: needs an int of at least 1"
-
-
-def find_flag_faults(name: str, value: Any) -> Iterator[str]:
-    """A fault if a value is neither True nor False."""
-    if not isinstance(value, bool):
-        yield f"{name}={value!r}; needs True or False"
 
 
 def find_number_faults(name: str, value: Any) -> Iterator[str]:

@@ -25,12 +25,12 @@ from ._mode_names import sort_modes
 from ._plan_record import Plan
 from ._planned_model import PlannedModel
 from ._profile import profile_sizes
-from ._profile_record import Profile, can_overlap, check_fingerprint
+from ._profile_record import Profile
 from ._ran_steps import RanStep, check_same_layers, find_layer_factors, scale_layers
 from ._request import Request
 from ._scaled_profiles import interpolate, scale_residuals
 from ._space import Hardware, PlanChoices, SearchSpace, mesh_shapes
-from ._traced_layers import TracedLayers, fingerprint
+from ._traced_layers import TracedLayers, check_fingerprint, fingerprint
 
 _LOSS_FUNCTION = (
     "is this a loss function, (params, *args) -> loss? A plan is one of layers or a "
@@ -127,7 +127,7 @@ def pose_plan_problem(
 
     measured_link = profile.link or measured_link
     link = link_options.choose_link(
-        overlap=can_overlap(profile.origin),
+        profile.origin,
         measured=measured_link if hardware.num_devices > 1 else None,
     )
     hardware = dataclasses.replace(hardware, link=link)

@@ -32,7 +32,7 @@ from .._partition._remat_mode import MODES, NONE, Stored
 from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
-from ._estimate import Rates, estimate_seconds, estimate_workspace
+from ._estimate import estimate_seconds, estimate_workspace
 from ._layer_profile import LayerProfile, SkipProfile
 from ._measure import (
     Times,
@@ -41,16 +41,16 @@ from ._measure import (
     measure_neighbor_link,
 )
 from ._mode_names import MODE_NAMES
-from ._planned_model import PlannedModel
-from ._profile_record import (
+from ._origin import (
     DEFAULT_PRECISION,
     DEVICE,
     ESTIMATED,
     MEASURED,
     PRECISION,
-    RATE_NAMES,
-    Profile,
+    Rates,
 )
+from ._planned_model import PlannedModel
+from ._profile_record import Profile
 from ._request import Request
 from ._traced_layers import TracedLayers, fingerprint
 
@@ -240,7 +240,7 @@ def _profile_layers(model: TracedLayers, request: Request) -> Profile:
         rates = request.device_or_rates
         groups = count_items("layers estimated", list(model.group_equal_layers()))
         times = {functions: _estimate_times(functions, rates) for functions in groups}
-        action_seconds = rates.action
+        action_seconds = rates.action_seconds
     else:
         times, action_seconds = measure_layers(model, request, request.device_or_rates)
     return Profile(
@@ -264,7 +264,7 @@ def describe_origin(device_or_rates: Device | Rates) -> dict[str, str]:
     """
     if isinstance(device_or_rates, Rates):
         origin = {"how": ESTIMATED}
-        for name, rate in zip(RATE_NAMES, device_or_rates, strict=True):
+        for name, rate in device_or_rates._asdict().items():
             origin[name] = f"{rate:g}"
     else:
         origin = {"how": MEASURED, DEVICE: _describe_device(device_or_rates)}

@@ -1,8 +1,8 @@
 """The costs of each layer of a model: seconds and bytes of one micro-batch.
 
-A profile prints as a table, is saved as JSON, and gives the costs of stages. It is used
-wherever its model is: another device or version is no fault. Its *origin* says how it
-was made, on what device, with which versions. No JAX is imported here.
+A profile prints as a table, is saved as JSON, and gives the costs of stages. Its
+*fingerprint* says of which model it is (`_traced_layers`), its *origin* how and where
+it was made (`_origin`). No JAX is imported here.
 """
 
 import dataclasses
@@ -28,20 +28,11 @@ from ._layer_profile import (
     LinkOptions,
     MeasuredLink,
     SkipProfile,
-    find_layer_faults,
     find_number_faults,
 )
+from ._origin import format_origin, is_measured_on_cpu
 from ._stage_costs import StageCosts
 
-MEASURED = "measured"
-ESTIMATED = "estimated"
-# The entries of an origin: the arguments of `jpipe.profile` with the rates of an
-# estimate; the device that was measured; and settings and versions.
-RATE_NAMES = ("peak_flops", "memory_bandwidth", "action_seconds")
-DEVICE = "device"
-PRECISION = "matmul precision"
-DEFAULT_PRECISION = "default"
-_SETTINGS = (PRECISION, "jax", "flax")
 # Field of a layer -> the head of its column, where that is another.
 _COLUMN_NAMES = {"input_grad": "I", "weight_grad": "W"}
 # Columns whose numbers have no sum.
@@ -143,7 +134,7 @@ class Profile:
         sizes = list(balance)
         modes = modes_of_stages(remat, len(sizes))
         link_options = LinkOptions(bandwidth, latency, overlap)
-        link = link_options.choose_link(overlap=can_overlap(self.origin))
+        link = link_options.choose_link(self.origin)
         stage_costs = self._stage_costs
         faults = [
             *link_options.find_faults(),
@@ -224,14 +215,9 @@ def modes_of_stages(remat: Any, num_stages: int) -> tuple[Any, ...]:
 
 def find_profile_faults(profile: Profile) -> list[str]:
     """The faults in the numbers of a profile, one line each."""
-    faults = [
-        *find_layer_faults(
-            profile.layers,
-            input_bytes=profile.input_bytes,
-            microbatch_size=profile.microbatch_size,
-            action_seconds=profile.action_seconds,
-        )
-    ]
+    faults = [*_find_layer_faults(profile.layers)]
+    for name in ("input_bytes", "microbatch_size", "action_seconds"):
+        faults += find_number_faults(name, getattr(profile, name))
     if profile.microbatch_size == 0:
         faults.append("microbatch_size=0; needs at least one example")
     last = len(profile.layers) - 1
@@ -258,6 +244,22 @@ def find_profile_faults(profile: Profile) -> list[str]:
     return faults
 
 
+def _find_layer_faults(layers: Sequence[LayerProfile]) -> Iterator[str]:
+    """The wrong numbers of layers, one line each."""
+    if not layers:
+        yield "layers is empty; needs at least one"
+    for i, layer in enumerate(layers):
+        prefix = f"layer {i} ({layer.name})"
+        for layer_field in dataclasses.fields(layer)[1:]:
+            name = layer_field.name
+            value = getattr(layer, name)
+            is_unknown = value is None and layer_field.default is None
+            if name != "residual_bytes" and not is_unknown:
+                yield from find_number_faults(f"{prefix}: {name}", value)
+        for mode, value in layer.residual_bytes.items():
+            yield from find_number_faults(f"{prefix}: residual_bytes[{mode!r}]", value)
+
+
 def _find_larger_faults(profile: Profile, larger: Profile) -> Iterator[str]:
     """Faults of the profile of more examples, which is of the same model."""
     if larger.microbatch_size <= profile.microbatch_size:
@@ -269,39 +271,6 @@ def _find_larger_faults(profile: Profile, larger: Profile) -> Iterator[str]:
         yield "larger has other layers or remat modes"
 
 
-def check_fingerprint(profile: Profile, fingerprint: Mapping[str, str]) -> None:
-    """Refuses a profile of another model.
-
-    Args:
-      profile: the profile.
-      fingerprint: the fingerprint of the model that it is used for.
-
-    Raises:
-      ValueError: if anything differs; the message names all of it.
-
-    Example:
-      >>> profile = Profile((), fingerprint={"layer 0": "a"})
-      >>> check_fingerprint(profile, {"layer 0": "b"})
-      Traceback (most recent call last):
-      ValueError: the profile is of another model:
-        * layer 0: 'a' in the profile, 'b' here
-      Make a profile of this one; ...
-    """
-    differences = [
-        f"{name}: {profile.fingerprint.get(name)!r} in the profile, "
-        f"{fingerprint.get(name)!r} here"
-        for name in dict.fromkeys([*profile.fingerprint, *fingerprint])
-        if profile.fingerprint.get(name) != fingerprint.get(name)
-    ]
-    if differences:
-        listed = "".join(f"\n  * {line}" for line in differences)
-        raise ValueError(
-            f"the profile is of another model:{listed}\nMake a profile of this "
-            f"one; give jpipe.profile the same loss_fn=, targets=, trainable= and "
-            f"train= as jpipe.plan"
-        )
-
-
 def _modes_of_layers(profile: Profile) -> list[tuple[str, set[str]]]:
     """The name and remat modes of each layer, as in profiles of any size."""
     return [(layer.name, set(layer.residual_bytes)) for layer in profile.layers]
@@ -310,68 +279,6 @@ def _modes_of_layers(profile: Profile) -> list[tuple[str, set[str]]]:
 def _plain(number: Any) -> int | float:
     """A number of NumPy as one of Python."""
     return operator.index(number) if hasattr(number, "__index__") else float(number)
-
-
-def format_origin(origin: Mapping[str, str]) -> str:
-    """Says how and where a profile was made; empty if it does not say."""
-    settings = [
-        f"{name} {origin[name]}"
-        for name in _SETTINGS
-        if name in origin and (name, origin[name]) != (PRECISION, DEFAULT_PRECISION)
-    ]
-    if origin.get("how") == ESTIMATED:
-        flops, bandwidth, seconds = (origin[name] for name in RATE_NAMES)
-        names = ", ".join(f"{name}=" for name in RATE_NAMES)
-        rates = (
-            f"estimated for a device of {flops} flops and {bandwidth} bytes of memory "
-            f"per second, and {seconds} s for each action ({names})"
-        )
-        return ", ".join([rates, *settings])
-    if origin.get("how") == MEASURED:
-        return ", ".join([f"measured on {origin[DEVICE]}", *settings])
-    return ", ".join(settings)
-
-
-def format_differences(origin: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Says in what the place where a profile is used differs from its origin.
-
-    Args:
-      origin: the origin of the profile.
-      here: the origin of what would be measured here.
-
-    Returns:
-      The device and the settings here that differ; empty if none does.
-
-    Example:
-      >>> measured = {"device": "NVIDIA H100", "jax": "0.10.2", "flax": "0.12"}
-      >>> format_differences(measured, measured | {"device": "cpu", "jax": "0.11"})
-      'on cpu, jax 0.11'
-      >>> format_differences(measured, measured | {"jax": "0.11"})
-      'with jax 0.11'
-    """
-    texts: list[str] = []
-    for name in (DEVICE, *_SETTINGS):
-        if name in origin and origin[name] != here.get(name):
-            text = here.get(name, "unknown")
-            texts.append(text if name == DEVICE else f"{name} {text}")
-    if not texts:
-        return ""
-    preposition = "with" if origin.get(DEVICE) == here.get(DEVICE) else "on"
-    return f"{preposition} {', '.join(texts)}"
-
-
-def is_measured_on_cpu(origin: Mapping[str, str]) -> bool:
-    """True if a profile was measured, and on a CPU."""
-    is_measured = origin.get("how") == MEASURED
-    return is_measured and origin.get(DEVICE, "").startswith("cpu (")
-
-
-def can_overlap(origin: Mapping[str, str]) -> bool:
-    """True if devices are taken to compute while they send and receive.
-
-    The cores of a CPU, on which a profile may have been measured, copy themselves.
-    """
-    return not is_measured_on_cpu(origin)
 
 
 def _format_profile(profile: Profile) -> str:

@@ -20,9 +20,10 @@ import jax
 
 from ..schedules._formats import format_bytes, format_seconds
 from ._forecast import Candidate, rank_transfers, stage_costs
+from ._origin import format_differences, format_origin
 from ._plan_record import Forecast, Plan
 from ._profile import describe_origin
-from ._profile_record import Profile, format_differences, format_origin
+from ._profile_record import Profile
 from ._space import Hardware, SearchSpace
 
 # Steps whose seconds differ by a smaller part are called as long.

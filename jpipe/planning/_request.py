@@ -18,8 +18,8 @@ from .._instructions._transfer import Device
 from .._jaxprs._jaxpr import is_inexact
 from .._layers import _rng
 from .._messages import source_text
-from ._estimate import Rates
 from ._layer_profile import find_count_faults, find_number_faults
+from ._origin import Rates
 
 PyTree = Any
 
@@ -71,7 +71,7 @@ class Request:
     def _faults(self) -> Iterator[str]:
         for name in ("num_microbatches", "rounds"):
             yield from find_count_faults(name, getattr(self, name))
-        for name in ("peak_flops", "memory_bandwidth", "action_seconds"):
+        for name in Rates._fields:
             rate = getattr(self, name)
             if rate is None:
                 continue
@@ -108,11 +108,7 @@ class Request:
         """The device to measure on, or the rates of an estimate."""
         if self.measure:
             return jax.local_devices()[0] if self.device is None else self.device
-        rates = {
-            "flops": self.peak_flops,
-            "bandwidth": self.memory_bandwidth,
-            "action": self.action_seconds,
-        }
+        rates = {name: getattr(self, name) for name in Rates._fields}
         return Rates(
             **{name: float(rate) for name, rate in rates.items() if rate is not None}
         )

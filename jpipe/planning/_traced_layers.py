@@ -26,6 +26,7 @@ from .._pipelined._specialization import Specialization
 from .._stage._stage_functions import StageFunctions
 from .._stage._stages import Stages
 from .._trace import _boundaries
+from ._profile_record import Profile
 
 PyTree = Any
 
@@ -200,6 +201,39 @@ def fingerprint(model: TracedLayers, *, train: bool) -> dict[str, str]:
             for layer in range(len(model.names))
         },
     }
+
+
+def check_fingerprint(profile: Profile, fingerprint: Mapping[str, str]) -> None:
+    """Refuses a profile of another model.
+
+    Args:
+      profile: the profile.
+      fingerprint: the fingerprint of the model that it is used for.
+
+    Raises:
+      ValueError: if anything differs; the message names all of it.
+
+    Example:
+      >>> profile = Profile((), fingerprint={"layer 0": "a"})
+      >>> check_fingerprint(profile, {"layer 0": "b"})
+      Traceback (most recent call last):
+      ValueError: the profile is of another model:
+        * layer 0: 'a' in the profile, 'b' here
+      Make a profile of this one; ...
+    """
+    differences = [
+        f"{name}: {profile.fingerprint.get(name)!r} in the profile, "
+        f"{fingerprint.get(name)!r} here"
+        for name in dict.fromkeys([*profile.fingerprint, *fingerprint])
+        if profile.fingerprint.get(name) != fingerprint.get(name)
+    ]
+    if differences:
+        listed = "".join(f"\n  * {line}" for line in differences)
+        raise ValueError(
+            f"the profile is of another model:{listed}\nMake a profile of this "
+            f"one; give jpipe.profile the same loss_fn=, targets=, trainable= and "
+            f"train= as jpipe.plan"
+        )
 
 
 def _find_default_precision() -> str:

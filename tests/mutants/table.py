@@ -563,6 +563,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("for outputs in self._outputs[stage]:", "for outputs in ():"),
         ("held[Held.PENDING] += 1", "held[Held.PENDING] += 0"),
     ],
+    "planning/_origin": [
+        ("if name in origin and origin[name]", "if origin.get(name)"),
+        (
+            'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',
+            "return is_measured",
+        ),
+    ],
     "planning/_plan_search": [
         ("max(sum(layers) / num_ranks, *layers)", "max(sum(layers), *layers)"),
         ("if outline.least_seconds >= best_seconds:", "if best_seconds < math.inf:"),
@@ -574,13 +581,6 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "planning/_problem": [
         ("num_bytes - self.max_bytes[rank]", "num_bytes"),
         ("& (other.times < best.times)", "& (other.times > best.times)"),
-    ],
-    "planning/_profile_record": [
-        ("if name in origin and origin[name]", "if origin.get(name)"),
-        (
-            'return is_measured and origin.get(DEVICE, "").startswith("cpu (")',
-            "return is_measured",
-        ),
     ],
     "planning/_scaled_profiles": [
         ("(self.size - self.small) / (", "(self.large - self.size) / ("),

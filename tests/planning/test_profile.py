@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jpipe.planning._layer_profile import MeasuredLink
-from jpipe.planning._profile_record import check_fingerprint
+from jpipe.planning._traced_layers import check_fingerprint
 from jpipe.schedules import Skip
 
 from .chains import LayerProfile, Profile, SkipProfile, random_chain
