@@ -21,16 +21,18 @@ from jax.extend import core
 
 from .._jaxprs import _flops, _jaxpr, _min_cut
 from .._jaxprs._computation import Computation
+from ._layer_profile import ProgramCosts
 from ._origin import Rates
 
 # Primitives that read as much of their first operand as they return.
 _PARTIAL_READS = frozenset(["dynamic_slice", "gather", "slice"])
 
 
-def estimate_seconds(computation: Computation, rates: Rates) -> float:
-    """Estimates how long a computation that was made of a jaxpr takes."""
-    assert computation.closed is not None
-    return _seconds(computation.closed, rates)
+def estimate_program(computation: Computation, rates: Rates) -> ProgramCosts:
+    """Estimates what a computation that was made of a jaxpr costs."""
+    closed = computation.closed
+    assert closed is not None
+    return ProgramCosts(_seconds(closed, rates), _peak_bytes(closed.jaxpr))
 
 
 def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
@@ -76,14 +78,8 @@ def _expensive_seconds(eqn: core.JaxprEqn, rates: Rates) -> float:
     return sum(inner_seconds)
 
 
-def estimate_workspace(computation: Computation) -> int:
-    """Estimates the most bytes that are alive at once, besides inputs and results."""
-    assert computation.closed is not None
-    return _peak_bytes(computation.closed.jaxpr)
-
-
 def _peak_bytes(jaxpr: core.Jaxpr) -> int:
-    """The bytes besides inputs and results, at the equation that needs most."""
+    """The most bytes that are alive at once, besides inputs and results."""
     outer_vars = _jaxpr.variables([*jaxpr.outvars, *jaxpr.invars, *jaxpr.constvars])
     last_use: dict[core.Var, int] = {}  # variable -> index of an equation
     for index, eqn in enumerate(jaxpr.eqns):

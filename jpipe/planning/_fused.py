@@ -28,7 +28,7 @@ def fused_costs(
     schedule: Schedule,
     *,
     is_last_recomputed: bool,
-    action_seconds: float = 0.0,
+    action_seconds: float,
 ) -> Costs:
     """The costs of the programs that a step runs, where these are not its actions.
 

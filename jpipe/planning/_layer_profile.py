@@ -70,6 +70,19 @@ class LayerProfile:
         return (1 - split_share) * self.backward + split_share * split_seconds
 
 
+class ProgramCosts(NamedTuple):
+    """One program of a layer.
+
+    Attributes:
+      seconds: the seconds that it takes.
+      workspace_bytes: the most that it needs while it runs, besides arguments and
+        results; ``None`` if it is unknown.
+    """
+
+    seconds: float
+    workspace_bytes: int | None
+
+
 @dataclass(frozen=True)
 class SkipProfile:
     """A long skip connection, on one micro-batch.

@@ -18,7 +18,7 @@ A hop is a small program and the transfer of its result, in a chain of them:
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from .._jaxprs._computation import Computation
 from .._stage._stage_functions import StageFunctions
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import TIME_FIELDS
-from ._layer_profile import MeasuredLink
+from ._layer_profile import MeasuredLink, ProgramCosts
 from ._request import Request
 from ._traced_layers import TracedLayers
 
@@ -54,28 +54,9 @@ _REPEATS = 5
 _BYTES = 1 << 24
 
 
-class Times(NamedTuple):
-    """Seconds of the programs of a layer; zero where there is nothing to compute.
-
-    Attributes:
-      forward: seconds of its forward, which stores all that its backward reads.
-      backward: seconds of its backward.
-      input_grad: seconds of the first half of the backward.
-      weight_grad: seconds of the second half.
-      workspace_bytes: the most that one of them needs while it runs; ``None`` if it is
-        unknown.
-    """
-
-    forward: float
-    backward: float
-    input_grad: float
-    weight_grad: float
-    workspace_bytes: int | None
-
-
 def measure_layers(
     model: TracedLayers, request: Request, device: Device
-) -> tuple[dict[StageFunctions, Times], float]:
+) -> tuple[dict[StageFunctions, dict[str, ProgramCosts]], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
@@ -85,8 +66,8 @@ def measure_layers(
       device: the device on which they run.
 
     Returns:
-      The times of the layers, by their programs, and the seconds of a call of a program
-      that computes nothing, in a row of them.
+      The programs of the layers that compute anything, by their names, and the seconds
+      of a call of a program that computes nothing, in a row of them.
     """
     programs = {
         functions: _programs(
@@ -106,11 +87,13 @@ def measure_layers(
         program.measure_round()
         if program is nothing:  # in each round
             seconds_in_a_row.append(nothing.measure_in_a_row())
-    times = {
-        functions: _times(layer_programs, nothing.seconds)
-        for functions, layer_programs in programs.items()
-    }
-    return times, statistics.median(seconds_in_a_row)
+    costs: dict[StageFunctions, dict[str, ProgramCosts]] = {}
+    for functions, layer_programs in programs.items():
+        costs[functions] = {
+            name: program.costs(call_seconds=nothing.seconds)
+            for name, program in layer_programs.items()
+        }
+    return costs, statistics.median(seconds_in_a_row)
 
 
 class CallSeconds(NamedTuple):
@@ -205,21 +188,6 @@ def _batch_inputs(model: TracedLayers, layer: int, request: Request) -> dict[int
     }
 
 
-def _times(programs: Mapping[str, "_MeasuredProgram"], call_seconds: float) -> Times:
-    """The medians of the programs of a layer, less the time of a call."""
-    seconds = dict.fromkeys(TIME_FIELDS.values(), 0.0)
-    for name, program in programs.items():
-        seconds[name] = max(program.seconds - call_seconds, 0.0)
-    workspace_bytes: int | None = 0
-    for program in programs.values():
-        program_bytes = program.executable.workspace_bytes
-        if program_bytes is None or workspace_bytes is None:
-            workspace_bytes = None
-        else:
-            workspace_bytes = max(workspace_bytes, program_bytes)
-    return Times(**seconds, workspace_bytes=workspace_bytes)
-
-
 class _MeasuredProgram:
     """A computation that is compiled by itself, and the times of its calls.
 
@@ -230,7 +198,7 @@ class _MeasuredProgram:
       label: the layer, for errors.
 
     Attributes:
-      compiled: the compiled program.
+      executable: the compiled program.
     """
 
     def __init__(
@@ -262,6 +230,13 @@ class _MeasuredProgram:
     def seconds(self) -> float:
         """The median of the rounds."""
         return statistics.median(self._rounds)
+
+    def costs(self, *, call_seconds: float) -> ProgramCosts:
+        """The costs of the program, less the time of a call."""
+        return ProgramCosts(
+            seconds=max(self.seconds - call_seconds, 0.0),
+            workspace_bytes=self.executable.workspace_bytes,
+        )
 
     def measure_round(self) -> None:
         """Calls the program some times; the shortest counts."""

@@ -78,7 +78,7 @@ class PlannedModel:
                 self._sections = self._find_sections(one_microbatch)
             if self._sections is not None:
                 num_layers = len(self._sections.positions) + 1
-            _, specialization, variables = self._specialize(
+            specialization, variables = self._specialize(
                 one_microbatch, _one_layer_per_stage(num_layers), cuts=self._sections
             )
             if is_first_trace:  # sections have one name in all traces
@@ -94,15 +94,12 @@ class PlannedModel:
         cuts = None
         if self._sections is not None:
             cuts = _stage_cuts(self._sections, choice.balance)
-        model, specialization, _ = self._specialize(
-            request.with_loss(), choice, cuts=cuts
-        )
+        specialization, _ = self._specialize(request.with_loss(), choice, cuts=cuts)
         ends = [0, *itertools.accumulate(choice.balance)]
         names = [self._names[begin:end] for begin, end in itertools.pairwise(ends)]
         info = describe_function(specialization)
-        if not model.is_list:
-            return describe(info._replace(names=names, modules=info.names))
-        return describe(info._replace(names=names))
+        modules = info.names if self._is_model else ()
+        return describe(info._replace(names=names, modules=modules))
 
     def _find_sections(self, one_microbatch: Request) -> CutPoints:
         """Finds the gaps of a model that few bytes cross."""
@@ -110,13 +107,11 @@ class PlannedModel:
         # many as there may be sections, so that sections may end within them.
         whole = CutPoints.without_cuts(_NUM_SECTIONS)
         one_stage = _one_layer_per_stage(1)
-        _, specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
+        specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
         division = divide_by_iteration(specialization.stages.traced(), _NUM_SECTIONS)
         if division != UNDIVIDED:
             whole = CutPoints.without_cuts(_NUM_SECTIONS, division)
-            _, specialization, _ = self._specialize(
-                one_microbatch, one_stage, cuts=whole
-            )
+            specialization, _ = self._specialize(one_microbatch, one_stage, cuts=whole)
         traced = specialization.stages.traced()
         section_starts = _balanced_cuts.find_sections(traced, _NUM_SECTIONS)
         cuts = CutPoints.from_trace(
@@ -130,8 +125,8 @@ class PlannedModel:
 
     def _specialize(
         self, request: Request, choice: Choice, *, cuts: CutPoints | None
-    ) -> tuple[Model, Specialization, PyTree]:
-        """Returns the model, its function in stages, and specs of its variables.
+    ) -> tuple[Specialization, PyTree]:
+        """Returns the model's function in stages, and specs of its variables.
 
         Args:
           request: the inputs and the loss.
@@ -154,7 +149,8 @@ class PlannedModel:
             groups = group_layers(self._layers, choice.balance)
         partition = Partition(options, groups)
         model = self._model
-        if model is None or model.is_list:  # the marks of a list depend on the balance
+        # The marks of a list depend on the balance.
+        if model is None or not self._is_model:
             model = Model(self._layers, request.axes, partition.stage_of_layer)
             self._model = model
 
@@ -178,7 +174,7 @@ class PlannedModel:
         variables = model.from_entries(initial.specs)
         function = PipelinedFunction(user_function, partition, trained)
         specialization = function.specialize(variables, *args)
-        return model, specialization, specialization.layout.split_params(variables)
+        return specialization, specialization.layout.split_params(variables)
 
 
 def _stage_cuts(sections: CutPoints, balance: Sequence[int]) -> CutPoints:

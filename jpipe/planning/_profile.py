@@ -15,7 +15,7 @@ origin, and the speed of transfers between two devices if there are two.
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -32,10 +32,9 @@ from .._partition._remat_mode import MODES, NONE, Stored
 from .._placed._mesh_context import outside_of_meshes
 from .._stage._stage_functions import StageFunctions
 from ..schedules._costs import TIME_FIELDS
-from ._estimate import estimate_seconds, estimate_workspace
-from ._layer_profile import LayerProfile, SkipProfile
+from ._estimate import estimate_program
+from ._layer_profile import LayerProfile, ProgramCosts, SkipProfile
 from ._measure import (
-    Times,
     layer_computations,
     measure_layers,
     measure_neighbor_link,
@@ -239,12 +238,16 @@ def _profile_layers(model: TracedLayers, request: Request) -> Profile:
     if isinstance(request.device_or_rates, Rates):
         rates = request.device_or_rates
         groups = count_items("layers estimated", list(model.group_equal_layers()))
-        times = {functions: _estimate_times(functions, rates) for functions in groups}
+        programs = {
+            functions: _estimate_programs(functions, rates) for functions in groups
+        }
         action_seconds = rates.action_seconds
     else:
-        times, action_seconds = measure_layers(model, request, request.device_or_rates)
+        programs, action_seconds = measure_layers(
+            model, request, request.device_or_rates
+        )
     return Profile(
-        layers=tuple(_layer_profiles(model, times)),
+        layers=tuple(_layer_profiles(model, programs)),
         input_bytes=total_bytes(model.inputs(0)),
         skips=tuple(_skip_profiles(model)),
         ties=tuple(model.ties()),
@@ -284,19 +287,21 @@ def _describe_device(device: Device) -> str:
     return device.device_kind
 
 
-def _estimate_times(functions: StageFunctions, rates: Rates) -> Times:
-    """The times of a layer by its jaxprs."""
-    times = dict.fromkeys(TIME_FIELDS.values(), 0.0)
-    workspace_bytes = 0
-    for name, computation in layer_computations(functions).items():
-        times[name] = estimate_seconds(computation, rates)
-        workspace_bytes = max(workspace_bytes, estimate_workspace(computation))
-    return Times(**times, workspace_bytes=workspace_bytes)
+def _estimate_programs(
+    functions: StageFunctions, rates: Rates
+) -> dict[str, ProgramCosts]:
+    """The programs of a layer by its jaxprs."""
+    return {
+        name: estimate_program(computation, rates)
+        for name, computation in layer_computations(functions).items()
+    }
 
 
 def _layer_profiles(
-    model: TracedLayers, times: Mapping[StageFunctions, Times]
+    model: TracedLayers,
+    programs: Mapping[StageFunctions, Mapping[str, ProgramCosts]],
 ) -> Iterator[LayerProfile]:
+    """The profiles of layers, of which the programs that compute anything are known."""
     groups = count_items("layers traced", list(model.group_equal_layers().items()))
     residual_bytes = {
         functions: _residual_bytes(model, layers[0]) for functions, layers in groups
@@ -306,18 +311,30 @@ def _layer_profiles(
         params = model.specs(model.owned_variables(layer, are_params=True))
         state = model.specs(model.owned_variables(layer, are_params=False))
         forward = functions.forward.closed
+        # A program that computes nothing takes no time.
+        seconds = dict.fromkeys(TIME_FIELDS.values(), 0.0)
+        for program_name, program in programs[functions].items():
+            seconds[program_name] = program.seconds
         output_bytes, cotangent_bytes = _output_bytes(model, layer)
         yield LayerProfile(
             name=name,
-            **times[functions]._asdict(),
+            **seconds,
             num_params=sum(leaf.size for leaf in params),
             param_bytes=sum(map(nbytes, params)),
             state_bytes=sum(map(nbytes, state)),
             output_bytes=output_bytes,
             cotangent_bytes=cotangent_bytes,
             residual_bytes=residual_bytes[functions],
+            workspace_bytes=_largest_workspace(programs[functions].values()),
             flops=None if forward is None else float(count_flops(forward)),
         )
+
+
+def _largest_workspace(programs: Collection[ProgramCosts]) -> int | None:
+    """The workspace of the program that needs most; ``None`` if one is unknown."""
+    sizes = [program.workspace_bytes for program in programs]
+    counted = [num_bytes for num_bytes in sizes if num_bytes is not None]
+    return max(counted, default=0) if len(counted) == len(sizes) else None
 
 
 def _output_bytes(model: TracedLayers, layer: int) -> tuple[int, int]:

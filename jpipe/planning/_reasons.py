@@ -65,8 +65,24 @@ def check_fits(best: Candidate, hardware: Hardware) -> None:
     Raises:
       ValueError: if it does not: with what is short, where, by how much, and what fits.
     """
-    if not best.fits(hardware):
-        raise ValueError(_nothing_fits(best, hardware))
+    limit = hardware.memory_limit
+    if limit is None or best.fits(hardware):
+        return
+    excesses = [
+        f"rank {rank} {memory.describe_excess(limit)}"
+        for rank, memory in enumerate(best.memory)
+        if memory.total > limit
+    ]
+    raise ValueError(
+        f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no "
+        f"plan fits. The nearest is {best.choice}:\n  * "
+        + "\n  * ".join(excesses)
+        + f"\nThat one needs {best.choice.num_devices} devices of "
+        f"{format_bytes(best.max_bytes)}; else take more devices (num_devices=), "
+        f"smaller micro-batches (num_microbatches=) or a smaller model. Stages that "
+        f"shard their parameters (FSDP, tensor parallelism) are not planned: "
+        f"jpipe.pipeline(mesh=, sharding=) runs them"
+    )
 
 
 def describe_profile(profile: Profile, size: int, *, is_size_fixed: bool) -> str:
@@ -190,27 +206,6 @@ def _difference(runner_up: Candidate, best: Candidate) -> str:
     return (
         f"{format_seconds(runner_up.seconds)}, {-more:.1%} less, if it fits: others as "
         f"fast need more bytes than predicted"
-    )
-
-
-def _nothing_fits(nearest: Candidate, hardware: Hardware) -> str:
-    """The message if no candidate fits."""
-    limit = hardware.memory_limit
-    assert limit is not None
-    excesses = [
-        f"rank {rank} {memory.describe_excess(limit)}"
-        for rank, memory in enumerate(nearest.memory)
-        if memory.total > limit
-    ]
-    return (
-        f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no "
-        f"plan fits. The nearest is {nearest.choice}:\n  * "
-        + "\n  * ".join(excesses)
-        + f"\nThat one needs {nearest.choice.num_devices} devices of "
-        f"{format_bytes(nearest.max_bytes)}; else take more devices (num_devices=), "
-        f"smaller micro-batches (num_microbatches=) or a smaller model. Stages that "
-        f"shard their parameters (FSDP, tensor parallelism) are not planned: "
-        f"jpipe.pipeline(mesh=, sharding=) runs them"
     )
 
 

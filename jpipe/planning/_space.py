@@ -143,8 +143,7 @@ class PlanChoices:
       balance: the only balance that is allowed; ``None``: any.
       data: the numbers of devices that may share a micro-batch; ``None``: any.
       num_microbatches: the numbers of micro-batches; ``None``: the default ones.
-      allowed_schedules: the schedules of the catalogue that the loss allows.
-      builders: name -> a schedule of the catalogue or the user's.
+      builders: name -> a schedule that the loss allows, of the catalogue or the user's.
     """
 
     schedule_names: tuple[Any, ...]
@@ -153,7 +152,6 @@ class PlanChoices:
     balance: Sequence[int] | None = None
     data: tuple[Any, ...] | None = None
     num_microbatches: tuple[Any, ...] | None = None
-    allowed_schedules: tuple[str, ...] = TRAINING
     builders: Mapping[str, NamedSchedule] = field(default_factory=lambda: CATALOGUE)
 
     @classmethod
@@ -188,7 +186,7 @@ class PlanChoices:
             microbatch_counts = _as_tuple(num_microbatches)
         allowed = FORWARDS_FIRST if needs_forwards_first else TRAINING
         names: list[Any] = []
-        builders: dict[str, NamedSchedule] = dict(CATALOGUE)
+        builders: dict[str, NamedSchedule] = {name: CATALOGUE[name] for name in allowed}
         for schedule in _as_tuple(allowed if schedules is None else schedules):
             key = find_catalogue_key(schedule)
             name = schedule if key is None else key
@@ -199,7 +197,8 @@ class PlanChoices:
                     schedule, needs_forwards_first=needs_forwards_first
                 )
                 name = user_schedule.name
-                if builders.get(name, user_schedule) != user_schedule:
+                is_taken = builders.get(name, user_schedule) != user_schedule
+                if is_taken or name in CATALOGUE:
                     raise ValueError(
                         f"plan: schedules: {name!r} is the name of another schedule; "
                         f"rename your function, or type "
@@ -214,7 +213,6 @@ class PlanChoices:
             remat_modes=_as_tuple(remat),
             balance=balance,
             fits_schedules=schedules is None and not needs_forwards_first,
-            allowed_schedules=tuple(allowed),
             builders=builders,
         )
 
@@ -230,13 +228,12 @@ class PlanChoices:
         for option, listed_names in names.items():
             if not listed_names:
                 yield f"{option}=(): name one or more, or leave it out"
-        user_names = [name for name in self.builders if name not in CATALOGUE]
+        allowed = [name for name in self.builders if name in CATALOGUE]
         for name in self.schedule_names:
-            key = find_catalogue_key(name)
-            if name not in user_names and key not in self.allowed_schedules:
-                listed = ", ".join(map(repr, self.allowed_schedules))
+            if name not in [*self.builders]:  # it may be of a type without a hash
+                listed = ", ".join(map(repr, allowed))
                 fault = "is unknown"
-                if key in TRAINING:
+                if find_catalogue_key(name) in TRAINING:
                     fault = (
                         "does not run all forwards first, as reduction='batch' needs"
                     )
@@ -380,8 +377,7 @@ def mesh_shapes(
         if num_microbatches is not None:
             counts = set(num_microbatches)
         elif profiled_count is not None:
-            is_divisible = profiled_count % num_shards == 0
-            counts = {profiled_count // num_shards} if is_divisible else set()
+            counts = {profiled_count // num_shards}
         else:
             counts = _default_microbatch_counts(num_shards, num_devices, num_examples)
         for count in sorted(counts):
