@@ -417,7 +417,8 @@ class _Contest:
         for _ in range(_FIRST_TURNS):
             if not step.fault:
                 step.take_turn()
-        step.release()
+        if self._limit is not None:  # it makes room for the next one
+            step.release()
         if step.seconds:
             self._learn_times()
 
