@@ -4,8 +4,8 @@ estimate  the share of each layer in the work, by its jaxpr      (`planning/_pro
 try       the even split; then the best on paper of each family of schedules, and the
           best of all, as long as that should be faster than what ran
                                                                (`planning/_finalists`)
-  lower     one whose instructions hold more bytes than a device has is not compiled
-  compile   a step that needs more bytes than a device has is dropped
+  lower,
+  compile   what needs more bytes than a device has is dropped, and the next best tried
   run       each action by itself, then steps
   learn     layers take the times of the stages that ran       (`planning/_ran_steps`),
             and forecasts the bytes that steps needed        (`planning/_byte_errors`)
@@ -32,15 +32,13 @@ from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._train._transformation import check_optimizer
 from ..planning._finalists import (
-    NUM_LOWERED,
     find_finalist,
     forecast_again,
-    list_even_modes,
+    list_even_splits,
     list_families,
     lower,
-    split_evenly,
 )
-from ..planning._forecast import Candidate
+from ..planning._forecast import Candidate, evaluate
 from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
 from ..planning._measure import CallSeconds, measure_call, measure_neighbor_link
 from ..planning._mode_names import TRIED_MODES
@@ -68,6 +66,9 @@ _FIRST_TURNS = 2
 _FAR_BEHIND = 1.5
 # The number of searches of all choices: each may compile another step.
 _MAX_SEARCHES = 3
+# The number of candidates of a search that are lowered, and maybe compiled, until one
+# fits.
+_MAX_ATTEMPTS = 3
 
 
 @outside_of_meshes
@@ -299,8 +300,9 @@ class _Contest:
         Raises:
           ValueError: if nothing fits.
         """
-        for mode in list_even_modes(self._problem.space):
-            self._try(self._lower(split_evenly(self._problem, mode)))
+        for choice in list_even_splits(self._problem):
+            forecast = evaluate(self._problem.space, choice)
+            self._try(self._lower(forecast))
             if self.list_measured():
                 break
         # Times that a family takes say little about those of another one: each is tried
@@ -354,7 +356,7 @@ class _Contest:
         return dataclasses.replace(plan, forecast=forecast)
 
     def _try_best(self, space: SearchSpace, *, than_fastest: float) -> bool:
-        """Tries the best candidate of some choices that is no step yet.
+        """Tries the best candidates of some choices, no steps yet, until one fits.
 
         Args:
           space: the choices, with the times to search with.
@@ -362,9 +364,9 @@ class _Contest:
             the fastest step.
 
         Returns:
-          False if there is none.
+          False if none did.
         """
-        for _ in range(NUM_LOWERED):
+        for _ in range(_MAX_ATTEMPTS):
             known_space = dataclasses.replace(
                 space, byte_errors=self._problem.space.byte_errors
             )
@@ -376,7 +378,8 @@ class _Contest:
             candidate = self._lower(forecast)
             if self._should_be_faster(candidate, than_fastest):
                 self._try(candidate)
-                return True
+                if not self._steps[-1].fault:
+                    return True
         return False
 
     def _should_be_faster(

@@ -28,9 +28,9 @@ from ._plan_problem import PlanProblem
 from ._plan_search import has_outlines, search
 from ._space import Choice, SearchSpace
 
-# The number of candidates that are lowered until one fits: each takes a search. On
-# paper, also of faster ones that are lowered after that.
-NUM_LOWERED = 4
+# The number of candidates that are lowered until one fits: each takes a search. And
+# of faster ones that are lowered after that.
+_NUM_LOWERED = 4
 # The micro-batches of an even split, for each rank.
 _MICROBATCHES_PER_RANK = 4
 
@@ -50,7 +50,7 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
     lowered: dict[Choice, Candidate] = {}
     # choice -> its candidate, by any of the searches
     forecasts: dict[Choice, Candidate] = {}
-    for _ in count_items("candidates lowered", range(NUM_LOWERED)):
+    for _ in count_items("candidates lowered", range(_NUM_LOWERED)):
         candidates = search(space)
         for candidate in candidates:
             forecasts.setdefault(candidate.choice, candidate)
@@ -73,7 +73,7 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
     least = best.objective(hardware)[:2]
     not_lowered = [x for x in rank(forecasts.values()) if x.choice not in lowered]
     faster = [x for x in not_lowered if x.objective(hardware)[:2] < least]
-    for forecast in faster[:NUM_LOWERED]:
+    for forecast in faster[:_NUM_LOWERED]:
         counted = lower(forecast, problem)
         lowered[forecast.choice] = counted
         if counted.fits(hardware):
@@ -118,19 +118,16 @@ def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
     return [x for x in all_names if has_outlines(space.with_schedules(x))]
 
 
-def list_even_modes(space: SearchSpace) -> list[str]:
-    """The remat modes of an even split: the usual one, and one that stores least."""
-    return [*dict.fromkeys([_usual_mode(space), space.choices.remat_modes[-1]])]
-
-
-def split_evenly(problem: PlanProblem, mode: str) -> Candidate:
-    """The candidate of a user who plans nothing: as many layers per stage, 1F1B.
+def list_even_splits(problem: PlanProblem) -> list[Choice]:
+    """The choices of a user who plans nothing: as many layers per stage, 1F1B.
 
     A loss of the whole mini-batch follows all forwards: there it is GPipe.
 
     Args:
       problem: the problem.
-      mode: the remat mode of all stages.
+
+    Returns:
+      The usual one; one that stores least; that one in the most micro-batches.
     """
     space = problem.space
     num_shards = min(shape.num_shards for shape in space.mesh_shapes)
@@ -142,13 +139,23 @@ def split_evenly(problem: PlanProblem, mode: str) -> Candidate:
     usual_count = _MICROBATCHES_PER_RANK * num_ranks
     count = min(counts, key=lambda count: abs(count - usual_count))
     build = gpipe if problem.request.reduction == "batch" else one_f_one_b
-    choice = Choice(
-        balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
-        remat=(mode,) * num_ranks,
-        schedule=build(num_ranks, count),
-        num_shards=num_shards,
-    )
-    return evaluate(space, choice)
+    modes = space.choices.remat_modes
+    usual_mode = MIN_CUT.name if MIN_CUT.name in modes else modes[0]
+    least_mode = modes[-1]
+    splits = [
+        (usual_mode, count),
+        (least_mode, count),
+        (least_mode, max(counts)),
+    ]
+    return [
+        Choice(
+            balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
+            remat=(mode,) * num_ranks,
+            schedule=build(num_ranks, num_microbatches),
+            num_shards=num_shards,
+        )
+        for mode, num_microbatches in dict.fromkeys(splits)
+    ]
 
 
 def with_compiled_bytes(lowered: Candidate, num_bytes: int) -> Candidate:
@@ -168,13 +175,6 @@ def forecast_again(space: SearchSpace, lowered: Candidate) -> Candidate:
     """A lowered candidate with the times of a space; its bytes were counted."""
     forecast = evaluate(space, lowered.choice)
     return dataclasses.replace(forecast, memory=lowered.memory, plan=lowered.plan)
-
-
-def _usual_mode(space: SearchSpace) -> str:
-    """The remat mode of a user who plans nothing, if the user allows it."""
-    if MIN_CUT.name in space.choices.remat_modes:
-        return MIN_CUT.name
-    return space.choices.remat_modes[0]
 
 
 def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:

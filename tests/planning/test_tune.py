@@ -122,6 +122,33 @@ def test_where_the_even_split_does_not_fit_one_that_stores_less_is_tried():
     assert max(x.total for x in plan.forecast.memory) == best.num_bytes < even_bytes
 
 
+def test_an_even_split_that_fits_in_no_mode_is_tried_in_more_microbatches():
+    layers = [*(ref.dense(64) for _ in range(4)), ref.dense(4)]
+    x, targets = ref.regression(512)
+    even_split = jpipe.pipeline(
+        layers,
+        8,
+        balance=[2, 3],
+        devices=jax.devices()[:2],
+        schedule="1f1b",
+        remat="full",
+    )
+    limit = needed_bytes(even_split, x, targets) - 1
+    plan = tune(
+        layers,
+        x,
+        targets,
+        memory_limit=limit,
+        schedules="1f1b",
+        num_microbatches=(8, 32),
+    )
+    trials = {trial.text: trial for trial in plan.forecast.trials}
+    split = "1f1b, balance [2, 3]"
+    assert trials[f"{split}, 8 micro-batches, remat min_cut"].seconds is None
+    assert trials[f"{split}, 32 micro-batches, remat full"].seconds
+    assert f"{split}, 32 micro-batches, remat min_cut" not in trials
+
+
 def test_later_steps_are_planned_with_the_times_of_earlier_ones():
     """By its jaxpr the first layer has no work; it takes nearly all of the time."""
 
