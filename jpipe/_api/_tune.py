@@ -4,6 +4,7 @@ estimate  the share of each layer in the work, by its jaxpr      (`planning/_pro
 try       the even split; then the best on paper of each family of schedules, and the
           best of all, as long as that should be faster than what ran
                                                                (`planning/_finalists`)
+  lower     one whose instructions hold more bytes than a device has is not compiled
   compile   a step that needs more bytes than a device has is dropped
   run       each action by itself, then steps
   learn     layers take the times of the stages that ran       (`planning/_ran_steps`),
@@ -31,14 +32,15 @@ from .._layers import _rng
 from .._placed._mesh_context import outside_of_meshes
 from .._train._transformation import check_optimizer
 from ..planning._finalists import (
+    NUM_LOWERED,
     find_finalist,
     forecast_again,
     list_even_modes,
     list_families,
+    lower,
     split_evenly,
-    take_one_stage,
 )
-from ..planning._forecast import Candidate, evaluate
+from ..planning._forecast import Candidate
 from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
 from ..planning._measure import CallSeconds, measure_call, measure_neighbor_link
 from ..planning._mode_names import TRIED_MODES
@@ -273,7 +275,7 @@ def _measure_link(devices: Sequence[Device], device: Device) -> MeasuredLink | N
 
 
 class _Contest:
-    """The even split, one stage, and the finalists, as far as they have run.
+    """The even split and the finalists, as far as they have run.
 
     Args:
       job: the arguments of all steps.
@@ -298,22 +300,15 @@ class _Contest:
           ValueError: if nothing fits.
         """
         for mode in list_even_modes(self._problem.space):
-            self._try(split_evenly(self._problem, mode))
+            self._try(self._lower(split_evenly(self._problem, mode)))
             if self.list_measured():
                 break
         # Times that a family takes say little about those of another one: each is tried
         # with those of the even split.
         even_space = self._problem.space
-        one_stage = take_one_stage(self._problem)
-        if one_stage is not None and self._should_be_faster(one_stage):
-            self._try(one_stage)
         families = list_families(even_space)
         for names in count_items("families of schedules tried", families):
-            space = dataclasses.replace(
-                even_space.with_schedules(names),
-                byte_errors=self._problem.space.byte_errors,
-            )
-            self._try_best(space, than_fastest=_FAR_BEHIND)
+            self._try_best(even_space.with_schedules(names), than_fastest=_FAR_BEHIND)
         for _ in count_items("searches of all schedules", range(_MAX_SEARCHES)):
             if not self._try_best(self._problem.space, than_fastest=1.0):
                 break
@@ -362,20 +357,27 @@ class _Contest:
         """Tries the best candidate of some choices that is no step yet.
 
         Args:
-          space: the choices.
+          space: the choices, with the times to search with.
           than_fastest: the candidate should take less than so many times the seconds of
             the fastest step.
 
         Returns:
           False if there is none.
         """
-        problem = dataclasses.replace(self._problem, space=space)
-        candidate = find_finalist(
-            problem, lambda x: self._should_be_faster(x, than_fastest)
-        )
-        if candidate is not None:
-            self._try(candidate)
-        return candidate is not None
+        for _ in range(NUM_LOWERED):
+            known_space = dataclasses.replace(
+                space, byte_errors=self._problem.space.byte_errors
+            )
+            forecast = find_finalist(
+                known_space, lambda x: self._should_be_faster(x, than_fastest)
+            )
+            if forecast is None:
+                return False
+            candidate = self._lower(forecast)
+            if self._should_be_faster(candidate, than_fastest):
+                self._try(candidate)
+                return True
+        return False
 
     def _should_be_faster(
         self, candidate: Candidate, than_fastest: float = 1.0
@@ -397,18 +399,26 @@ class _Contest:
         is_fast = candidate.seconds < than_fastest * measured[0].median
         return is_fast and candidate.fits(self._problem.space.hardware)
 
+    def _lower(self, forecast: Candidate) -> Candidate:
+        """Lowers a candidate, and notes the bytes that its forecast lacked."""
+        candidate = lower(forecast, self._problem)
+        self._note_bytes(forecast, candidate.max_bytes)
+        return candidate
+
     def _try(self, candidate: Candidate) -> None:
-        """Compiles a candidate, runs it, and learns from that."""
+        """Compiles a lowered candidate, runs it, and learns from that."""
         step = RunningStep(candidate, self._job)
         self._steps.append(step)
         step.compile(self._limit)
-        self._note_bytes(step)
+        assert step.num_bytes is not None
+        self._note_bytes(candidate, step.num_bytes)
         if not step.fault:
             step.time_actions(self._call)
         for _ in range(_FIRST_TURNS):
             if not step.fault:
                 step.take_turn()
-        step.release()
+        if self._limit is not None:  # it makes room for the next one
+            step.release()
         if step.seconds:
             self._learn_times()
 
@@ -420,13 +430,10 @@ class _Contest:
         for step in self._steps:
             step.candidate = forecast_again(space, step.candidate)
 
-    def _note_bytes(self, step: RunningStep) -> None:
-        """Notes the bytes that a compiled step needs beyond its forecast."""
-        assert step.num_bytes is not None
-        choice = step.candidate.choice
-        space = self._problem.space
-        lacking = step.num_bytes - evaluate(space, choice).max_bytes
-        space = space.with_byte_error(choice, lacking)
+    def _note_bytes(self, candidate: Candidate, num_bytes: int) -> None:
+        """Notes that a candidate needs so many bytes."""
+        lacking = num_bytes - candidate.max_bytes
+        space = self._problem.space.with_byte_error(candidate.choice, lacking)
         self._problem = dataclasses.replace(self._problem, space=space)
 
     def _list_close(self) -> list[RunningStep]:

@@ -28,9 +28,9 @@ from ._plan_problem import PlanProblem
 from ._plan_search import has_outlines, search
 from ._space import Choice, SearchSpace
 
-# The number of candidates that are lowered until one fits: each takes a search. And
-# of faster ones that are lowered after that.
-_NUM_LOWERED = 4
+# The number of candidates that are lowered until one fits: each takes a search. On
+# paper, also of faster ones that are lowered after that.
+NUM_LOWERED = 4
 # The micro-batches of an even split, for each rank.
 _MICROBATCHES_PER_RANK = 4
 
@@ -50,14 +50,14 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
     lowered: dict[Choice, Candidate] = {}
     # choice -> its candidate, by any of the searches
     forecasts: dict[Choice, Candidate] = {}
-    for _ in count_items("candidates lowered", range(_NUM_LOWERED)):
+    for _ in count_items("candidates lowered", range(NUM_LOWERED)):
         candidates = search(space)
         for candidate in candidates:
             forecasts.setdefault(candidate.choice, candidate)
         forecast = next((x for x in candidates if x.choice not in lowered), None)
         if forecast is None:
             break
-        counted = _lower(forecast, problem)
+        counted = lower(forecast, problem)
         lowered[forecast.choice] = counted
         if counted.fits(hardware) or not forecast.fits(hardware):
             break
@@ -73,8 +73,8 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
     least = best.objective(hardware)[:2]
     not_lowered = [x for x in rank(forecasts.values()) if x.choice not in lowered]
     faster = [x for x in not_lowered if x.objective(hardware)[:2] < least]
-    for forecast in faster[:_NUM_LOWERED]:
-        counted = _lower(forecast, problem)
+    for forecast in faster[:NUM_LOWERED]:
+        counted = lower(forecast, problem)
         lowered[forecast.choice] = counted
         if counted.fits(hardware):
             break
@@ -83,12 +83,26 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
 
 
 def find_finalist(
-    problem: PlanProblem, is_wanted: Callable[[Candidate], bool]
+    space: SearchSpace, is_wanted: Callable[[Candidate], bool]
 ) -> Candidate | None:
     """The best forecast for which a function is true; ``None`` if there is none."""
-    forecasts = search(problem.space)
-    best = next(filter(is_wanted, forecasts), None)
-    return None if best is None else _lower(best, problem)
+    return next(filter(is_wanted, search(space)), None)
+
+
+def lower(candidate: Candidate, problem: PlanProblem) -> Candidate:
+    """A candidate with its plan, and the bytes that its instructions hold."""
+    choice = candidate.choice
+    num_microbatches = choice.schedule.num_microbatches
+    request = dataclasses.replace(problem.request, num_microbatches=num_microbatches)
+    plan = problem.model.describe_step(request, choice)
+    # name of a device -> the most bytes that it holds
+    peaks = dict(plan.peak_bytes)
+    memory = []
+    for rank, forecast in enumerate(candidate.memory):
+        peak = peaks[str(AbstractDevice(rank, choice.num_shards))]
+        activations = peak - forecast.parameters - forecast.gradients
+        memory.append(dataclasses.replace(forecast, activations=activations))
+    return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)
 
 
 def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
@@ -134,33 +148,7 @@ def split_evenly(problem: PlanProblem, mode: str) -> Candidate:
         schedule=build(num_ranks, count),
         num_shards=num_shards,
     )
-    return _lower(evaluate(space, choice), problem)
-
-
-def take_one_stage(problem: PlanProblem) -> Candidate | None:
-    """The candidate of a user without a pipeline: one stage, in few micro-batches.
-
-    Forecasts know least how much longer actions take between devices than alone.
-
-    Returns:
-      The candidate of as few micro-batches as fit; ``None`` if none fits.
-    """
-    space = problem.space
-    num_shards = min(shape.num_shards for shape in space.mesh_shapes)
-    counts = {
-        x.num_microbatches for x in space.mesh_shapes if x.num_shards == num_shards
-    }
-    for count in sorted(counts):
-        choice = Choice(
-            balance=(space.num_layers,),
-            remat=(_usual_mode(space),),
-            schedule=gpipe(1, count),
-            num_shards=num_shards,
-        )
-        candidate = _lower(evaluate(space, choice), problem)
-        if candidate.fits(space.hardware):
-            return candidate
-    return None
+    return evaluate(space, choice)
 
 
 def with_compiled_bytes(lowered: Candidate, num_bytes: int) -> Candidate:
@@ -199,19 +187,3 @@ def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         f"{space.num_layers} layers on {space.hardware.num_devices} devices in "
         f"{counts} micro-batches"
     )
-
-
-def _lower(candidate: Candidate, problem: PlanProblem) -> Candidate:
-    """A candidate with its plan, and the bytes that its instructions hold."""
-    choice = candidate.choice
-    num_microbatches = choice.schedule.num_microbatches
-    request = dataclasses.replace(problem.request, num_microbatches=num_microbatches)
-    plan = problem.model.describe_step(request, choice)
-    # name of a device -> the most bytes that it holds
-    peaks = dict(plan.peak_bytes)
-    memory = []
-    for rank, forecast in enumerate(candidate.memory):
-        peak = peaks[str(AbstractDevice(rank, choice.num_shards))]
-        activations = peak - forecast.parameters - forecast.gradients
-        memory.append(dataclasses.replace(forecast, activations=activations))
-    return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)

@@ -537,7 +537,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("stage > source + 1", "stage > source"),
     ],
     "planning/_finalists": [
-        ("for forecast in faster[:_NUM_LOWERED]:", "for forecast in []:"),
+        ("for forecast in faster[:NUM_LOWERED]:", "for forecast in []:"),
         (
             "peak - forecast.parameters - forecast.gradients",
             "peak - forecast.gradients",
