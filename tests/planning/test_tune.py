@@ -227,3 +227,29 @@ def test_what_cannot_be_run_is_refused():
         tune(blocks(), specs, targets)
     with pytest.raises(ValueError, match="rounds=0: needs an int of at least 1; sched"):
         tune(blocks(), x, targets, rounds=0, schedules="2f2b")
+
+
+def test_the_steps_that_run_have_all_options_of_the_train_step():
+    """Without one of them no step runs, or it needs other bytes."""
+
+    def scale(inputs):
+        x, scales = inputs
+        return x * scales
+
+    def loss_fn(outputs, targets):
+        expected, weights = targets
+        return jnp.mean(weights * (outputs - expected) ** 2), outputs.sum()
+
+    layers = [scale, *blocks()]
+    x, expected = ref.regression(8)
+    inputs = x, jnp.ones(5)
+    targets = expected, jnp.ones(4)
+    axes = {"in_axes": (0, None), "target_axes": (0, None)}
+    options = {"has_aux": True, "reduction": "batch", "trainable": "1/*"}
+    given = {**FEW, **options, **axes, "devices": jax.devices()[:2]}
+    given["schedules"] = "gpipe"
+    plan = jpipe.tune(layers, inputs, targets, loss_fn, TX, **given)
+    pipe = jpipe.pipeline(layers, plan=plan, **axes)
+    state = pipe.init_train_state(jax.random.key(0), inputs, TX, trainable="1/*")
+    report = pipe.train_step(loss_fn, TX, **options).compile(state, inputs, targets)
+    assert plan.forecast.trials[0].num_bytes == most_bytes(report)
