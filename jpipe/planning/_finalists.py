@@ -25,7 +25,7 @@ from .._partition._remat_mode import MIN_CUT
 from ..schedules import gpipe, one_f_one_b
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
-from ._plan_search import has_outlines, search
+from ._plan_search import search
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
@@ -108,14 +108,12 @@ def lower(candidate: Candidate, problem: PlanProblem) -> Candidate:
 def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
     """The schedules with as many stages on a rank, and backwards whole or in halves.
 
-    A schedule of the user's is a family of its own. Families with no order for these
-    numbers are left out.
+    A schedule of the user's is a family of its own.
     """
     families: dict[Any, list[str]] = {}
     for name in space.choices.schedule_names:
         families.setdefault(space.choices.builders[name].family, []).append(name)
-    all_names = map(tuple, families.values())
-    return [x for x in all_names if has_outlines(space.with_schedules(x))]
+    return [tuple(names) for names in families.values()]
 
 
 def list_even_splits(problem: PlanProblem) -> list[Choice]:
