@@ -4,7 +4,8 @@ estimate  the share of each layer in the work, by its jaxpr      (`planning/_pro
 try       the even split; then the best on paper of each family of schedules, and the
           best of all, as long as that should be faster than what ran
                                                                (`planning/_finalists`)
-  compile   a step that needs more bytes than a device has is dropped
+  lower,
+  compile   what needs more bytes than a device has is dropped, and the next best tried
   run       each action by itself, then steps
   learn     layers take the times of the stages that ran       (`planning/_ran_steps`),
             and forecasts the bytes that steps needed        (`planning/_byte_errors`)
@@ -33,10 +34,9 @@ from .._train._transformation import check_optimizer
 from ..planning._finalists import (
     find_finalist,
     forecast_again,
-    list_even_modes,
+    list_even_splits,
     list_families,
-    split_evenly,
-    take_one_stage,
+    lower,
 )
 from ..planning._forecast import Candidate, evaluate
 from ..planning._layer_profile import LinkOptions, MeasuredLink, find_count_faults
@@ -66,6 +66,9 @@ _FIRST_TURNS = 2
 _FAR_BEHIND = 1.5
 # The number of searches of all choices: each may compile another step.
 _MAX_SEARCHES = 3
+# The number of candidates of a search that are lowered, and maybe compiled, until one
+# fits.
+_MAX_ATTEMPTS = 3
 
 
 @outside_of_meshes
@@ -273,7 +276,7 @@ def _measure_link(devices: Sequence[Device], device: Device) -> MeasuredLink | N
 
 
 class _Contest:
-    """The even split, one stage, and the finalists, as far as they have run.
+    """The even split and the finalists, as far as they have run.
 
     Args:
       job: the arguments of all steps.
@@ -297,23 +300,17 @@ class _Contest:
         Raises:
           ValueError: if nothing fits.
         """
-        for mode in list_even_modes(self._problem.space):
-            self._try(split_evenly(self._problem, mode))
+        for choice in list_even_splits(self._problem):
+            forecast = evaluate(self._problem.space, choice)
+            self._try(self._lower(forecast))
             if self.list_measured():
                 break
         # Times that a family takes say little about those of another one: each is tried
         # with those of the even split.
         even_space = self._problem.space
-        one_stage = take_one_stage(self._problem)
-        if one_stage is not None and self._should_be_faster(one_stage):
-            self._try(one_stage)
         families = list_families(even_space)
         for names in count_items("families of schedules tried", families):
-            space = dataclasses.replace(
-                even_space.with_schedules(names),
-                byte_errors=self._problem.space.byte_errors,
-            )
-            self._try_best(space, than_fastest=_FAR_BEHIND)
+            self._try_best(even_space.with_schedules(names), than_fastest=_FAR_BEHIND)
         for _ in count_items("searches of all schedules", range(_MAX_SEARCHES)):
             if not self._try_best(self._problem.space, than_fastest=1.0):
                 break
@@ -359,23 +356,31 @@ class _Contest:
         return dataclasses.replace(plan, forecast=forecast)
 
     def _try_best(self, space: SearchSpace, *, than_fastest: float) -> bool:
-        """Tries the best candidate of some choices that is no step yet.
+        """Tries the best candidates of some choices, no steps yet, until one fits.
 
         Args:
-          space: the choices.
+          space: the choices, with the times to search with.
           than_fastest: the candidate should take less than so many times the seconds of
             the fastest step.
 
         Returns:
-          False if there is none.
+          False if none did.
         """
-        problem = dataclasses.replace(self._problem, space=space)
-        candidate = find_finalist(
-            problem, lambda x: self._should_be_faster(x, than_fastest)
-        )
-        if candidate is not None:
-            self._try(candidate)
-        return candidate is not None
+        for _ in range(_MAX_ATTEMPTS):
+            known_space = dataclasses.replace(
+                space, byte_errors=self._problem.space.byte_errors
+            )
+            forecast = find_finalist(
+                known_space, lambda x: self._should_be_faster(x, than_fastest)
+            )
+            if forecast is None:
+                return False
+            candidate = self._lower(forecast)
+            if self._should_be_faster(candidate, than_fastest):
+                self._try(candidate)
+                if not self._steps[-1].fault:
+                    return True
+        return False
 
     def _should_be_faster(
         self, candidate: Candidate, than_fastest: float = 1.0
@@ -397,18 +402,26 @@ class _Contest:
         is_fast = candidate.seconds < than_fastest * measured[0].median
         return is_fast and candidate.fits(self._problem.space.hardware)
 
+    def _lower(self, forecast: Candidate) -> Candidate:
+        """Lowers a candidate, and notes the bytes that its forecast lacked."""
+        candidate = lower(forecast, self._problem)
+        self._note_bytes(forecast, candidate.max_bytes)
+        return candidate
+
     def _try(self, candidate: Candidate) -> None:
-        """Compiles a candidate, runs it, and learns from that."""
+        """Compiles a lowered candidate, runs it, and learns from that."""
         step = RunningStep(candidate, self._job)
         self._steps.append(step)
         step.compile(self._limit)
-        self._note_bytes(step)
+        assert step.num_bytes is not None
+        self._note_bytes(candidate, step.num_bytes)
         if not step.fault:
             step.time_actions(self._call)
         for _ in range(_FIRST_TURNS):
             if not step.fault:
                 step.take_turn()
-        step.release()
+        if self._limit is not None:  # it makes room for the next one
+            step.release()
         if step.seconds:
             self._learn_times()
 
@@ -420,13 +433,10 @@ class _Contest:
         for step in self._steps:
             step.candidate = forecast_again(space, step.candidate)
 
-    def _note_bytes(self, step: RunningStep) -> None:
-        """Notes the bytes that a compiled step needs beyond its forecast."""
-        assert step.num_bytes is not None
-        choice = step.candidate.choice
-        space = self._problem.space
-        lacking = step.num_bytes - evaluate(space, choice).max_bytes
-        space = space.with_byte_error(choice, lacking)
+    def _note_bytes(self, candidate: Candidate, num_bytes: int) -> None:
+        """Notes that a candidate needs so many bytes."""
+        lacking = num_bytes - candidate.max_bytes
+        space = self._problem.space.with_byte_error(candidate.choice, lacking)
         self._problem = dataclasses.replace(self._problem, space=space)
 
     def _list_close(self) -> list[RunningStep]:

@@ -1,8 +1,8 @@
 """Errors of forecasts of bytes, and what others of their kind should lack.
 
-The forecasts of schedules that have as many stages on a rank, and backwards whole or in
-halves, err alike; with another number of micro-batches by bytes in proportion to their
-size.
+The forecasts of schedules that have as many stages on a rank, and the same operations
+(forwards, backwards, halves of these), err alike; with another number of micro-batches
+by bytes in proportion to their size.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..schedules import Schedule
-from ..schedules._action import WEIGHT
 
 
 class _Kind(NamedTuple):
@@ -20,11 +19,11 @@ class _Kind(NamedTuple):
 
     Attributes:
       num_chunks: the number of stages on a rank.
-      has_halves: True if backwards run in halves.
+      ops: the operations of its actions.
     """
 
     num_chunks: float
-    has_halves: bool
+    ops: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -74,5 +73,5 @@ def _kind_of(schedule: Schedule) -> _Kind:
     actions = itertools.chain.from_iterable(schedule.rows)
     return _Kind(
         num_chunks=schedule.num_stages / schedule.num_ranks,
-        has_halves=any(action.op == WEIGHT for action in actions),
+        ops=frozenset(action.op for action in actions),
     )

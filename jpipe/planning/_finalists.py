@@ -25,7 +25,7 @@ from .._partition._remat_mode import MIN_CUT
 from ..schedules import gpipe, one_f_one_b
 from ._forecast import Candidate, evaluate
 from ._plan_problem import PlanProblem
-from ._plan_search import has_outlines, search
+from ._plan_search import search
 from ._space import Choice, SearchSpace
 
 # The number of candidates that are lowered until one fits: each takes a search. And
@@ -57,7 +57,7 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
         forecast = next((x for x in candidates if x.choice not in lowered), None)
         if forecast is None:
             break
-        counted = _lower(forecast, problem)
+        counted = lower(forecast, problem)
         lowered[forecast.choice] = counted
         if counted.fits(hardware) or not forecast.fits(hardware):
             break
@@ -74,7 +74,7 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
     not_lowered = [x for x in rank(forecasts.values()) if x.choice not in lowered]
     faster = [x for x in not_lowered if x.objective(hardware)[:2] < least]
     for forecast in faster[:_NUM_LOWERED]:
-        counted = _lower(forecast, problem)
+        counted = lower(forecast, problem)
         lowered[forecast.choice] = counted
         if counted.fits(hardware):
             break
@@ -83,40 +83,49 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
 
 
 def find_finalist(
-    problem: PlanProblem, is_wanted: Callable[[Candidate], bool]
+    space: SearchSpace, is_wanted: Callable[[Candidate], bool]
 ) -> Candidate | None:
     """The best forecast for which a function is true; ``None`` if there is none."""
-    forecasts = search(problem.space)
-    best = next(filter(is_wanted, forecasts), None)
-    return None if best is None else _lower(best, problem)
+    return next(filter(is_wanted, search(space)), None)
+
+
+def lower(candidate: Candidate, problem: PlanProblem) -> Candidate:
+    """A candidate with its plan, and the bytes that its instructions hold."""
+    choice = candidate.choice
+    num_microbatches = choice.schedule.num_microbatches
+    request = dataclasses.replace(problem.request, num_microbatches=num_microbatches)
+    plan = problem.model.describe_step(request, choice)
+    # name of a device -> the most bytes that it holds
+    peaks = dict(plan.peak_bytes)
+    memory = []
+    for rank, forecast in enumerate(candidate.memory):
+        peak = peaks[str(AbstractDevice(rank, choice.num_shards))]
+        activations = peak - forecast.parameters - forecast.gradients
+        memory.append(dataclasses.replace(forecast, activations=activations))
+    return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)
 
 
 def list_families(space: SearchSpace) -> list[tuple[str, ...]]:
     """The schedules with as many stages on a rank, and backwards whole or in halves.
 
-    A schedule of the user's is a family of its own. Families with no order for these
-    numbers are left out.
+    A schedule of the user's is a family of its own.
     """
     families: dict[Any, list[str]] = {}
     for name in space.choices.schedule_names:
         families.setdefault(space.choices.builders[name].family, []).append(name)
-    all_names = map(tuple, families.values())
-    return [x for x in all_names if has_outlines(space.with_schedules(x))]
+    return [tuple(names) for names in families.values()]
 
 
-def list_even_modes(space: SearchSpace) -> list[str]:
-    """The remat modes of an even split: the usual one, and one that stores least."""
-    return [*dict.fromkeys([_usual_mode(space), space.choices.remat_modes[-1]])]
-
-
-def split_evenly(problem: PlanProblem, mode: str) -> Candidate:
-    """The candidate of a user who plans nothing: as many layers per stage, 1F1B.
+def list_even_splits(problem: PlanProblem) -> list[Choice]:
+    """The choices of a user who plans nothing: as many layers per stage, 1F1B.
 
     A loss of the whole mini-batch follows all forwards: there it is GPipe.
 
     Args:
       problem: the problem.
-      mode: the remat mode of all stages.
+
+    Returns:
+      The usual one; one that stores least; that one in the most micro-batches.
     """
     space = problem.space
     num_shards = min(shape.num_shards for shape in space.mesh_shapes)
@@ -128,39 +137,23 @@ def split_evenly(problem: PlanProblem, mode: str) -> Candidate:
     usual_count = _MICROBATCHES_PER_RANK * num_ranks
     count = min(counts, key=lambda count: abs(count - usual_count))
     build = gpipe if problem.request.reduction == "batch" else one_f_one_b
-    choice = Choice(
-        balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
-        remat=(mode,) * num_ranks,
-        schedule=build(num_ranks, count),
-        num_shards=num_shards,
-    )
-    return _lower(evaluate(space, choice), problem)
-
-
-def take_one_stage(problem: PlanProblem) -> Candidate | None:
-    """The candidate of a user without a pipeline: one stage, in few micro-batches.
-
-    Forecasts know least how much longer actions take between devices than alone.
-
-    Returns:
-      The candidate of as few micro-batches as fit; ``None`` if none fits.
-    """
-    space = problem.space
-    num_shards = min(shape.num_shards for shape in space.mesh_shapes)
-    counts = {
-        x.num_microbatches for x in space.mesh_shapes if x.num_shards == num_shards
-    }
-    for count in sorted(counts):
-        choice = Choice(
-            balance=(space.num_layers,),
-            remat=(_usual_mode(space),),
-            schedule=gpipe(1, count),
+    modes = space.choices.remat_modes
+    usual_mode = MIN_CUT.name if MIN_CUT.name in modes else modes[0]
+    least_mode = modes[-1]
+    splits = [
+        (usual_mode, count),
+        (least_mode, count),
+        (least_mode, max(counts)),
+    ]
+    return [
+        Choice(
+            balance=tuple(end - begin for begin, end in itertools.pairwise(ends)),
+            remat=(mode,) * num_ranks,
+            schedule=build(num_ranks, num_microbatches),
             num_shards=num_shards,
         )
-        candidate = _lower(evaluate(space, choice), problem)
-        if candidate.fits(space.hardware):
-            return candidate
-    return None
+        for mode, num_microbatches in dict.fromkeys(splits)
+    ]
 
 
 def with_compiled_bytes(lowered: Candidate, num_bytes: int) -> Candidate:
@@ -182,13 +175,6 @@ def forecast_again(space: SearchSpace, lowered: Candidate) -> Candidate:
     return dataclasses.replace(forecast, memory=lowered.memory, plan=lowered.plan)
 
 
-def _usual_mode(space: SearchSpace) -> str:
-    """The remat mode of a user who plans nothing, if the user allows it."""
-    if MIN_CUT.name in space.choices.remat_modes:
-        return MIN_CUT.name
-    return space.choices.remat_modes[0]
-
-
 def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:
     """Checks that there are candidates."""
     if candidates:
@@ -199,19 +185,3 @@ def _check_order(space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         f"{space.num_layers} layers on {space.hardware.num_devices} devices in "
         f"{counts} micro-batches"
     )
-
-
-def _lower(candidate: Candidate, problem: PlanProblem) -> Candidate:
-    """A candidate with its plan, and the bytes that its instructions hold."""
-    choice = candidate.choice
-    num_microbatches = choice.schedule.num_microbatches
-    request = dataclasses.replace(problem.request, num_microbatches=num_microbatches)
-    plan = problem.model.describe_step(request, choice)
-    # name of a device -> the most bytes that it holds
-    peaks = dict(plan.peak_bytes)
-    memory = []
-    for rank, forecast in enumerate(candidate.memory):
-        peak = peaks[str(AbstractDevice(rank, choice.num_shards))]
-        activations = peak - forecast.parameters - forecast.gradients
-        memory.append(dataclasses.replace(forecast, activations=activations))
-    return dataclasses.replace(candidate, memory=tuple(memory), plan=plan)

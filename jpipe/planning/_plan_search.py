@@ -111,11 +111,6 @@ def search(space: SearchSpace) -> list[Candidate]:
     return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
 
-def has_outlines(space: SearchSpace) -> bool:
-    """True if some schedule may have an order for these numbers."""
-    return bool(_sorted_outlines(space))
-
-
 def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
     """All outlines of which the best candidate may be, with their cuts."""
     cut_outlines: list[_CutOutline] = []

@@ -104,6 +104,7 @@ REACHED_BY = {
     "checkpoint": "train/test_checkpoint.py",
     "draw": "draw",
     "planning": "planning",
+    "planning/_ran_steps": "planning/test_ran_steps.py planning/test_profiles_elsewhere.py",
     "planning/_space": "loss_functions/test_whole_batch.py planning",
     "planning/_stage_costs": "planning/test_profile.py planning/test_partition.py planning",
     "schedules": "schedules",
@@ -117,6 +118,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "_api/_running_step": [
         ("peak + workspace[device]", "peak"),
         ("        self._action_seconds = seconds\n", ""),
+        ("            target_axes=request.target_axes,\n", ""),
+        ("            reduction=request.reduction,\n", ""),
     ],
     "_api/_train_step": [
         ("self._pipelined_loss.check_loss(step.specialization, targets)", "pass"),
@@ -594,6 +597,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("predicted[stage] - other[stage]", "predicted[stage]"),
         ("halves=backward[stage]", "halves=1.0"),
         ("halves=self.halves * other.halves", "halves=self.halves"),
+        ("fewest = min(", "fewest = max("),
+        ("np.log(count), np.log(counts)", "count, counts"),
+        ("        larger = scale_layers(larger, factors)\n", "        pass\n"),
     ],
     "planning/_rank_bytes": [
         ("self.static + self.gradients + ", "self.static + "),

@@ -13,6 +13,7 @@ from flax import linen as nn
 
 import jpipe
 from jpipe.planning._scaled_profiles import interpolate
+from jpipe.schedules._costs import TIME_FIELDS
 
 from .chains import LayerProfile, Profile, SkipProfile
 from .models import SAMPLE, cross_entropy, dense
@@ -302,3 +303,54 @@ def test_a_plan_after_a_step_that_ran_has_the_times_of_its_stages():
         jpipe.plan(layers, x, tx, ran=step.plan, costs=wrong)
     with pytest.raises(ValueError, match=r"ran= has the layers .* the model has"):
         jpipe.plan(layers[:3], x, tx, ran=step.plan, costs=measured, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("gpipe", "none"), ("1f1b", "full"), ("zb_h1", "min_cut")]
+)
+def test_the_times_of_a_step_that_ran_hold_for_micro_batches_of_all_sizes(
+    schedule, remat
+):
+    """Forwards took three times as long, and backwards five times."""
+
+    def timed(profile):
+        layers = [
+            dataclasses.replace(
+                layer,
+                forward=3 * layer.forward,
+                backward=5 * layer.backward,
+                input_grad=5 * layer.input_grad,
+                weight_grad=5 * layer.weight_grad,
+            )
+            for layer in profile.layers
+        ]
+        larger = None if profile.larger is None else timed(profile.larger)
+        return dataclasses.replace(profile, layers=tuple(layers), larger=larger)
+
+    estimated = estimate(action_seconds=0.0)
+    options = {"num_devices": 3, "balance": (2, 2, 3), "data": 1}
+    options |= {"schedules": schedule, "remat": remat}
+    ran = plan(timed(estimated), num_microbatches=4, **options)
+    step = {"ran": ran, "costs": ran.forecast.costs}
+    for count in (4, 8):
+        options["num_microbatches"] = count
+        found = plan(estimated, **step, **options).forecast.costs
+        expected = plan(timed(estimated), **options).forecast.costs
+        for name in TIME_FIELDS.values():
+            # In the last stage a forward may be a part of its backward.
+            seconds = getattr(found, name)[:-1]
+            assert seconds == pytest.approx(getattr(expected, name)[:-1], rel=1e-9)
+        if count == 4:
+            assert found.backward == pytest.approx(expected.backward, rel=1e-9)
+
+
+def test_a_step_that_ran_in_less_than_its_actions_take_leaves_their_least_time():
+    estimated = estimate(action_seconds=1.0)
+    options = {"balance": (3, 4), "schedules": "gpipe", "remat": "none", "data": 1}
+    options["num_microbatches"] = 4
+    ran = plan(estimated, **options)
+    short = jpipe.schedules.Costs(
+        forward=[0.5, 0.5], backward=[0.5, 0.5], in_seconds=True
+    )
+    costs = plan(estimated, ran=ran, costs=short, **options).forecast.costs
+    assert costs.forward == pytest.approx([1.0, 1.0], rel=1e-6)

@@ -122,6 +122,33 @@ def test_where_the_even_split_does_not_fit_one_that_stores_less_is_tried():
     assert max(x.total for x in plan.forecast.memory) == best.num_bytes < even_bytes
 
 
+def test_an_even_split_that_fits_in_no_mode_is_tried_in_more_microbatches():
+    layers = [*(ref.dense(64) for _ in range(4)), ref.dense(4)]
+    x, targets = ref.regression(512)
+    even_split = jpipe.pipeline(
+        layers,
+        8,
+        balance=[2, 3],
+        devices=jax.devices()[:2],
+        schedule="1f1b",
+        remat="full",
+    )
+    limit = needed_bytes(even_split, x, targets) - 1
+    plan = tune(
+        layers,
+        x,
+        targets,
+        memory_limit=limit,
+        schedules="1f1b",
+        num_microbatches=(8, 32),
+    )
+    trials = {trial.text: trial for trial in plan.forecast.trials}
+    split = "1f1b, balance [2, 3]"
+    assert trials[f"{split}, 8 micro-batches, remat min_cut"].seconds is None
+    assert trials[f"{split}, 32 micro-batches, remat full"].seconds
+    assert f"{split}, 32 micro-batches, remat min_cut" not in trials
+
+
 def test_later_steps_are_planned_with_the_times_of_earlier_ones():
     """By its jaxpr the first layer has no work; it takes nearly all of the time."""
 
@@ -200,3 +227,29 @@ def test_what_cannot_be_run_is_refused():
         tune(blocks(), specs, targets)
     with pytest.raises(ValueError, match="rounds=0: needs an int of at least 1; sched"):
         tune(blocks(), x, targets, rounds=0, schedules="2f2b")
+
+
+def test_the_steps_that_run_have_all_options_of_the_train_step():
+    """Without one of them no step runs, or it needs other bytes."""
+
+    def scale(inputs):
+        x, scales = inputs
+        return x * scales
+
+    def loss_fn(outputs, targets):
+        expected, weights = targets
+        return jnp.mean(weights * (outputs - expected) ** 2), outputs.sum()
+
+    layers = [scale, *blocks()]
+    x, expected = ref.regression(8)
+    inputs = x, jnp.ones(5)
+    targets = expected, jnp.ones(4)
+    axes = {"in_axes": (0, None), "target_axes": (0, None)}
+    options = {"has_aux": True, "reduction": "batch", "trainable": "1/*"}
+    given = {**FEW, **options, **axes, "devices": jax.devices()[:2]}
+    given["schedules"] = "gpipe"
+    plan = jpipe.tune(layers, inputs, targets, loss_fn, TX, **given)
+    pipe = jpipe.pipeline(layers, plan=plan, **axes)
+    state = pipe.init_train_state(jax.random.key(0), inputs, TX, trainable="1/*")
+    report = pipe.train_step(loss_fn, TX, **options).compile(state, inputs, targets)
+    assert plan.forecast.trials[0].num_bytes == most_bytes(report)
