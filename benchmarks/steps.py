@@ -1,5 +1,6 @@
 """Training steps, taken and timed in turns."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,18 +49,37 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each side, taken in turns, every second round backwards.
 
-    What slows the machine for a while slows all sides of a round.
-
     Args:
       sides: functions that wait for what they start.
       rounds: how many count.
       warm_up: rounds before these, in which sides compile.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(warm_up + rounds):
-        for name in list(sides)[:: 1 if number % 2 else -1]:
-            start = time.perf_counter()
-            sides[name]()
-            if number >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+
+    def time_call(side: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        side()
+        return time.perf_counter() - start
+
+    timed = {name: functools.partial(time_call, side) for name, side in sides.items()}
+    return take_turns(timed, rounds, warm_up)
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """The numbers of each side, taken in turns, every second round backwards.
+
+    What slows the machine for a while slows all sides of a round.
+
+    Args:
+      sides: functions that return a number.
+      rounds: how many count.
+      warm_up: rounds before these.
+    """
+    numbers: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(warm_up + rounds):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            number = sides[name]()
+            if turn >= warm_up:
+                numbers[name].append(number)
+    return numbers

@@ -6,9 +6,11 @@ to do type
 
     python -m benchmarks.planning --json build/planning.json
     python -m benchmarks.planning --json build/planning.json --models "equal blocks"
+    python -m benchmarks.planning --json build/planning.json --again
 
 The file is written after each model, and models that it has already stay there: the
-second line measures one of them again. The tables are those of all models in the file.
+second line measures one of them again, the third one times the ways in the file again,
+with its plans. The tables are those of all models in the file.
 """
 
 import argparse
@@ -80,9 +82,20 @@ def run_pair(folder: Path, cores: list[int], *words: str) -> list[Any]:
 
 
 def measure_model(
-    name: str, link: Link, rounds: int, cores: list[int]
+    name: str,
+    link: Link,
+    rounds: int,
+    cores: list[int],
+    earlier: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Plans and tunes a model, and times all ways to run it.
+
+    Args:
+      name: of the model.
+      link: how arrays pass between the processes.
+      rounds: how many count.
+      cores: one for each process.
+      earlier: a result whose ways are timed again, if this is wanted.
 
     Returns:
       What `ways.find_ways` returns; ``"tuned"`` and all ``"ways"`` of `pair`; and
@@ -91,10 +104,13 @@ def measure_model(
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         path = folder / "ways.json"
-        words = ["--latency", str(link.latency), "--bandwidth", str(link.bandwidth)]
-        words += ["--out", str(path)]
-        words += ["--core", str(cores[0])] if cores else []
-        _run([f"{__package__}.ways", name, *words])
+        if earlier is None:
+            words = ["--latency", str(link.latency), "--bandwidth", str(link.bandwidth)]
+            words += ["--out", str(path)]
+            words += ["--core", str(cores[0])] if cores else []
+            _run([f"{__package__}.ways", name, *words])
+        else:
+            path.write_text(json.dumps(earlier))
         words = ["--model", name, "--ways", str(path), "--rounds", str(rounds)]
         first, second = run_pair(folder, cores, *words)
         result = json.loads(path.read_text())
@@ -109,6 +125,7 @@ def measure_models(
     *,
     rounds: int,
     cores: list[int],
+    again: bool,
 ) -> list[str]:
     """Measures models, and writes all results after each of them.
 
@@ -118,6 +135,7 @@ def measure_models(
       path: the file; ``None``: nothing is written.
       rounds: how many count.
       cores: one for each process.
+      again: True to time the ways of results that are there.
 
     Returns:
       The errors of models that could not be measured.
@@ -131,7 +149,8 @@ def measure_models(
     for name in names:
         begin = time.monotonic()
         try:
-            result = measure_model(name, Link(**link), rounds, cores)
+            earlier = results[name] if again else None
+            result = measure_model(name, Link(**link), rounds, cores, earlier)
             result |= {"provenance": where, "link": link}
             page = format_page({name: result})
         except (RuntimeError, ValueError) as error:  # the others are measured
@@ -160,6 +179,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write everything to a file")
+    parser.add_argument(
+        "--again", action="store_true", help="only time the ways in the file"
+    )
     options = parser.parse_args()
     cores = separate_cores()
     if len(cores) == 1:
@@ -170,10 +192,17 @@ def main() -> None:
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
+    if missing := [x for x in options.models if options.again and x not in results]:
+        parser.error(f"--again: {missing} are not in the file")
     failures: list[str] = []
     if options.models:
         failures = measure_models(
-            options.models, results, options.json, rounds=options.rounds, cores=cores
+            options.models,
+            results,
+            options.json,
+            rounds=options.rounds,
+            cores=cores,
+            again=options.again,
         )
     in_order = {name: results[name] for name in MODELS if name in results}
     if in_order:

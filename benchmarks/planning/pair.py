@@ -4,17 +4,19 @@
                                   ◀───gradients───
 
 `python -m jpipe launch` starts them. Both tune the model under each limit, compile all
-ways with the tuned plans among them, and take steps of these in turns. Each writes what
-it has measured to a file.
+ways with the tuned plans among them, and take steps of these in turns: one that is not
+timed, as another way ran before it, and some as a training loop takes them, which waits
+for the last one alone. Each writes what it has measured to a file.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,13 @@ import jpipe
 from jpipe._api._process_link import measure_process_link
 
 from ..peers.measure import pin
-from ..steps import interleaved
+from ..steps import take_turns
 from .models import MODELS
 from .ways import Tuned, Way, add_way, plan_way, square
 
-# A visit of a way is predicted to take so many seconds, in so many steps at most.
-VISIT_SECONDS = 0.15
+# A visit of the slowest way is predicted to take so many seconds. All ways take as many
+# steps in a visit.
+VISIT_SECONDS = 0.4
 MOST_STEPS = 20
 
 
@@ -49,13 +52,11 @@ class Runner:
       num_bytes: name of a device -> the most bytes that it holds, with the workspace of
         its largest program as far as this process compiles it.
       loss: that of the first step; ``None`` if this process runs no stage.
-      num_steps: of a visit.
     """
 
     def __init__(self, way: Way, layers: list[Any], x: jax.Array) -> None:
         self.num_bytes: dict[str, int] = {}
         self.loss: float | None = None
-        self.num_steps = min(max(1, round(VISIT_SECONDS / way.seconds)), MOST_STEPS)
         pipe = way.build(layers)
         self._x = x
         self._takes_part = not set(jax.local_devices()).isdisjoint(pipe.devices)
@@ -72,19 +73,26 @@ class Runner:
         self.num_bytes = {
             device: peak + workspace[device] for device, peak in report.peak_bytes
         }
-        self.loss = self._take_step()
+        self.loss = float(self._take_steps(1)["loss"])
 
-    def visit(self) -> None:
-        """Takes some steps, until both processes have taken them."""
+    def visit(self, num_steps: int) -> float:
+        """The seconds of a step, of so many in a row."""
+        seconds = 0.0
         if self._takes_part:
-            for _ in range(self.num_steps):
-                self._take_step()
+            self._take_steps(1)
+            begin = time.perf_counter()
+            self._take_steps(num_steps)
+            seconds = (time.perf_counter() - begin) / num_steps
         multihost_utils.sync_global_devices("visit")
+        return seconds
 
-    def _take_step(self) -> float:
-        self._state, metrics = self._step(self._state, self._x, ())
+    def _take_steps(self, num_steps: int) -> dict[str, Any]:
+        """The metrics of the last of some steps, when all is done."""
+        metrics: dict[str, Any] = {}
+        for _ in range(num_steps):
+            self._state, metrics = self._step(self._state, self._x, ())
         jax.block_until_ready((self._state, metrics))
-        return float(metrics["loss"])
+        return metrics
 
 
 class TunedPlans:
@@ -144,7 +152,7 @@ def measure_model(name: str, path: Path, rounds: int) -> dict[str, Any]:
 
     Args:
       name: of the model.
-      path: the file of `ways`.
+      path: the file of `ways`; or of an earlier result, whose tuned plans are kept.
       rounds: how many count.
 
     Returns:
@@ -155,21 +163,27 @@ def measure_model(name: str, path: Path, rounds: int) -> dict[str, Any]:
     layers, x = MODELS[name]()
     fields = json.loads(path.read_text())
     ways = [Way(**way_fields) for way_fields in fields["ways"]]
-    limits = [planned["limit"] for planned in fields["planned"]]
-    tuned = TunedPlans(name, layers, x, ways).tune_all(limits)
+    if "tuned" in fields:
+        tuned = [Tuned(**tuned_fields) for tuned_fields in fields["tuned"]]
+    else:
+        limits = [planned["limit"] for planned in fields["planned"]]
+        tuned = TunedPlans(name, layers, x, ways).tune_all(limits)
 
     start = time.perf_counter()
     runners = [Runner(way, layers, x) for way in ways]
     say(f"{name}: {len(ways)} ways compiled, {time.perf_counter() - start:.0f} s")
-    visits: dict[str, Callable[[], None]] = {
-        str(index): runner.visit for index, runner in enumerate(runners)
-    }
     start = time.perf_counter()
-    seconds = interleaved(visits, rounds)
+    slowest = max(way.seconds for way in ways)
+    num_steps = min(max(1, round(VISIT_SECONDS / slowest)), MOST_STEPS)
+    visits = {
+        str(index): functools.partial(runner.visit, num_steps)
+        for index, runner in enumerate(runners)
+    }
+    seconds = take_turns(visits, rounds)
     say(f"{name}: {rounds} rounds, {time.perf_counter() - start:.0f} s")
     measured = [
         {
-            "seconds": [visit / runner.num_steps for visit in seconds[str(index)]],
+            "seconds": seconds[str(index)],
             "loss": runner.loss,
             "bytes": runner.num_bytes,
         }
