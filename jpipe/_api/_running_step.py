@@ -33,9 +33,9 @@ from ._train_step import take_observed_step
 from ._transform import pipeline
 
 PyTree = Any
-# The steps of a turn that are timed, after one that is not. While one device ends a step
-# another begins the next: in a short row of them the wait at its end weighs more than in
-# training.
+# The steps of a turn that are timed, after one that is not. While one device ends a
+# step another begins the next: in a short row of them the wait at its end weighs more
+# than in training.
 _STEPS_IN_A_TURN = 4
 # The steps whose actions are timed; of each action the median counts.
 _OBSERVED_STEPS = 3
