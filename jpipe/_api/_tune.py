@@ -67,7 +67,7 @@ _FAR_BEHIND = 1.5
 # The number of searches of all choices: each may compile another step.
 _MAX_SEARCHES = 3
 # The number of candidates of a search that are lowered, and maybe compiled, until one
-# fits.
+# fits (benchmarks/results/planning.md).
 _MAX_ATTEMPTS = 3
 
 
@@ -376,19 +376,21 @@ class _Contest:
             if forecast is None:
                 return False
             candidate = self._lower(forecast)
-            if self._should_be_faster(candidate, than_fastest):
-                self._try(candidate)
-                if not self._steps[-1].fault:
-                    return True
+            # Its instructions may hold more than was forecast.
+            if self.list_measured() and not candidate.fits(space.hardware):
+                continue
+            self._try(candidate)
+            if not self._steps[-1].fault:
+                return True
         return False
 
-    def _should_be_faster(
-        self, candidate: Candidate, than_fastest: float = 1.0
-    ) -> bool:
+    def _should_be_faster(self, candidate: Candidate, than_fastest: float) -> bool:
         """True if a candidate is no step yet, fits, and should be as fast.
 
-        Before a step ran, no forecast is known to be right.
+        Before a step ran, nothing is known of its time; and of its bytes, if no
+        schedule of its kind was compiled.
         """
+        space = self._problem.space
         for step in self._steps:
             # With other remat modes it may be less than what did not fit.
             is_other = (
@@ -396,11 +398,11 @@ class _Contest:
             )
             if candidate.is_same_run(step.candidate) and not is_other:
                 return False
+        fits = candidate.fits(space.hardware)
         measured = self.list_measured()
         if not measured:
-            return True
-        is_fast = candidate.seconds < than_fastest * measured[0].median
-        return is_fast and candidate.fits(self._problem.space.hardware)
+            return fits or not space.byte_errors.knows(candidate.choice.schedule)
+        return fits and candidate.seconds < than_fastest * measured[0].median
 
     def _lower(self, forecast: Candidate) -> Candidate:
         """Lowers a candidate, and notes the bytes that its forecast lacked."""

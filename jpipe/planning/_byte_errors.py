@@ -37,6 +37,10 @@ class ByteErrors:
 
     lacking: Mapping[_Kind, Mapping[int, int]] = field(default_factory=dict)
 
+    def knows(self, schedule: Schedule) -> bool:
+        """True if an error of its kind is known."""
+        return _kind_of(schedule) in self.lacking
+
     def predict(self, schedule: Schedule, num_shards: int) -> int:
         """The bytes that a forecast should lack; 0 if none of its kind is known."""
         if not self.lacking:  # saves a look at all actions
