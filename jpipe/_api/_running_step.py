@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from .._instructions._instruction import Instruction
 from .._instructions._transfer import Device
 from .._layers import _rng
+from .._processes._arrays import is_key
 from .._processes._group import group
 from ..planning._finalists import with_compiled_bytes
 from ..planning._forecast import Candidate
@@ -153,8 +155,8 @@ class RunningStep:
         self._action_seconds = seconds
 
     def release(self) -> None:
-        """Frees its state; what runs next draws another one."""
-        self._state = None
+        """Moves its state to the host, which makes room for another step."""
+        self._state = jax.tree.map(_to_host, self._state)
 
     def take_turn(self) -> None:
         """Takes a few steps."""
@@ -228,7 +230,7 @@ class RunningStep:
         state = self._state
         self._state = None
         if state is not None:
-            return state
+            return jax.tree.map(_from_host, state)
         job = self._job
         return self._pipe.init_train_state(
             jax.random.key(0),
@@ -246,7 +248,40 @@ class RunningStep:
 
     def _drop(self, fault: str) -> None:
         self.fault = fault
-        self.release()
+        self._state = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostArray:
+    """The values of an array that are in this process, on the host.
+
+    Attributes:
+      array: shape, dtype and sharding.
+      shards: each sharding of a single device, and the values there.
+    """
+
+    array: jax.ShapeDtypeStruct
+    shards: list[tuple[jax.sharding.Sharding, np.ndarray]]
+
+
+def _to_host(leaf: jax.Array) -> Any:
+    """An array on the host; a random key, which is small, as it is."""
+    if is_key(leaf):
+        return leaf
+    shards = [(x.data.sharding, np.array(x.data)) for x in leaf.addressable_shards]
+    array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return _HostArray(array, shards)
+
+
+def _from_host(leaf: Any) -> jax.Array:
+    """The array on its devices; one that is there, as it is."""
+    if not isinstance(leaf, _HostArray):
+        return leaf
+    array = leaf.array
+    shards = [jax.device_put(values, sharding) for sharding, values in leaf.shards]
+    return jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, shards, dtype=array.dtype
+    )
 
 
 def gather(value: Any) -> list[Any]:

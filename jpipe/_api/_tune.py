@@ -2,7 +2,7 @@
 
 estimate  the share of each layer in the work, by its jaxpr      (`planning/_profile`)
 try       the even split; then the best on paper of each family of schedules, and the
-          best of all, as long as that should be faster than what ran
+          best of all, as long as that should be about as fast as what ran
                                                                (`planning/_finalists`)
   lower,
   compile   what needs more bytes than a device has is dropped, and the next best tried
@@ -64,8 +64,10 @@ _FIRST_TURNS = 2
 # and no step of a family is compiled that should be as slow: this saves time of tuning.
 # The number was chosen, not measured.
 _FAR_BEHIND = 1.5
-# The number of searches of all choices: each may compile another step.
-_MAX_SEARCHES = 3
+# The number of searches of all choices: each may compile another step, if its forecast
+# is at most so many times the fastest (benchmarks/results/planning.md).
+_MAX_SEARCHES = 6
+_NEARLY_AS_FAST = 1.02
 # The number of candidates of a search that are lowered, and maybe compiled, until one
 # fits (benchmarks/results/planning.md).
 _MAX_ATTEMPTS = 3
@@ -105,8 +107,8 @@ def tune(
     and bytes of those before it. What needs more memory than a device has is dropped.
     The others take steps in turns, and the plan is the fastest of them.
 
-    Each has a state of its own, of a random key; where these do not fit beside each
-    other, a fresh one for each turn. Nothing that is passed is changed.
+    Each has a state of its own, of a random key; where the memory of devices is known,
+    it is there only for its turns. Nothing that is passed is changed.
 
     Ctrl-C ends the search, and the fastest so far is returned; before a step ran, and
     in one of several processes, it is raised.
@@ -312,15 +314,12 @@ class _Contest:
         for names in count_items("families of schedules tried", families):
             self._try_best(even_space.with_schedules(names), than_fastest=_FAR_BEHIND)
         for _ in count_items("searches of all schedules", range(_MAX_SEARCHES)):
-            if not self._try_best(self._problem.space, than_fastest=1.0):
+            if not self._try_best(self._problem.space, than_fastest=_NEARLY_AS_FAST):
                 break
-        num_bytes = sum(step.num_bytes or 0 for step in self._list_fitting())
-        keeps_states = self._limit is None or num_bytes <= self._limit
         for _ in count_items("turns of steps taken", range(rounds)):
             for step in self._list_close():
                 step.take_turn()
-                if not keeps_states:
-                    step.release()
+                self._make_room(step)
         if not self.list_measured():
             raise ValueError(self._explain_no_fit())
 
@@ -422,10 +421,14 @@ class _Contest:
         for _ in range(_FIRST_TURNS):
             if not step.fault:
                 step.take_turn()
-        if self._limit is not None:  # it makes room for the next one
-            step.release()
+        self._make_room(step)
         if step.seconds:
             self._learn_times()
+
+    def _make_room(self, step: RunningStep) -> None:
+        """Releases a step for the next one, if the memory of devices is known."""
+        if self._limit is not None:
+            step.release()
 
     def _learn_times(self) -> None:
         """Learns from all steps that ran, and forecasts them again."""

@@ -120,8 +120,8 @@ def stage_costs(space: SearchSpace, choice: Choice) -> Costs:
         latency=link.latency,
         overlap=link.overlap,
     )
-    if choice.num_devices > 1 and choice.num_shards in space.slowdowns:
-        slowdown = space.slowdowns[choice.num_shards]
+    slowdown = space.slowdowns.predict(choice.step_kind)
+    if slowdown != 1:
         times = {
             name: [slowdown * seconds for seconds in getattr(costs, name)]
             for name in TIME_FIELDS.values()

@@ -37,6 +37,7 @@ from ._forecast import (
 from ._mode_names import stores_only_inputs
 from ._problem import PartitionProblem
 from ._profile_record import Profile
+from ._slowdowns import StepKind
 from ._space import Choice, MeshShape, SearchSpace
 from ._stage_costs import Ends
 from ._stage_times import count_split_shares
@@ -69,6 +70,16 @@ class _Outline(NamedTuple):
     schedule_name: str
     placement: tuple[int, ...]
     split_share: float | None
+
+    @property
+    def step_kind(self) -> StepKind:
+        """The kind of its steps."""
+        return StepKind(
+            num_microbatches=self.shape.num_microbatches,
+            num_shards=self.shape.num_shards,
+            num_ranks=self.num_ranks,
+            num_stages=len(self.placement),
+        )
 
 
 class _CutOutline(NamedTuple):
@@ -128,7 +139,7 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
         if key not in free_cuts:
             free_cuts[key] = _find_cuts(problem, space)
         busiest = least_busy_seconds(problem, free_cuts[key])
-        slowdown = space.slowdowns.get(outline.shape.num_shards, 1.0)
+        slowdown = space.slowdowns.predict(outline.step_kind)
         least_seconds = problem.num_microbatches * busiest * slowdown
         # Sums in another order differ by rounding; one as long is a runner-up.
         if least_seconds * (1 - ROUNDING) > best_seconds:
@@ -177,13 +188,12 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
     def least_seconds(
         shape: MeshShape, num_ranks: int, split_share: float | None
     ) -> float:
-        seconds = _least_seconds(
+        return _least_seconds(
             space.profiles[shape.num_microbatch_shards],
             shape.num_microbatches,
             num_ranks=num_ranks,
             split_share=split_share,
         )
-        return seconds * space.slowdowns.get(shape.num_shards, 1.0)
 
     choices = space.choices
     outlines = []
@@ -209,7 +219,9 @@ def _sorted_outlines(space: SearchSpace) -> list[_Outline]:
                 placement=placement,
                 split_share=split_share,
             )
-            outlines.append(outline)
+            slowdown = space.slowdowns.predict(outline.step_kind)
+            slowed_seconds = slowdown * outline.least_seconds
+            outlines.append(outline._replace(least_seconds=slowed_seconds))
     return sorted(outlines, key=lambda x: (x.least_seconds, -x.num_ranks, x.shape))
 
 

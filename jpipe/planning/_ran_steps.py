@@ -11,20 +11,17 @@ scaled. The layers keep their shares of the stage:
 and *other* is what they take besides a backward: forwards that are fused with them or
 computed again, and what an action takes whatever it computes.
 
-Steps of several cuts say more about the layers than one of them. Each in turn scales
-the profile that the others have scaled, several times over: then nearly all stages
-take the times that were measured.
+A layer that was in several steps takes the geometric mean of its factors.
 """
 
 import dataclasses
 import itertools
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .._partition._remat_mode import NONE
 from ..schedules import Action, Costs
@@ -35,10 +32,10 @@ from ._layer_profile import LayerProfile
 from ._mode_names import stores_only_inputs
 from ._plan_record import Plan
 from ._profile_record import Profile, costs_of_stages
+from ._slowdowns import Slowdowns
 from ._space import Choice, SearchSpace
 
-# The times that each step scales the profile.
-_NUM_SWEEPS = 4
+_T = TypeVar("_T")
 # A program that takes less than an action does by itself was measured with noise. A
 # factor of 0 would make all layers of a stage equal.
 _LEAST_FACTOR = 1e-3
@@ -78,6 +75,11 @@ class RanStep:
         return self.choice.schedule.num_microbatches * self.choice.num_shards
 
     @property
+    def stages_with_forwards(self) -> set[int]:
+        """The stages some of whose forwards are not fused with backwards."""
+        return {x.stage for x in self.action_seconds if x.op == FORWARD}
+
+    @property
     def has_whole_backwards(self) -> bool:
         """True if some backward is not in halves."""
         return any(action.op == BACKWARD for action in self.action_seconds)
@@ -95,14 +97,6 @@ class LayerFactors(NamedTuple):
     forward: float = 1.0
     backward: float = 1.0
     halves: float = 1.0
-
-    def times(self, other: "LayerFactors") -> "LayerFactors":
-        """The factors of both, one after the other."""
-        return LayerFactors(
-            forward=self.forward * other.forward,
-            backward=self.backward * other.backward,
-            halves=self.halves * other.halves,
-        )
 
 
 def check_same_layers(plan: Plan, names: Sequence[str]) -> None:
@@ -126,9 +120,8 @@ def learn_times(space: SearchSpace, steps: Sequence[RanStep]) -> SearchSpace:
     step had take factors between those of the next smaller and the next larger size
     that one had, evenly by their logarithms.
 
-    Devices may slow each other down: they share memory, and some also cores. That a
-    step took so many times as long as its actions by themselves do, holds for all steps
-    in which as many devices share a micro-batch: the median of those that ran.
+    How many times as long a step took as its actions by themselves do, is learned too
+    (`_slowdowns`).
 
     Args:
       space: the choices, with their profiles.
@@ -152,15 +145,12 @@ def learn_times(space: SearchSpace, steps: Sequence[RanStep]) -> SearchSpace:
         factors = [LayerFactors(*layer) for layer in np.exp(interpolated).tolist()]
         scaled_profiles[count] = scale_layers(profile, factors)
 
-    space = dataclasses.replace(space, profiles=scaled_profiles, slowdowns={})
-    ratios: dict[int, list[float]] = {}
-    for step in steps:
-        if step.seconds is not None and step.choice.num_devices > 1:
-            ratio = step.seconds / evaluate(space, step.choice).seconds
-            ratios.setdefault(step.choice.num_shards, []).append(ratio)
-    slowdowns = {
-        num_shards: statistics.median(listed) for num_shards, listed in ratios.items()
-    }
+    space = dataclasses.replace(space, profiles=scaled_profiles, slowdowns=Slowdowns())
+    slowdowns = Slowdowns.from_steps(
+        (step.choice.step_kind, step.seconds / evaluate(space, step.choice).seconds)
+        for step in steps
+        if step.seconds is not None
+    )
     return dataclasses.replace(space, slowdowns=slowdowns)
 
 
@@ -172,7 +162,7 @@ def _interpolate(x: float, knots: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def find_layer_factors(
     profile: Profile, steps: Sequence[RanStep]
 ) -> list[LayerFactors]:
-    """The factors of layers with which stages take the times that were measured.
+    """The factors of layers with which stages take about what was measured.
 
     Whole backwards say nothing about halves, but that both depend on the size of a
     micro-batch alike: what no step had takes the factor of the other.
@@ -181,16 +171,33 @@ def find_layer_factors(
       profile: the profile, of the size of the micro-batches of all these steps.
       steps: the steps.
     """
-    has_whole_backwards = any(step.has_whole_backwards for step in steps)
-    factors = [LayerFactors()] * len(profile.layers)
-    for _ in range(_NUM_SWEEPS):
-        for step in sorted(steps, key=lambda x: not x.has_whole_backwards):
-            scaled = scale_layers(profile, factors)
-            halves_only = has_whole_backwards and not step.has_whole_backwards
-            step_factors = _find_factors_of_step(scaled, step, halves_only=halves_only)
-            pairs = zip(factors, step_factors, strict=True)
-            factors = [layer.times(further) for layer, further in pairs]
-    return factors
+    forwards = _average(
+        [_find_forward_factors(profile, step) for step in steps],
+        np.array([_find_layers_with_forwards(step) for step in steps]),
+    )
+    with_forwards = scale_layers(profile, [LayerFactors(forward=x) for x in forwards])
+    backwards = [_find_backward_factors(with_forwards, step) for step in steps]
+    are_whole = np.array([[step.has_whole_backwards] for step in steps])
+    layers = zip(
+        forwards,
+        _average(backwards, are_whole),
+        _average(backwards, ~are_whole),
+        strict=True,
+    )
+    return [LayerFactors(*layer) for layer in layers]
+
+
+def _average(factors: ArrayLike, counts: np.ndarray) -> list[float]:
+    """The geometric mean of the factors of each layer, of those that count.
+
+    Args:
+      factors: the factors ``[step, layer]``.
+      counts: True for each that counts, of the same shape or ``[step, 1]``; where none
+        does, all do.
+    """
+    logarithms = np.log(factors)
+    weights = np.broadcast_to(counts | ~np.any(counts, axis=0), logarithms.shape)
+    return np.exp(np.average(logarithms, axis=0, weights=weights)).tolist()
 
 
 def scale_layers(profile: Profile, factors: Sequence[LayerFactors]) -> Profile:
@@ -215,74 +222,80 @@ def _scale_layer(layer: LayerProfile, factors: LayerFactors) -> LayerProfile:
     )
 
 
-def _find_factors_of_step(
-    profile: Profile, step: RanStep, *, halves_only: bool
-) -> list[LayerFactors]:
-    """The factors with which stages take the times of one step.
+def _find_forward_factors(profile: Profile, step: RanStep) -> list[float]:
+    """The factor of each layer's forward, by the forwards of its stage.
+
+    Where all of these are fused with backwards, by the programs of both.
+    """
+    stages_with_forwards = step.stages_with_forwards
+    actions = [
+        action
+        for action in step.action_seconds
+        if action.op == FORWARD or action.stage not in stages_with_forwards
+    ]
+    measured = _sum_measured(profile, step, actions)
+    predicted = _sum_predicted(profile, step, actions)
+    factors = [*map(_ratio, measured, predicted)]
+    return _repeat_by_layer(factors, step.choice.balance)
+
+
+def _find_layers_with_forwards(step: RanStep) -> list[bool]:
+    """For each layer whether some forward of its stage is a program by itself."""
+    balance = step.choice.balance
+    stages_with_forwards = step.stages_with_forwards
+    has_forwards = [stage in stages_with_forwards for stage in range(len(balance))]
+    return _repeat_by_layer(has_forwards, balance)
+
+
+def _find_backward_factors(profile: Profile, step: RanStep) -> list[float]:
+    """The factor of each layer's backward, or its halves, by those of its stage.
 
     Args:
-      profile: the profile, of the size of its micro-batches.
+      profile: the profile, with the factors of forwards.
       step: the step.
-      halves_only: True if it says nothing about whole backwards.
     """
-    forward, backward = _find_time_factors(profile, step)
+    actions = [action for action in step.action_seconds if action.op != FORWARD]
+    no_backwards = [LayerFactors(backward=0.0, halves=0.0)] * len(profile.layers)
+    measured = _sum_measured(profile, step, actions)
+    predicted = _sum_predicted(profile, step, actions)
+    other = _sum_predicted(scale_layers(profile, no_backwards), step, actions)
+    # Noise may leave nothing to the backwards themselves: then all has one factor.
     factors = [
-        LayerFactors(
-            forward=forward[stage],
-            backward=1.0 if halves_only else backward[stage],
-            halves=backward[stage],
-        )
-        for stage in range(len(step.choice.balance))
+        _ratio(m - o, p - o) if m > o else _ratio(m, p)
+        for m, p, o in zip(measured, predicted, other, strict=True)
     ]
     return _repeat_by_layer(factors, step.choice.balance)
 
 
-def _find_time_factors(
-    profile: Profile, step: RanStep
-) -> tuple[list[float], list[float]]:
-    """For each stage the factor of forwards, and that of backwards or their halves."""
-    choice = step.choice
-    stages = range(len(choice.balance))
-    call = profile.action_seconds
-    predicted_costs = _predict_costs(profile, choice)
-    actions = [x for x in step.action_seconds if predicted_costs.of(x) > 0]
-    forwards = [action for action in actions if action.op == FORWARD]
-    backwards = [action for action in actions if action.op != FORWARD]
-
-    has_forward = {action.stage for action in forwards}
-    forward_measured = _sum_over_stages(forwards, step.action_seconds.__getitem__, call)
-    forward_predicted = _sum_over_stages(forwards, predicted_costs.of, call)
-    forward_factors = [
-        _ratio(forward_measured[stage], forward_predicted[stage]) for stage in stages
-    ]
-
-    def predict(backward: float) -> dict[int, float]:
-        """The seconds of backwards of each stage, with their own share scaled."""
-        factors = _repeat_by_layer(
-            [LayerFactors(x, backward, backward) for x in forward_factors],
-            choice.balance,
-        )
-        costs = _predict_costs(scale_layers(profile, factors), choice)
-        return _sum_over_stages(backwards, costs.of, call)
-
-    measured = _sum_over_stages(backwards, step.action_seconds.__getitem__, call)
-    predicted = predict(1.0)
-    other = predict(0.0)
-    backward_factors: list[float] = []
-    for stage in stages:
-        factor = _ratio(measured[stage], predicted[stage])
-        if stage not in has_forward:  # all are fused with backwards
-            forward_factors[stage] = factor
-        elif measured[stage] > other[stage]:
-            factor = _ratio(
-                measured[stage] - other[stage], predicted[stage] - other[stage]
-            )
-        backward_factors.append(factor)
-    return forward_factors, backward_factors
+def _sum_measured(
+    profile: Profile, step: RanStep, actions: Sequence[Action]
+) -> list[float]:
+    """For each stage the seconds of its actions, without those that calls take."""
+    return _sum_over_stages(profile, step, actions, step.action_seconds.__getitem__)
 
 
-def _predict_costs(profile: Profile, choice: Choice) -> Costs:
+def _sum_predicted(
+    profile: Profile, step: RanStep, actions: Sequence[Action]
+) -> list[float]:
+    """The same as the profile predicts it."""
+    return _sum_over_stages(profile, step, actions, _predict_costs(profile, step).of)
+
+
+def _sum_over_stages(
+    profile: Profile,
+    step: RanStep,
+    actions: Sequence[Action],
+    seconds_of: Callable[[Action], float],
+) -> list[float]:
+    sums = [0.0] * len(step.choice.balance)
+    for action in actions:
+        sums[action.stage] += seconds_of(action) - profile.action_seconds
+    return sums
+
+
+def _predict_costs(profile: Profile, step: RanStep) -> Costs:
     """The costs of the programs of a step, as the profile predicts them."""
+    choice = step.choice
     modes = [_listed_mode(profile, mode) for mode in choice.remat]
     return fused_costs(
         profile.costs(choice.balance, remat=modes),
@@ -297,21 +310,9 @@ def _listed_mode(profile: Profile, mode: str) -> str:
     return mode if mode in costs_of_stages(profile).residual_bytes else NONE.name
 
 
-def _sum_over_stages(
-    actions: Sequence[Action], seconds_of: Callable[[Action], float], call: float
-) -> dict[int, float]:
-    """Stage -> the seconds of its actions, without those that a call takes."""
-    sums = defaultdict[int, float](float)
-    for action in actions:
-        sums[action.stage] += seconds_of(action) - call
-    return sums
-
-
-def _repeat_by_layer(
-    factors: Sequence[LayerFactors], balance: Sequence[int]
-) -> list[LayerFactors]:
-    """The factors of each stage, once for each of its layers."""
-    pairs = zip(factors, balance, strict=True)
+def _repeat_by_layer(values: Sequence[_T], balance: Sequence[int]) -> list[_T]:
+    """The value of each stage, once for each of its layers."""
+    pairs = zip(values, balance, strict=True)
     return [layer for stage, size in pairs for layer in itertools.repeat(stage, size)]
 
 

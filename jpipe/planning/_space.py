@@ -33,6 +33,7 @@ from ._layer_profile import Link, find_count_faults
 from ._mode_names import MODE_NAMES, format_unknown_mode
 from ._plan_record import mesh_text
 from ._profile_record import Profile
+from ._slowdowns import Slowdowns, StepKind
 from ._stage_times import count_split_shares
 
 # By default the micro-batches have so many shards times the number of devices.
@@ -273,8 +274,7 @@ class SearchSpace:
       mesh_shapes: numbers of micro-batches, each with the number of devices that share
         a micro-batch.
       choices: schedules, remat modes and balance.
-      slowdowns: number of devices that share a micro-batch -> how many times as long
-        actions take in a step of several devices; 1 where it is unknown.
+      slowdowns: how many times as long actions take in a step of several devices.
       byte_errors: the errors of forecasts of bytes.
     """
 
@@ -283,7 +283,7 @@ class SearchSpace:
     hardware: Hardware
     mesh_shapes: tuple[MeshShape, ...]
     choices: PlanChoices
-    slowdowns: Mapping[int, float] = field(default_factory=dict)
+    slowdowns: Slowdowns = field(default_factory=Slowdowns)
     byte_errors: ByteErrors = field(default_factory=ByteErrors)
 
     @property
@@ -329,6 +329,16 @@ class Choice:
     def num_devices(self) -> int:
         """The number of devices that it uses."""
         return self.schedule.num_ranks * self.num_shards
+
+    @property
+    def step_kind(self) -> StepKind:
+        """The kind of its steps, which tells how much devices slow each other down."""
+        return StepKind(
+            num_microbatches=self.schedule.num_microbatches,
+            num_shards=self.num_shards,
+            num_ranks=self.schedule.num_ranks,
+            num_stages=self.schedule.num_stages,
+        )
 
     def __str__(self) -> str:
         modes = dict.fromkeys(self.remat)
