@@ -20,6 +20,7 @@ process 0 count for all: the times of transfers and actions, and of steps.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -369,25 +370,25 @@ class _Contest:
             known_space = dataclasses.replace(
                 space, byte_errors=self._problem.space.byte_errors
             )
-            forecast = find_finalist(
-                known_space, lambda x: self._should_be_faster(x, than_fastest)
-            )
+            measured = self.list_measured()
+            most_seconds = than_fastest * measured[0].median if measured else math.inf
+            forecast = find_finalist(known_space, self._may_try, most_seconds)
             if forecast is None:
                 return False
             candidate = self._lower(forecast)
             # Its instructions may hold more than was forecast.
-            if self.list_measured() and not candidate.fits(space.hardware):
+            if measured and not candidate.fits(space.hardware):
                 continue
             self._try(candidate)
             if not self._steps[-1].fault:
                 return True
         return False
 
-    def _should_be_faster(self, candidate: Candidate, than_fastest: float) -> bool:
-        """True if a candidate is no step yet, fits, and should be as fast.
+    def _may_try(self, candidate: Candidate) -> bool:
+        """True if a candidate is no step yet, and fits.
 
-        Before a step ran, nothing is known of its time; and of its bytes, if no
-        schedule of its kind was compiled.
+        Before a step ran, nothing is known of its bytes if no schedule of its kind was
+        compiled.
         """
         space = self._problem.space
         for step in self._steps:
@@ -398,10 +399,9 @@ class _Contest:
             if candidate.is_same_run(step.candidate) and not is_other:
                 return False
         fits = candidate.fits(space.hardware)
-        measured = self.list_measured()
-        if not measured:
-            return fits or not space.byte_errors.knows(candidate.choice.schedule)
-        return fits and candidate.seconds < than_fastest * measured[0].median
+        if self.list_measured():
+            return fits
+        return fits or not space.byte_errors.knows(candidate.choice.schedule)
 
     def _lower(self, forecast: Candidate) -> Candidate:
         """Lowers a candidate, and notes the bytes that its forecast lacked."""

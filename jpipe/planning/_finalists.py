@@ -83,10 +83,21 @@ def rank_candidates(problem: PlanProblem) -> list[Candidate]:
 
 
 def find_finalist(
-    space: SearchSpace, is_wanted: Callable[[Candidate], bool]
+    space: SearchSpace,
+    is_wanted: Callable[[Candidate], bool],
+    most_seconds: float,
 ) -> Candidate | None:
-    """The best forecast for which a function is true; ``None`` if there is none."""
-    return next(filter(is_wanted, search(space)), None)
+    """The best forecast that is wanted; ``None`` if there is none.
+
+    Args:
+      space: the choices.
+      is_wanted: True for a candidate that may be chosen.
+      most_seconds: the seconds of a step that it has to be faster than.
+    """
+    for candidate in search(space, is_wanted=is_wanted, most_seconds=most_seconds):
+        if is_wanted(candidate) and candidate.seconds < most_seconds:
+            return candidate
+    return None
 
 
 def lower(candidate: Candidate, problem: PlanProblem) -> Candidate:

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -96,36 +96,48 @@ class _CutOutline(NamedTuple):
     cuts: list[Ends]
 
 
-def search(space: SearchSpace) -> list[Candidate]:
+def search(
+    space: SearchSpace,
+    *,
+    is_wanted: Callable[[Candidate], bool] = lambda candidate: True,
+    most_seconds: float = math.inf,
+) -> list[Candidate]:
     """Searches a space; candidates, those that fit first, the fastest of them first.
 
-    Candidates that cannot be the best, whatever their balance and schedule, are left
-    out.
+    Candidates that cannot be the best of those that are wanted, whatever their balance
+    and schedule, are left out.
 
     Args:
       space: the choices.
+      is_wanted: True for a candidate that may be chosen; others are no reason to leave
+        anything out.
+      most_seconds: the seconds of a step that a candidate has to be faster than.
 
     Returns:
       The candidates; a choice may be repeated.
     """
-    cut_outlines = _solve_outlines(space)
+    cut_outlines = _solve_outlines(space, is_wanted, most_seconds)
     candidates = [cut_outline.candidate for cut_outline in cut_outlines]
     for cut_outline in count_items(
         "candidates improved", _best_few(cut_outlines, space)
     ):
         improved = cut_outline.candidate
         if space.choices.balance is None and improved.fits(space.hardware):
-            improved = _climb(cut_outline, space)
+            improved = _climb(cut_outline, space, is_wanted)
         candidates.append(improved)
         if space.choices.fits_schedules and _is_worth_fitting(improved):
             candidates += _with_fitted_schedules(improved, space)
     return sorted(candidates, key=lambda x: x.objective(space.hardware))
 
 
-def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
+def _solve_outlines(
+    space: SearchSpace,
+    is_wanted: Callable[[Candidate], bool],
+    most_seconds: float,
+) -> list[_CutOutline]:
     """All outlines of which the best candidate may be, with their cuts."""
     cut_outlines: list[_CutOutline] = []
-    best_seconds = math.inf
+    best_seconds = most_seconds
     # shape, placement, times of backwards -> cuts; the same for all schedules while
     # memory has no limit
     free_cuts: dict[tuple[MeshShape, tuple[int, ...], bytes], list[Ends]] = {}
@@ -154,7 +166,7 @@ def _solve_outlines(space: SearchSpace) -> list[_CutOutline]:
         for cut_outline in _solve(schedule, num_shards, space, free_cuts[key]):
             cut_outlines.append(cut_outline)
             candidate = cut_outline.candidate
-            if candidate.fits(space.hardware):
+            if candidate.fits(space.hardware) and is_wanted(candidate):
                 best_seconds = min(best_seconds, candidate.seconds)
     return cut_outlines
 
@@ -348,26 +360,30 @@ def _best_few(
     return list(best.values())
 
 
-def _climb(cut_outline: _CutOutline, space: SearchSpace) -> Candidate:
-    """The best of a cut and those around it, by simulated steps.
+def _climb(
+    cut_outline: _CutOutline,
+    space: SearchSpace,
+    is_wanted: Callable[[Candidate], bool],
+) -> Candidate:
+    """The best of a cut and those around it that is wanted, by simulated steps.
 
     A problem adds up the seconds of stages. The simulation also knows where the
     schedule waits, and how long gradients are exchanged.
     """
-    best = cut_outline.candidate
+    candidates = [cut_outline.candidate]
 
     def simulate(ends: Ends) -> float:
-        nonlocal best
         if ends == cut_outline.cuts[0]:
             return cut_outline.candidate.seconds
         candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
         if not candidate.fits(space.hardware):
             return math.inf
-        best = min(best, candidate, key=lambda x: x.objective(space.hardware))
+        candidates.append(candidate)
         return candidate.seconds
 
     climb_by_simulation(cut_outline.problem, cut_outline.cuts, simulate)
-    return best
+    wanted = [*filter(is_wanted, candidates)]
+    return min(wanted or candidates, key=lambda x: x.objective(space.hardware))
 
 
 def _is_worth_fitting(candidate: Candidate) -> bool:

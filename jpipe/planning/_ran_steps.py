@@ -11,7 +11,8 @@ scaled. The layers keep their shares of the stage:
 and *other* is what they take besides a backward: forwards that are fused with them or
 computed again, and what an action takes whatever it computes.
 
-A layer that was in several steps takes the geometric mean of its factors.
+A layer that was in several steps takes the geometric mean of its factors. A forward
+that was only fused with backwards takes the factor of both, if no step says more.
 """
 
 import dataclasses
@@ -259,11 +260,15 @@ def _find_backward_factors(profile: Profile, step: RanStep) -> list[float]:
     measured = _sum_measured(profile, step, actions)
     predicted = _sum_predicted(profile, step, actions)
     other = _sum_predicted(scale_layers(profile, no_backwards), step, actions)
-    # Noise may leave nothing to the backwards themselves: then all has one factor.
-    factors = [
-        _ratio(m - o, p - o) if m > o else _ratio(m, p)
-        for m, p, o in zip(measured, predicted, other, strict=True)
-    ]
+    factors: list[float] = []
+    for stage in range(len(step.choice.balance)):
+        factor = _ratio(measured[stage], predicted[stage])
+        # Noise may leave nothing to the backwards themselves.
+        if measured[stage] > other[stage]:
+            factor = _ratio(
+                measured[stage] - other[stage], predicted[stage] - other[stage]
+            )
+        factors.append(factor)
     return _repeat_by_layer(factors, step.choice.balance)
 
 

@@ -1,7 +1,8 @@
 """How many times as long actions take in a step as each by itself.
 
-Devices may slow each other down: they share memory, and some also cores. That differs
-by how many stages a rank has, and how large micro-batches are.
+Devices may slow each other down: they share memory, and some also cores. How much
+depends on the number of micro-batches, and of stages on a rank, more than on the
+operations of a schedule (benchmarks/results/planning.md).
 """
 
 import statistics
