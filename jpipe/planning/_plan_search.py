@@ -370,20 +370,23 @@ def _climb(
     A problem adds up the seconds of stages. The simulation also knows where the
     schedule waits, and how long gradients are exchanged.
     """
-    candidates = [cut_outline.candidate]
+    wanted: list[Candidate] = []
 
     def simulate(ends: Ends) -> float:
-        if ends == cut_outline.cuts[0]:
-            return cut_outline.candidate.seconds
-        candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
-        if not candidate.fits(space.hardware):
+        candidate = cut_outline.candidate
+        if ends != cut_outline.cuts[0]:
+            candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
+        if not candidate.fits(space.hardware) or not is_wanted(candidate):
             return math.inf
-        candidates.append(candidate)
+        wanted.append(candidate)
         return candidate.seconds
 
     climb_by_simulation(cut_outline.problem, cut_outline.cuts, simulate)
-    wanted = [*filter(is_wanted, candidates)]
-    return min(wanted or candidates, key=lambda x: x.objective(space.hardware))
+    return min(
+        wanted,
+        key=lambda x: x.objective(space.hardware),
+        default=cut_outline.candidate,
+    )
 
 
 def _is_worth_fitting(candidate: Candidate) -> bool:

@@ -169,6 +169,24 @@ def test_no_cut_under_any_schedule_ranks_before_the_best_of_a_search(seed):
     assert best.objective(space.hardware)[1] <= least * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_that_is_wanted_is_found_behind_others(seed):
+    """What was tried hides nothing, though its forecast is shorter."""
+    space = random_space(seed, TRAINING, most_layers=6)
+    tried = []
+
+    def is_wanted(candidate):
+        return not any(candidate.is_same_run(x) for x in tried)
+
+    for _ in range(4):
+        fastest = min(x.seconds for x in every_candidate(space) if is_wanted(x))
+        candidates = search(space, is_wanted=is_wanted)
+        found = next(filter(is_wanted, candidates))
+        # Of six schedules other cuts are simulated, also of those that were tried.
+        assert found.seconds <= 1.1 * fastest
+        tried.append(found)
+
+
 def test_stages_of_one_rank_are_not_of_very_different_lengths():
     """In a loop all ranks wait for the slowest stage, though their sums are equal."""
     chain = random_chain(random.Random(5), 32)
