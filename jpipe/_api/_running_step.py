@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from .._instructions._instruction import Instruction
-from .._instructions._transfer import Device
+from .._instructions._transfer import Device, put
 from .._layers import _rng
 from .._processes._arrays import is_key
 from .._processes._group import group
@@ -257,18 +257,18 @@ class _HostArray:
 
     Attributes:
       array: shape, dtype and sharding.
-      shards: each sharding of a single device, and the values there.
+      shards: each device, and the values there.
     """
 
     array: jax.ShapeDtypeStruct
-    shards: list[tuple[jax.sharding.Sharding, np.ndarray]]
+    shards: list[tuple[jax.Device, np.ndarray]]
 
 
 def _to_host(leaf: jax.Array) -> Any:
     """An array on the host; a random key, which is small, as it is."""
     if is_key(leaf):
         return leaf
-    shards = [(x.data.sharding, np.array(x.data)) for x in leaf.addressable_shards]
+    shards = [(x.device, np.array(x.data)) for x in leaf.addressable_shards]
     array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     return _HostArray(array, shards)
 
@@ -278,7 +278,7 @@ def _from_host(leaf: Any) -> jax.Array:
     if not isinstance(leaf, _HostArray):
         return leaf
     array = leaf.array
-    shards = [jax.device_put(values, sharding) for sharding, values in leaf.shards]
+    shards = [put([values], device)[0] for device, values in leaf.shards]
     return jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, shards, dtype=array.dtype
     )

@@ -370,7 +370,7 @@ def _climb(
     A problem adds up the seconds of stages. The simulation also knows where the
     schedule waits, and how long gradients are exchanged.
     """
-    wanted: list[Candidate] = []
+    allowed: list[Candidate] = []
 
     def simulate(ends: Ends) -> float:
         candidate = cut_outline.candidate
@@ -378,12 +378,12 @@ def _climb(
             candidate = evaluate(space, _as_choice(cut_outline.problem, ends))
         if not candidate.fits(space.hardware) or not is_wanted(candidate):
             return math.inf
-        wanted.append(candidate)
+        allowed.append(candidate)
         return candidate.seconds
 
     climb_by_simulation(cut_outline.problem, cut_outline.cuts, simulate)
     return min(
-        wanted,
+        allowed,
         key=lambda x: x.objective(space.hardware),
         default=cut_outline.candidate,
     )

@@ -1,4 +1,4 @@
-"""How many times as long actions take in a step as each by itself.
+"""Ratios of the time that actions take in a step to that of each by itself.
 
 Devices may slow each other down: they share memory, and some also cores. How much
 depends on the number of micro-batches, and of stages on a rank, more than on the
@@ -35,7 +35,7 @@ class StepKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """How many times as long actions take in steps of several devices.
+    """Ratios of the time of actions in steps of several devices to that by themselves.
 
     Attributes:
       by_size: numbers of micro-batches, of devices that share one and of stages on a
@@ -48,29 +48,30 @@ class Slowdowns:
 
     @classmethod
     def from_steps(cls, steps: Iterable[tuple[StepKind, float]]) -> "Slowdowns":
-        """Those of steps, each with how many times as long it took."""
+        """The slowdowns of steps, each with its ratio."""
         by_size = defaultdict[tuple[int, int, float], list[float]](list)
         by_num_shards = defaultdict[int, list[float]](list)
-        for kind, ratio in steps:
-            if not kind.has_one_device:
-                by_size[_size(kind)].append(ratio)
-                by_num_shards[kind.num_shards].append(ratio)
+        for step_kind, ratio in steps:
+            if not step_kind.has_one_device:
+                by_size[_size(step_kind)].append(ratio)
+                by_num_shards[step_kind.num_shards].append(ratio)
         return cls(
             {size: statistics.median(ratios) for size, ratios in by_size.items()},
             {count: statistics.median(x) for count, x in by_num_shards.items()},
         )
 
-    def predict(self, kind: StepKind) -> float:
-        """How many times as long actions take in steps of a kind.
+    def predict(self, step_kind: StepKind) -> float:
+        """The ratio of steps of a kind.
 
-        By those of its size, if one ran; else by all in which as many devices share a
-        micro-batch; 1 if none did.
+        It is that of its size, if one ran; else that of all in which as many devices
+        share a micro-batch; 1 if none did.
         """
-        if kind.has_one_device:
+        if step_kind.has_one_device:
             return 1.0
-        known = self.by_num_shards.get(kind.num_shards, 1.0)
-        return self.by_size.get(_size(kind), known)
+        ratio_of_all = self.by_num_shards.get(step_kind.num_shards, 1.0)
+        return self.by_size.get(_size(step_kind), ratio_of_all)
 
 
-def _size(kind: StepKind) -> tuple[int, int, float]:
-    return kind.num_microbatches, kind.num_shards, kind.num_stages / kind.num_ranks
+def _size(step_kind: StepKind) -> tuple[int, int, float]:
+    chunks = step_kind.num_stages / step_kind.num_ranks
+    return step_kind.num_microbatches, step_kind.num_shards, chunks
