@@ -261,7 +261,7 @@ class _HostArray:
     """
 
     array: jax.ShapeDtypeStruct
-    shards: list[tuple[jax.Device, np.ndarray]]
+    shards: list[tuple[Device, np.ndarray]]
 
 
 def _to_host(leaf: jax.Array) -> Any:
